@@ -1,0 +1,1 @@
+"""autopar: measure a PyTorch model, plan the fastest way to train it, train it that way."""

@@ -1,0 +1,1 @@
+"""Capture: a user's model file becomes a graph of layers."""

@@ -1,0 +1,63 @@
+"""Every error autopar raises on purpose, as one tree.
+
+    AutoparError                 1
+    ├── UsageError               2   what was asked contradicts itself or the machine
+    ├── InfeasibleError          3   no plan fits the memory or the constraints
+    ├── FileError                4   a file is missing, malformed, or does not fit another
+    │   ├── ModelError           4   the user's model file is missing or broken
+    │   └── CaptureError         4   the model cannot be captured as a graph
+    └── TrainingError            5   a rank failed, was lost, or stopped answering
+
+The number is the exit code of the command line. A message is one line: what is wrong, where, which value, and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "FileError",
+    "InfeasibleError",
+    "ModelError",
+    "TrainingError",
+    "UsageError",
+]
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(AutoparError):
+    """What was asked contradicts itself, or does not fit this machine."""
+
+    exit_code = 2
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the memory limit or the constraints."""
+
+    exit_code = 3
+
+
+class FileError(AutoparError):
+    """A file is missing, malformed, or does not fit another one."""
+
+    exit_code = 4
+
+
+class ModelError(FileError):
+    """The user's model file is missing, broken, or lacks what autopar needs from it."""
+
+
+class CaptureError(FileError):
+    """The model cannot be captured as a graph of layers."""
+
+
+class TrainingError(AutoparError):
+    """A rank failed, was lost, or stopped answering."""
+
+    exit_code = 5

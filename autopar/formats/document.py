@@ -1,0 +1,196 @@
+"""The file border: strict reading and atomic writing of autopar's JSON documents."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NoReturn, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from autopar.errors import FileError, UsageError
+
+__all__ = ["Bytes", "Count", "Document", "Index", "Name", "Record", "Seconds", "fault", "parse_json", "write_text"]
+
+MAX_FILE_BYTES = 256 * 2**20
+MAX_DEPTH = 64
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise PydanticCustomError("name", "holds control characters")
+    return text
+
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+
+
+class Record(BaseModel):
+    """A frozen, strict piece of a document: unknown keys, NaN and loose types are refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Document(Record):
+    """A file of autopar: ``format``, ``version`` and content, written byte-equal for equal content."""
+
+    KIND: ClassVar[str]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and validate a document.
+
+        Raises:
+            FileError: the file is missing, too large, not JSON, or violates the schema; names the JSON path.
+        """
+        path = Path(path)
+        return cls.parse(_read_text(path, cls.KIND), path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> Self:
+        """Validate a document's text; ``path`` is only named in errors."""
+        content = parse_json(text, path)
+        _check_kind(content, f"autopar.{cls.KIND}", path)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise FileError(f"{path}: {_describe(error)}") from error
+
+    def dumps(self) -> str:
+        """Return the canonical JSON text, newline at the end."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path, *, overwrite: bool = True) -> None:
+        """Write atomically; see :func:`write_text`."""
+        write_text(path, self.dumps(), overwrite=overwrite)
+
+
+def fault(at: str, message: str) -> NoReturn:
+    """Refuse a document inside a validator, naming the JSON path ``at`` (such as ``layers[3].name``)."""
+    raise PydanticCustomError("fault", "{message}", {"message": message, "at": at})
+
+
+def write_text(path: str | Path, text: str, *, overwrite: bool = True) -> None:
+    """Write a text file atomically: it is there whole, or not at all.
+
+    Raises:
+        UsageError: the file exists and ``overwrite`` is false.
+        FileError: the folder is missing or not writable.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists; pass --overwrite to replace it")
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise FileError(f"cannot write {path}: {error.strerror}") from error
+
+
+def parse_json(text: str, path: Path) -> object:
+    """Parse JSON strictly: duplicate keys, NaN, infinities and absurd nesting are refused with their JSON path.
+
+    Raises:
+        FileError: the text is not strict JSON.
+    """
+    try:
+        content: object = json.loads(text, object_pairs_hook=_object, parse_constant=_Refused)
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels") from error
+    for at, message in _refusals(content):
+        raise FileError(f"{path}: {at}: {message}")
+    return content
+
+
+class _Refused:
+    """Stands in the parsed tree where strict JSON has no value, so that its path can be found."""
+
+    def __init__(self, what: str) -> None:
+        self.message = f"{what} is not a JSON number"
+
+
+class _Duplicate(_Refused):
+    def __init__(self) -> None:
+        self.message = "key is given twice"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        result[key] = _Duplicate() if key in result else value
+    return result
+
+
+def _refusals(content: object) -> Iterable[tuple[str, str]]:
+    stack: list[tuple[str, object, int]] = [("$", content, 0)]
+    while stack:
+        at, value, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            yield at[:80], f"nested deeper than {MAX_DEPTH} levels"
+        elif isinstance(value, _Refused):
+            yield at, value.message
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield at, "number is too large"
+        elif isinstance(value, dict):
+            stack.extend((f"{at}.{key}", item, depth + 1) for key, item in value.items())
+        elif isinstance(value, list):
+            stack.extend((f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value))
+
+
+def _read_text(path: Path, kind: str) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {MAX_FILE_BYTES})")
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: no such {kind} file; `autopar --help` lists the command that writes one") from error
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def _check_kind(content: object, expected: str, path: Path) -> None:
+    if not isinstance(content, dict):
+        raise FileError(f'{path}: $: expected an object with "format": "{expected}"')
+    found = content.get("format")
+    if found != expected:
+        raise FileError(f'{path}: $.format: expected "{expected}", found {json.dumps(found)[:80]}')
+    if content.get("version") != 1 or isinstance(content.get("version"), bool):
+        raise FileError(
+            f"{path}: $.version: this autopar reads version 1, found {json.dumps(content.get('version'))[:80]}"
+        )
+
+
+def _describe(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    at = "$"
+    for part in first["loc"]:
+        at += f"[{part}]" if isinstance(part, int) else f".{part}"
+    inner = first.get("ctx", {}).get("at")
+    if inner:
+        at += f".{inner}" if not inner.startswith("[") else inner
+    message = first["msg"]
+    if first["type"] not in ("fault", "missing", "extra_forbidden"):
+        message += f", found {json.dumps(first['input'], default=str)[:80]}"
+    return f"{at}: {message}"

@@ -1,0 +1,169 @@
+"""Plan: which layers run where, in which order."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds, fault
+from autopar.formats.profile import ModelSource, Precision
+
+__all__ = ["Alternative", "Crossing", "FileReference", "Plan", "Predicted", "SharedParameter", "Stage"]
+
+
+class FileReference(Record):
+    """Another file of autopar, as it was when the plan was made."""
+
+    path: Name
+    """Relative to the file that holds this record."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Stage(Record):
+    """Consecutive layers placed together on one or more devices."""
+
+    layers: tuple[Name, ...] = Field(min_length=1)
+    devices: tuple[Index, ...] = Field(min_length=1)
+    """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``."""
+    division: Literal["split"] = "split"
+    """How a micro-batch meets the replicas: each takes its share of the rows."""
+    shares: tuple[Count, ...]
+    """Rows of every micro-batch that each replica takes, in row order."""
+    warmup: Count
+    """Most micro-batches in flight."""
+    recompute: tuple[Name, ...] = Field(default=(), max_length=0)
+    shard: Literal["none"] = "none"
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the stage there are."""
+        return len(self.devices)
+
+
+class Crossing(Record):
+    """A tensor made in one stage and read in later ones."""
+
+    name: Name
+    producer: Index
+    """Stage that makes it."""
+    consumers: tuple[Index, ...] = Field(min_length=1)
+    """Later stages that read it, ascending."""
+    bytes_per_sample: Bytes
+    dtype: Name
+    gradient: bool
+
+
+class SharedParameter(Record):
+    """A parameter used by layers of several stages; its gradients are summed over all their ranks."""
+
+    parameter: Name
+    stages: tuple[Index, ...] = Field(min_length=2)
+    bytes: Bytes
+
+
+class Predicted(Record):
+    """What the simulator says of the plan."""
+
+    step_s: Seconds
+    lower_bound_s: Seconds
+    """No plan that was searched, under any searched schedule, takes less."""
+    bubble: float = Field(ge=0, le=1)
+    """Share of the ranks' time in a step in which they compute nothing."""
+    peak_bytes: tuple[Bytes, ...]
+    """Per stage, of its largest replica."""
+
+
+class Alternative(Record):
+    """Another plan that was considered: its predicted step time, or why it cannot be."""
+
+    name: Name
+    step_s: Seconds | None = None
+    infeasible: Name | None = None
+    stages: Name | None = None
+    """In the form that ``autopar plan --stages`` takes."""
+    micro_batches: Count | None = None
+    schedule: Name | None = None
+
+    @model_validator(mode="after")
+    def _one_outcome(self) -> Self:
+        if (self.step_s is None) == (self.infeasible is None):
+            fault("step_s", "exactly one of step_s and infeasible must be given")
+        return self
+
+
+class Plan(Document):
+    """How one step is trained: stages, replicas, micro-batches, schedule."""
+
+    KIND: ClassVar[str] = "plan"
+
+    format: Literal["autopar.plan"] = "autopar.plan"
+    version: Literal[1] = 1
+    model: ModelSource
+    profile: FileReference | None = None
+    cluster: FileReference | None = None
+    batch: Count
+    precision: Precision
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    schedule: Literal["gpipe", "1f1b"]
+    weight_policy: Literal["sync"] = "sync"
+    micro_batches: Count
+    micro_batch_size: Count
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    tensors: tuple[Crossing, ...] = ()
+    tied: tuple[SharedParameter, ...] = ()
+    predicted: Predicted
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[Name, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices in rank order: the stages' one after the other."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @model_validator(mode="after")
+    def _stages_are_sound(self) -> Self:
+        if self.micro_batches * self.micro_batch_size != self.batch:
+            product = f"{self.micro_batches} x {self.micro_batch_size}"
+            fault("micro_batches", f"micro_batches x micro_batch_size must be the batch {self.batch}, found {product}")
+        layers: set[str] = set()
+        devices: set[int] = set()
+        previous_warmup = self.micro_batches
+        for index, stage in enumerate(self.stages):
+            at = f"stages[{index}]"
+            for layer in stage.layers:
+                if layer in layers:
+                    fault(f"{at}.layers", f"layer {layer!r} is placed twice")
+                layers.add(layer)
+            for device in stage.devices:
+                if device in devices:
+                    fault(f"{at}.devices", f"device {device} is used twice")
+                devices.add(device)
+            if len(stage.shares) != len(stage.devices):
+                fault(f"{at}.shares", f"{len(stage.shares)} shares for {len(stage.devices)} devices")
+            if sum(stage.shares) != self.micro_batch_size:
+                found = f"{self.micro_batch_size} rows, found {sum(stage.shares)}"
+                fault(f"{at}.shares", f"shares must sum to the micro-batch's {found}")
+            if stage.warmup > previous_warmup:
+                fault(f"{at}.warmup", f"{stage.warmup} is more than {previous_warmup}, the stage's before (deadlock)")
+            previous_warmup = stage.warmup
+        if len(self.predicted.peak_bytes) != len(self.stages):
+            fault("predicted.peak_bytes", f"{len(self.predicted.peak_bytes)} numbers for {len(self.stages)} stages")
+        return self
+
+    @model_validator(mode="after")
+    def _tensors_flow_forth(self) -> Self:
+        names: set[str] = set()
+        for index, tensor in enumerate(self.tensors):
+            at = f"tensors[{index}]"
+            if tensor.name in names:
+                fault(f"{at}.name", f"tensor {tensor.name!r} is given twice")
+            names.add(tensor.name)
+            if list(tensor.consumers) != sorted(set(tensor.consumers)):
+                fault(f"{at}.consumers", "stages must ascend without repeats")
+            if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= len(self.stages):
+                fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {len(self.stages)}")
+        for index, tied in enumerate(self.tied):
+            if list(tied.stages) != sorted(set(tied.stages)) or tied.stages[-1] >= len(self.stages):
+                fault(f"tied[{index}].stages", f"must ascend without repeats and lie below {len(self.stages)}")
+        return self

@@ -1,0 +1,173 @@
+"""Program: for every rank, the ordered list of actions it performs in one step."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from autopar.errors import FileError
+from autopar.formats.document import parse_json, write_text
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "KINDS",
+    "RECEIVE",
+    "RECEIVE_GRADIENT",
+    "REDUCE",
+    "REDUCE_TIED",
+    "SEND",
+    "SEND_GRADIENT",
+    "UPDATE",
+    "Action",
+    "Program",
+    "RankProgram",
+]
+
+FORWARD = "F"
+BACKWARD = "B"
+SEND = "S"
+RECEIVE = "R"
+SEND_GRADIENT = "SG"
+RECEIVE_GRADIENT = "RG"
+REDUCE = "A"
+REDUCE_TIED = "T"
+UPDATE = "U"
+KINDS = (FORWARD, BACKWARD, SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, UPDATE)
+
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_TEXT = re.compile(
+    r"(?P<kind>SG|RG|[FBSRATU])(?P<index>\d*)@(?P<stage>\d+)"
+    r"(?:[<>](?P<peer>\d+)@(?P<peer_stage>\d+))?(?:v(?P<version>\d+))?"
+)
+
+
+class Action(NamedTuple):
+    """One entry of a rank's program.
+
+    Its text names kind, micro-batch and stage, then for a message the peer's rank and stage, then a weight version
+    other than 0:
+
+    >>> str(Action("F", 1, 3)), str(Action("S", 0, 3, peer=2, peer_stage=1)), str(Action("RG", 0, 3, 2, 1))
+    ('F3@1', 'S3@0>2@1', 'RG3@0<2@1')
+    >>> Action.parse("S3@0>2@1") == Action("S", 0, 3, 2, 1)
+    True
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int = -1
+    """The micro-batch; of a ``T``, the index of the shared parameter in the plan; -1 where neither applies."""
+    peer: int = -1
+    """Rank at the other end of a message."""
+    peer_stage: int = -1
+    version: int = 0
+    """Weight version that the action sees; 0 is the newest."""
+
+    def __str__(self) -> str:
+        text = f"{self.kind}{self.micro_batch if self.micro_batch >= 0 else ''}@{self.stage}"
+        if self.peer >= 0:
+            arrow = ">" if self.kind in (SEND, SEND_GRADIENT) else "<"
+            text += f"{arrow}{self.peer}@{self.peer_stage}"
+        return text if self.version == 0 else f"{text}v{self.version}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the canonical text form back; anything else is a ``ValueError``."""
+        match = _TEXT.fullmatch(text)
+        if match:
+            groups = match.groupdict()
+            number = {key: int(groups[key]) if groups[key] else -1 for key in ("index", "peer", "peer_stage")}
+            version = int(groups["version"] or 0)
+            stage = int(groups["stage"])
+            action = cls(groups["kind"], stage, number["index"], number["peer"], number["peer_stage"], version)
+            if str(action) == text:
+                return action
+        raise ValueError(f"not an action: {text!r}")
+
+
+@dataclass(frozen=True, eq=True)
+class RankProgram:
+    """One rank's actions as columns, so that a million of them stay small."""
+
+    kinds: array[int]
+    stages: array[int]
+    micro_batches: array[int]
+    peers: array[int]
+    peer_stages: array[int]
+    versions: array[int]
+
+    @classmethod
+    def of(cls, actions: Iterable[Action]) -> RankProgram:
+        """Build the columns from actions in order."""
+        columns = (array("b"), array("i"), array("i"), array("i"), array("i"), array("i"))
+        for kind, stage, micro_batch, peer, peer_stage, version in actions:
+            row = (_CODES[kind], stage, micro_batch, peer, peer_stage, version)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+        return cls(*columns)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __iter__(self) -> Iterator[Action]:
+        for code, *rest in zip(
+            self.kinds, self.stages, self.micro_batches, self.peers, self.peer_stages, self.versions, strict=True
+        ):
+            yield Action(KINDS[code], *rest)
+
+    def __getitem__(self, index: int) -> Action:
+        return Action(
+            KINDS[self.kinds[index]],
+            self.stages[index],
+            self.micro_batches[index],
+            self.peers[index],
+            self.peer_stages[index],
+            self.versions[index],
+        )
+
+
+@dataclass(frozen=True, eq=True)
+class Program:
+    """Every rank's actions for one step, in rank order."""
+
+    ranks: tuple[RankProgram, ...]
+
+    def dumps(self) -> str:
+        """Return the program as JSON, one line of action texts per rank."""
+        rows = [json.dumps(" ".join(map(str, rank))) for rank in self.ranks]
+        return '{"format": "autopar.program", "version": 1, "ranks": [\n ' + ",\n ".join(rows) + "\n]}\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically."""
+        write_text(path, self.dumps())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Program:
+        """Read a program file.
+
+        Raises:
+            FileError: the file is missing or malformed; names the rank and the action.
+        """
+        path = Path(path)
+        try:
+            content = parse_json(path.read_text(encoding="utf-8"), path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"cannot read {path}: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != "autopar.program" or content.get("version") != 1:
+            raise FileError(f'{path}: $.format: expected "autopar.program" of version 1')
+        rows = content.get("ranks")
+        if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
+            raise FileError(f"{path}: $.ranks: expected a list of texts")
+        ranks = []
+        for index, row in enumerate(rows):
+            try:
+                ranks.append(RankProgram.of(Action.parse(text) for text in row.split()))
+            except ValueError as error:
+                raise FileError(f"{path}: $.ranks[{index}]: {error}") from error
+        return cls(tuple(ranks))

@@ -1,0 +1,155 @@
+"""Timeline: when every action ran, predicted or measured; written as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from autopar.errors import FileError
+from autopar.formats.document import MAX_FILE_BYTES, parse_json, write_text
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    UPDATE,
+    Action,
+)
+
+__all__ = ["TRACKS", "Event", "Timeline", "track_of"]
+
+Origin = Literal["simulated", "measured"]
+TRACKS = ("compute", "send", "receive", "reduce")
+_TRACK = {
+    FORWARD: "compute",
+    BACKWARD: "compute",
+    UPDATE: "compute",
+    SEND: "send",
+    SEND_GRADIENT: "send",
+    RECEIVE: "receive",
+    RECEIVE_GRADIENT: "receive",
+    REDUCE: "reduce",
+    REDUCE_TIED: "reduce",
+}
+
+
+def track_of(kind: str) -> str:
+    """Return the track of :data:`TRACKS` on which an action of this kind is drawn."""
+    return _TRACK[kind]
+
+
+class Event(NamedTuple):
+    """One action of one rank, with its times in seconds from the step's start."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events of one step, as columns."""
+
+    origin: Origin
+    ranks: array[int] = field(default_factory=lambda: array("i"))
+    actions: list[Action] = field(default_factory=list)
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, rank: int, action: Action, start_s: float, end_s: float) -> None:
+        """Append an event; the one way a timeline grows while it is being made."""
+        self.ranks.append(rank)
+        self.actions.append(action)
+        self.starts_s.append(start_s)
+        self.ends_s.append(end_s)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(Event, self.ranks, self.actions, self.starts_s, self.ends_s)
+
+    @property
+    def end_s(self) -> float:
+        """When the last event ends: the step time."""
+        return max(self.ends_s, default=0.0)
+
+    def rank_count(self) -> int:
+        """Number of ranks."""
+        return max(self.ranks, default=-1) + 1
+
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank computes."""
+        busy = [0.0] * self.rank_count()
+        for rank, action, start, end in self:
+            if _TRACK[action.kind] == "compute":
+                busy[rank] += end - start
+        return busy
+
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they compute nothing."""
+        total = self.end_s * self.rank_count()
+        return max(0.0, 1.0 - sum(self.busy_s()) / total) if total > 0 else 0.0
+
+    def save(self, path: str | Path, *, overwrite: bool = True) -> None:
+        """Write a Chrome trace (opens in Perfetto): a process per rank, a thread per track, times in microseconds."""
+        header: list[dict[str, Any]] = []
+        for rank in range(self.rank_count()):
+            header.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+            for index, track in enumerate(TRACKS):
+                header.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": track}})
+        events = [
+            {
+                "ph": "X",
+                "pid": event.rank,
+                "tid": TRACKS.index(_TRACK[event.action.kind]),
+                "name": str(event.action),
+                "cat": _TRACK[event.action.kind],
+                "ts": round(event.start_s * 1e6, 3),
+                "dur": round((event.end_s - event.start_s) * 1e6, 3),
+            }
+            for event in sorted(self, key=lambda event: (event.start_s, event.end_s, event.rank))
+        ]
+        lines = ",\n".join(json.dumps(entry) for entry in header + events)
+        other = json.dumps({"format": "autopar.trace", "version": 1, "origin": self.origin})
+        text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{lines}\n]}}\n'
+        write_text(path, text, overwrite=overwrite)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read a trace that :meth:`save` wrote.
+
+        Raises:
+            FileError: the file is missing, or is not a trace of autopar; names the JSON path.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise FileError(f"{path}: too large for a trace (at most {MAX_FILE_BYTES} bytes)")
+            content = parse_json(path.read_text(encoding="utf-8"), path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"cannot read trace {path}: {error}") from error
+        other = content.get("otherData") if isinstance(content, dict) else None
+        if not isinstance(other, dict) or other.get("format") != "autopar.trace" or other.get("version") != 1:
+            raise FileError(f'{path}: $.otherData.format: expected "autopar.trace" of version 1')
+        if other.get("origin") not in ("simulated", "measured"):
+            raise FileError(f'{path}: $.otherData.origin: expected "simulated" or "measured"')
+        timeline = cls(other["origin"])
+        for index, entry in enumerate(content.get("traceEvents", ())):
+            try:
+                if entry["ph"] != "X":
+                    continue
+                start, length = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
+                timeline.add(int(entry["pid"]), Action.parse(entry["name"]), start, start + length)
+            except (KeyError, TypeError, ValueError) as error:
+                raise FileError(f"{path}: $.traceEvents[{index}]: {error}") from error
+        return timeline

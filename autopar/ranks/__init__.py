@@ -1,0 +1,1 @@
+"""Ranks: processes, their rendezvous, deadlines and clean-up."""

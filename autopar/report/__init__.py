@@ -1,0 +1,1 @@
+"""Report: tables and pictures of what the formats hold; computes nothing."""

@@ -1,0 +1,117 @@
+"""Expand: a plan and its schedule become every rank's list of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from autopar.formats.plan import Plan
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    UPDATE,
+    Action,
+    Program,
+    RankProgram,
+)
+from autopar.schedules import SCHEDULES
+from autopar.schedules.route import routes
+
+__all__ = ["Message", "expand", "messages", "rank_of", "stage_of"]
+
+
+class Message(NamedTuple):
+    """What one rank sends another for every micro-batch: some rows of some tensors, bundled."""
+
+    producer: int
+    """Sending stage (of activations; gradients flow the other way)."""
+    consumer: int
+    sender: int
+    """Rank in the producing stage."""
+    receiver: int
+    """Rank in the consuming stage."""
+    start: int
+    """First row of the micro-batch."""
+    stop: int
+    tensors: tuple[int, ...]
+    """Indices into ``Plan.tensors``."""
+    gradients: tuple[int, ...]
+    """Those of ``tensors`` whose gradient comes back."""
+
+
+def rank_of(plan: Plan, stage: int, replica: int) -> int:
+    """Return the rank of a replica: ranks count the stages' replicas in order."""
+    return sum(earlier.replicas for earlier in plan.stages[:stage]) + replica
+
+
+def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return (stage, replica) of a rank."""
+    for index, stage in enumerate(plan.stages):
+        if rank < stage.replicas:
+            return index, rank
+        rank -= stage.replicas
+    raise IndexError(rank)
+
+
+def messages(plan: Plan) -> list[Message]:
+    """Return every message that a micro-batch causes, by producer, consumer, sender, receiver."""
+    found = []
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        for consumer in tensor.consumers:
+            pairs.setdefault((tensor.producer, consumer), []).append(index)
+    for (producer, consumer), tensors in sorted(pairs.items()):
+        gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
+        for route in routes(plan.stages[producer].shares, plan.stages[consumer].shares):
+            sender, receiver = rank_of(plan, producer, route.sender), rank_of(plan, consumer, route.receiver)
+            bundle = (route.start, route.stop, tuple(tensors), gradients)
+            found.append(Message(producer, consumer, sender, receiver, *bundle))
+    return found
+
+
+def expand(plan: Plan) -> Program:
+    """Return the program of one step of a plan.
+
+    Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
+    backward come the reduction among the stage's replicas, those of parameters shared between stages, and the update.
+    """
+    all_messages = messages(plan)
+    ranks = []
+    for stage, placed in enumerate(plan.stages):
+        for replica in range(placed.replicas):
+            rank = rank_of(plan, stage, replica)
+            inward = [message for message in all_messages if message.receiver == rank]
+            outward = [message for message in all_messages if message.sender == rank]
+            ranks.append(RankProgram.of(_actions(plan, stage, inward, outward)))
+    return Program(tuple(ranks))
+
+
+def _actions(plan: Plan, stage: int, inward: list[Message], outward: list[Message]) -> Iterator[Action]:
+    order = SCHEDULES[plan.schedule].order(plan.micro_batches, plan.stages[stage].warmup)
+    for kind, micro_batch in order:
+        if kind == FORWARD:
+            for message in inward:
+                yield Action(RECEIVE, stage, micro_batch, message.sender, message.producer)
+            yield Action(FORWARD, stage, micro_batch)
+            for message in outward:
+                yield Action(SEND, stage, micro_batch, message.receiver, message.consumer)
+        else:
+            for message in outward:
+                if message.gradients:
+                    yield Action(RECEIVE_GRADIENT, stage, micro_batch, message.receiver, message.consumer)
+            yield Action(BACKWARD, stage, micro_batch)
+            for message in inward:
+                if message.gradients:
+                    yield Action(SEND_GRADIENT, stage, micro_batch, message.sender, message.producer)
+    if plan.stages[stage].replicas > 1:
+        yield Action(REDUCE, stage)
+    for index, tied in enumerate(plan.tied):
+        if stage in tied.stages:
+            yield Action(REDUCE_TIED, stage, index)
+    yield Action(UPDATE, stage)

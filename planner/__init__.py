@@ -1,0 +1,4 @@
+"""Planner: profile, cluster and options become a plan. Pure: no torch, no clock, no files."""
+
+if __name__ != "autopar.planner":
+    raise ImportError("import this package as autopar.planner; planner/ on its own is not a package")

@@ -1,0 +1,4 @@
+"""Profiler: layer graph and device become a profile; links become a cluster."""
+
+if __name__ != "autopar.profiler":
+    raise ImportError("import this package as autopar.profiler; profiler/ on its own is not a package")
