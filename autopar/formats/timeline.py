@@ -138,7 +138,9 @@ class Timeline:
             content = parse_json(path.read_text(encoding="utf-8"), path)
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"cannot read trace {path}: {error}") from error
-        other = content.get("otherData") if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            raise FileError(f"{path}: $: expected an object with traceEvents")
+        other = content.get("otherData")
         if not isinstance(other, dict) or other.get("format") != "autopar.trace" or other.get("version") != 1:
             raise FileError(f'{path}: $.otherData.format: expected "autopar.trace" of version 1')
         if other.get("origin") not in ("simulated", "measured"):
