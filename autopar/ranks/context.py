@@ -1,0 +1,107 @@
+"""RankContext: what a rank knows about itself and its peers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import UsageError
+from autopar.ranks.board import Board
+
+__all__ = ["RankContext", "backend_of", "joined", "joined_from_environment"]
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One process with one device, joined with its peers in a process group."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Index among the ranks of this host."""
+    device: torch.device
+    timeout_s: float
+    """Longest that a rank waits for another before the run is given up."""
+    board: Board | None = None
+    """Where the rank says what it is doing, for whoever watches over it."""
+    report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
+    """Sends a JSON-able message to whoever started the rank, while it works."""
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this rank does what one process per host does."""
+        return self.local_rank == 0
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
+
+def backend_of(device_type: str) -> str:
+    """Return the communication backend for a device type."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+@contextmanager
+def joined(
+    rank: int,
+    size: int,
+    rendezvous: str,
+    device_type: str,
+    timeout_s: float,
+    board: Board | None,
+    report: Callable[[dict[str, object]], None],
+) -> Iterator[RankContext]:
+    """Join ``size`` ranks of this host through a file that all of them name; leave when done."""
+    device = _device(device_type, rank)
+    dist.init_process_group(
+        backend_of(device_type),
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield RankContext(rank, size, rank, device, timeout_s, board, report)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined_from_environment(device_type: str, timeout_s: float, size: int) -> Iterator[RankContext]:
+    """Join the ranks that torchrun, or another launcher that sets its environment, has started.
+
+    Raises:
+        UsageError: the environment is incomplete, or holds another number of ranks than ``size``.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, or use `autopar run`")
+    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    if started != size:
+        trouble = "more than" if started > size else "fewer than"
+        raise UsageError(f"{started} ranks were started, {trouble} the {size} that the plan needs")
+    device = _device(device_type, local_rank)
+    dist.init_process_group(backend_of(device_type), timeout=timedelta(seconds=timeout_s))
+    try:
+        yield RankContext(rank, size, local_rank, device, timeout_s)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(device_type: str, local_rank: int) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("the plan is for CUDA devices, and this host has none")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(f"rank {local_rank} of this host has no GPU: there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,45 @@
+"""Failure: what went wrong in a rank, told apart as cause or consequence."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import asdict, dataclass
+
+from autopar.errors import AutoparError, TrainingError
+
+__all__ = ["Failure", "PeerLostError"]
+
+
+class PeerLostError(TrainingError):
+    """A message or reduction did not come about: the peer failed, or did not answer in time.
+
+    It is a consequence of a failure elsewhere, unless nothing else failed.
+    """
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of one rank, as plain data."""
+
+    message: str
+    """What and where, one line."""
+    exit_code: int
+    consequence: bool
+    """Whether another rank's failure is the likely cause."""
+    trace: str
+    """The traceback, for ``--debug``."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error raised in this process."""
+        trace = "".join(traceback.format_exception(error))
+        if isinstance(error, AutoparError):
+            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), trace)
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        message = " ".join(str(error).split()) or "no message"
+        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, False, trace)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the failure as JSON-able data."""
+        return asdict(self)

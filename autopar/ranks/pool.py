@@ -1,0 +1,158 @@
+"""RankPool: processes of this host that run jobs together, watched over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autopar.errors import TrainingError
+from autopar.ranks.board import Board
+from autopar.ranks.watch import Describe, Link, Watch
+
+__all__ = ["RankPool", "terminate_on_signal"]
+
+
+class RankPool:
+    """Start rank processes once and run jobs on them, one after the other.
+
+    The processes listen on loopback only, receive no signal of the terminal, and end with this process whatever ends
+    it. A job that fails ends all of them: the pool is then closed.
+
+    >>> with RankPool(2) as pool:  # doctest: +SKIP
+    ...     pool.run("package.module:function", {"size": 3})
+    """
+
+    def __init__(self, size: int, *, threads: int = 1, device_type: str = "cpu", timeout_s: float = 300.0) -> None:
+        """Start ``size`` processes; ``timeout_s`` is the longest that a rank may stand still."""
+        self.size = size
+        self._device_type, self._timeout_s = device_type, timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="autopar-ranks-"))
+        self._jobs = 0
+        self._links: list[Link] = []
+        try:
+            self._links = [_start(rank, threads) for rank in range(size)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether the processes are gone, by :meth:`close` or by a failure."""
+        return not self._links
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids in rank order."""
+        return [link.process.pid for link in self._links]
+
+    def run(
+        self,
+        target: str,
+        arguments: object = None,
+        *,
+        ranks: int | None = None,
+        timeout_s: float | None = None,
+        describe: Describe | None = None,
+        on_message: Callable[[int, dict[str, object]], None] | None = None,
+    ) -> list[object]:
+        """Call ``target`` (``module:function``) with (context, arguments) in every rank; return their results.
+
+        Args:
+            target: where the function is; it returns something JSON-able.
+            arguments: JSON-able, the same for all ranks.
+            ranks: how many of the processes take part, by default all.
+            timeout_s: overrides the pool's.
+            describe: puts a rank's last note into words, for errors.
+            on_message: called with (rank, message) for everything a rank reports meanwhile.
+
+        Raises:
+            AutoparError: of the kind that the failing rank raised; a lost or silent rank is a ``TrainingError``. Names
+                rank and action, and all processes have ended when it is raised.
+        """
+        size = self.size if ranks is None else ranks
+        if self.closed or size > self.size:
+            raise TrainingError(f"{size} ranks were asked of a pool that has {len(self._links)}")
+        self._jobs += 1
+        folder = self._folder / f"job-{self._jobs}"
+        folder.mkdir(mode=0o700)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        # Twice the limit, so that this process, which knows what every rank was doing, is the first to speak.
+        job = {
+            "target": target,
+            "arguments": arguments,
+            "size": size,
+            "board": str(folder / "board"),
+            "rendezvous": str(folder / "rendezvous"),
+            "timeout_s": 2 * limit,
+            "device": self._device_type,
+        }
+        with Board(folder / "board", size) as board:
+            watch = Watch(self._links[:size], board, limit, describe, on_message)
+            try:
+                for rank, link in enumerate(self._links[:size]):
+                    link.submit({**job, "rank": rank})
+                return watch.until_done()
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End every process and forget them."""
+        links, self._links = self._links, []
+        for link in links:
+            link.kill()
+        for link in links:
+            link.process.wait()
+            link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _start(rank: int, threads: int) -> Link:
+    reader, writer = os.pipe()
+    settings = json.dumps({"rank": rank, "threads": threads, "pipe": writer, "parent": os.getpid()})
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autopar.ranks.entry", settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            start_new_session=True,
+            env=environment,
+        )
+    finally:
+        os.close(writer)
+    return Link(process, os.fdopen(reader, "rb", buffering=0))
+
+
+def terminate_on_signal() -> None:
+    """Make SIGTERM unwind this process like an interrupt, so that rank processes are ended first."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
