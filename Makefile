@@ -1,0 +1,62 @@
+# make demo, make test: set up .venv and run; make check: what continuous integration runs.
+# Everything that is installed has the version that constraints.txt pins.
+
+BIN := .venv/bin
+STAMP := .venv/installed
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+.PHONY: demo test check format lint types contracts notebooks coverage setup clean
+
+demo: $(STAMP)
+	$(BIN)/autopar demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: format lint types contracts test notebooks
+
+format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/execute.py build/notebooks
+
+coverage: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+setup: $(STAMP)
+
+# torch comes first and alone, so that its pinned version is settled before anything else asks for a torch.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c '$(IN_RANGE)' 2>/dev/null; then \
+	    for python in python3 python3.11 python3.12 python3.13; do \
+	        if "$$python" -c '$(IN_RANGE)' >/dev/null 2>&1; then found="$$python"; break; fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "autopar needs Python 3.11, 3.12 or 3.13 with venv and pip, and found none among" \
+	             "python3, python3.11, python3.12 and python3.13 (on Debian and Ubuntu: apt install python3-venv)" >&2; \
+	        exit 1; \
+	    fi; \
+	    "$$found" -m venv --clear .venv; \
+	fi
+	$(BIN)/python -m pip install --quiet pip setuptools
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	@touch $(STAMP)
+
+clean:
+	rm -rf .venv build dist autopar.egg-info autopar-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	    .import_linter_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

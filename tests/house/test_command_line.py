@@ -1,0 +1,43 @@
+"""The face of autopar: help is quick and light, and errors have their exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from autopar.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_help_lists_every_command_from_an_uninstalled_checkout() -> None:
+    # -S leaves site-packages' .pth files, and with them the editable install, out; the libraries are put back by path.
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    script = f"import sys; sys.path += {libraries!r}; import runpy; sys.argv = ['autopar', '--help']"
+    found = _python("-S", "-c", f"{script}; runpy.run_module('autopar', run_name='__main__')")
+    assert found.returncode == 0, found.stderr
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        assert f" {name} " in found.stdout
+
+
+def test_help_imports_neither_torch_nor_pandas_nor_matplotlib() -> None:
+    script = (
+        "import sys; sys.argv = ['autopar', '--help']\n"
+        "from autopar.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert _python("-c", script).stdout.splitlines()[-1] == "[]"
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    found = _python("-m", "autopar", "conquer")
+    assert found.returncode == 2
+    assert "conquer" in found.stderr

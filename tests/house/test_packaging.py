@@ -1,0 +1,120 @@
+"""What is installed is what the tree holds, under the names that the house fixes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"examples": "autopar.examples", "planner": "autopar.planner"}
+FOLDERS |= {"profiler": "autopar.profiler", "runtime": "autopar.runtime"}
+
+
+def _setuptools() -> dict[str, dict[str, str]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def _modules() -> Iterator[str]:
+    """Every Python file of the package, as its path below site-packages."""
+    for name in ("autopar", *FOLDERS):
+        prefix = Path(*FOLDERS.get(name, name).split("."))
+        for path in (ROOT / name).rglob("*.py"):
+            inside = path.relative_to(ROOT / name)
+            if not (ROOT / name / inside.parts[0]).is_symlink():
+                yield (prefix / inside).as_posix()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would check out, so that building leaves nothing in the working tree."""
+    target = tmp_path_factory.mktemp("tree") / "a clone with spaces"
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(listing, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("needs a git checkout to know which files belong to the tree")
+    for name in filter(None, found.stdout.split("\0")):
+        source, copy = ROOT / name, target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            copy.symlink_to(source.readlink())
+        elif source.exists():
+            copy.write_bytes(source.read_bytes())
+    return target
+
+
+def _build(tree: Path, kind: str, folder: Path) -> Path:
+    script = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    built = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=tree, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-2000:]
+    return folder / built.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert sorted(names) == sorted(_modules())
+
+
+def test_the_wheel_is_the_same_where_git_checks_out_no_symlinks(tree: Path, tmp_path: Path) -> None:
+    links = [path for path in (tree / "autopar").iterdir() if path.is_symlink()]
+    targets = {path: path.readlink() for path in links}
+    for path, target in targets.items():
+        path.unlink()
+        path.write_text(str(target))
+    try:
+        with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
+            names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    finally:
+        for path, target in targets.items():
+            path.unlink()
+            path.symlink_to(target)
+    assert sorted(names) == sorted(_modules())
+
+
+def test_a_wheel_built_from_the_sdist_holds_the_same_modules(tree: Path, tmp_path: Path) -> None:
+    with tarfile.open(_build(tree, "sdist", tmp_path)) as sdist:
+        sdist.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    with zipfile.ZipFile(_build(unpacked, "wheel", tmp_path)) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert sorted(names) == sorted(_modules())
+
+
+def test_every_folder_with_modules_is_listed_as_a_package() -> None:
+    listed = set(_setuptools()["packages"])
+    assert {".".join(Path(name).parent.parts) for name in _modules()} == listed
+
+
+def test_every_package_of_another_folder_is_mapped_and_linked() -> None:
+    mapping = dict(_setuptools()["package-dir"])
+    assert mapping.pop("autopar") == "autopar"
+    assert mapping == {name: folder for folder, name in FOLDERS.items()}
+    for folder in FOLDERS:
+        assert (ROOT / "autopar" / folder).readlink() == Path("..") / folder
+
+
+@pytest.mark.parametrize("folder", ["planner", "profiler", "runtime"])
+def test_a_code_folder_refuses_to_be_imported_under_its_short_name(folder: str) -> None:
+    script = f"import {folder}"
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert f"import this package as autopar.{folder}" in found.stderr
+
+
+def test_what_is_pinned_satisfies_what_is_declared() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        *project["dependencies"],
+        *(need for extra in project["optional-dependencies"].values() for need in extra),
+    ]
+    missing = [need for need in declared if not need.startswith("autopar") and need.partition(">=")[0] not in pins]
+    assert not missing
+    assert pins["torch"] == "2.13.0"
+    assert not [name for name in pins if name.startswith(("nvidia", "triton"))]
