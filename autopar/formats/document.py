@@ -15,7 +15,20 @@ from pydantic_core import PydanticCustomError
 
 from autopar.errors import FileError, UsageError
 
-__all__ = ["Bytes", "Count", "Document", "Index", "Name", "Record", "Seconds", "fault", "parse_json", "write_text"]
+__all__ = [
+    "Bytes",
+    "Count",
+    "Document",
+    "Index",
+    "Name",
+    "Record",
+    "Seconds",
+    "fault",
+    "parse_json",
+    "read_text",
+    "write_bytes",
+    "write_text",
+]
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
@@ -53,7 +66,7 @@ class Document(Record):
             FileError: the file is missing, too large, not JSON, or violates the schema; names the JSON path.
         """
         path = Path(path)
-        return cls.parse(_read_text(path, cls.KIND), path)
+        return cls.parse(read_text(path, cls.KIND), path)
 
     @classmethod
     def parse(cls, text: str, path: Path) -> Self:
@@ -80,7 +93,12 @@ def fault(at: str, message: str) -> NoReturn:
 
 
 def write_text(path: str | Path, text: str, *, overwrite: bool = True) -> None:
-    """Write a text file atomically: it is there whole, or not at all.
+    """Write a text file atomically; see :func:`write_bytes`."""
+    write_bytes(path, text.encode(), overwrite=overwrite)
+
+
+def write_bytes(path: str | Path, content: bytes, *, overwrite: bool = True) -> None:
+    """Write a file atomically: it is there whole, or not at all.
 
     Raises:
         UsageError: the file exists and ``overwrite`` is false.
@@ -92,8 +110,8 @@ def write_text(path: str | Path, text: str, *, overwrite: bool = True) -> None:
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -156,7 +174,12 @@ def _refusals(content: object) -> Iterable[tuple[str, str]]:
             stack.extend((f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value))
 
 
-def _read_text(path: Path, kind: str) -> str:
+def read_text(path: Path, kind: str) -> str:
+    """Read a file of autopar of bounded size; ``kind`` is only named in errors.
+
+    Raises:
+        FileError: the file is missing, too large, unreadable or not UTF-8.
+    """
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:

@@ -1,0 +1,73 @@
+"""Report of a training run as tables: the loss, prediction against measurement, and where each rank's step went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from autopar.report.quantity import duration, percentage, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.report import Report
+
+__all__ = ["render"]
+
+_SHOWN_LOSSES = 8
+
+
+def render(report: Report, console: Console) -> None:
+    """Print a report's loss, step times and ranks."""
+    where = f"{report.ranks} ranks on {report.device} with {report.backend}, torch {report.torch}"
+    console.print(f"{report.model}: {report.steps} steps by {where}", highlight=False, markup=False)
+    console.print(_loss(report))
+    console.print(_times(report))
+    console.print(_ranks(report))
+    console.print(f"initial weights: {report.initial_weights}", highlight=False, markup=False)
+    for note in report.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _loss(report: Report) -> Table:
+    table = Table("step", title="Loss", title_justify="left")
+    shown = _spread(len(report.loss), _SHOWN_LOSSES)
+    for index in shown:
+        table.add_column(str(index + 1), justify="right")
+    table.add_row("loss", *(f"{report.loss[index]:.4g}" for index in shown))
+    return table
+
+
+def _times(report: Report) -> Table:
+    table = Table("", "step time", title="Prediction and measurement", title_justify="left")
+    spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
+    table.add_row("measured median", f"{duration(report.step_s.median)} {spread}")
+    table.add_row("predicted", duration(report.predicted_step_s))
+    table.add_row("error", percentage(report.error, signed=True))
+    table.add_row("samples per second", f"{report.samples_per_s:.4g}")
+    table.add_row("bubble", percentage(report.bubble))
+    return table
+
+
+def _ranks(report: Report) -> Table:
+    heads = ("rank", "stage", "replica", "compute", "update", "waiting", f"peak ({report.peak_kind})")
+    table = Table(title="Ranks, median step", title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for times in report.rank_times:
+        spent = [duration(seconds) for seconds in (times.compute_s, times.update_s, times.waiting_s)]
+        peak = size(report.peak_bytes[times.rank]) if times.rank < len(report.peak_bytes) else ""
+        table.add_row(str(times.rank), str(times.stage), str(times.replica), *spent, peak)
+    return table
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most ``most`` indices below ``count``, evenly spread, first and last included.
+
+    >>> _spread(3, 8), _spread(21, 5)
+    ([0, 1, 2], [0, 5, 10, 15, 20])
+    """
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
