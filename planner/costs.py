@@ -1,0 +1,140 @@
+"""CostModel: the one place where seconds and bytes of a plan come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster, Device
+from autopar.formats.profile import Profile
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.flows import Flows
+from autopar.planner.layers import LayerCosts
+from autopar.planner.links import Level, LinkModel
+from autopar.planner.memory import MemoryModel
+from autopar.planner.options import PlanOptions
+from autopar.schedules.buckets import buckets
+
+__all__ = ["CostModel"]
+
+
+class CostModel:
+    """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, options: PlanOptions) -> None:
+        self.profile = profile
+        self.batch = options.batch or profile.batch
+        if self.batch >= 2**31:
+            raise UsageError(f"--batch must be below {2**31}, found {self.batch}")
+        self.notes: list[str] = []
+        self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
+        limit = options.memory_bytes
+        self.limits_bytes = [device.memory_bytes if limit is None else limit for device in self.devices]
+        self.layers = LayerCosts(profile)
+        self.flows = Flows(profile)
+        self.links = LinkModel(cluster, self.devices, options.bytes_per_s)
+        self.memory = MemoryModel(self.layers, self.flows)
+        self.layer_count = len(profile.layers)
+        self._reductions: dict[tuple[int, int, int, Level], list[tuple[int, float]]] = {}
+        self._exposed: dict[tuple[int, int, int, int, Level], float] = {}
+
+    def _devices(self, cluster: Cluster, count: int) -> list[Device]:
+        listed = list(cluster.devices)
+        if count > len(listed):
+            more = count - len(listed)
+            self.notes.append(
+                f"the cluster lists {len(listed)} devices; planning for {count} assumes {more} more like them"
+            )
+        return [listed[index % len(listed)] for index in range(count)]
+
+    def forward_s(self, first: int, stop: int, rows: int) -> float:
+        """Return the seconds of one forward of layers ``first:stop`` on ``rows`` samples."""
+        sums = self.layers.forward_sums(rows)
+        return sums[stop] - sums[first]
+
+    def backward_s(self, first: int, stop: int, rows: int) -> float:
+        """Return the seconds of one backward."""
+        sums = self.layers.backward_sums(rows)
+        return sums[stop] - sums[first]
+
+    def update_s(self, first: int, stop: int) -> float:
+        """Return the seconds of the optimizer's step over these layers."""
+        return self.layers.update_sums[stop] - self.layers.update_sums[first]
+
+    def reduce_s(self, first: int, stop: int, ranks: int, level: Level) -> float:
+        """Return the seconds that reducing a stage's gradients occupies the link."""
+        return sum(seconds for _, seconds in self._reduction(first, stop, ranks, level))
+
+    def exposed_s(self, first: int, stop: int, rows: int, ranks: int, level: Level) -> float:
+        """Return how long after a replica's last backward the reduction of its gradients ends.
+
+        Buckets are reduced one after the other, each from the moment when the backward has left its layers.
+        """
+        key = (first, stop, rows, ranks, level)
+        if key not in self._exposed:
+            sums = self.layers.backward_sums(rows)
+            free = 0.0
+            for layer, seconds in self._reduction(first, stop, ranks, level):
+                free = max(free, sums[stop] - sums[layer]) + seconds
+            self._exposed[key] = max(0.0, free - (sums[stop] - sums[first]))
+        return self._exposed[key]
+
+    def tied_s(self, index: int, devices: Sequence[int]) -> float:
+        """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
+        level = self.links.level(devices)
+        return self.links.all_reduce_s(self.flows.tied[index].bytes, len(devices), level)
+
+    def message_s(self, size_bytes: int, sender: int, receiver: int) -> float:
+        """Return the seconds of a message between two devices."""
+        return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
+
+    def peak_bytes(self, candidate: Candidate) -> list[int]:
+        """Return the peak memory of every stage's largest replica."""
+        return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
+
+    def shortfalls(self, candidate: Candidate) -> list[int]:
+        """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
+        limits = (min(self.limits_bytes[device] for device in stage.devices) for stage in candidate.stages)
+        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
+
+    def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
+        """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
+        found = []
+        for tied in self.flows.tied:
+            holders = tuple(
+                index
+                for index, stage in enumerate(stages)
+                if any(stage.first <= layer < stage.stop for layer in tied.layers)
+            )
+            if tied.trainable and len(holders) > 1:
+                found.append((tied.index, holders))
+        return found
+
+    def _stage_peak(self, candidate: Candidate, index: int) -> int:
+        stage = candidate.stages[index]
+        cuts = [later.stop for later in candidate.stages[index + 1 :]]
+        return max(
+            self.memory.peak(stage.first, stage.stop, rows, stage.warmup, candidate.micro_batches, cuts)
+            for rows in set(stage.shares)
+        )
+
+    def _reduction(self, first: int, stop: int, ranks: int, level: Level) -> list[tuple[int, float]]:
+        """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
+        key = (first, stop, ranks, level)
+        if key not in self._reductions:
+            sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
+            self._reductions[key] = [
+                (first + bucket[-1], self.links.all_reduce_s(sum(sizes[index] for index in bucket), ranks, level))
+                for bucket in buckets(sizes)
+            ]
+        return self._reductions[key]
+
+    def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
+        total = self.profile.layers[layer].trainable_bytes
+        for tied in self.flows.tied:
+            if tied.trainable and layer in tied.layers:
+                shared = any(not first <= other < stop for other in tied.layers)
+                # Within one stage the sum is complete when the backward leaves the first layer that uses it.
+                if shared or any(first <= other < layer for other in tied.layers):
+                    total -= tied.bytes
+        return max(0, total)

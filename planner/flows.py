@@ -1,0 +1,71 @@
+"""Flows: which tensors, how many bytes, travel between ranges of layers; which parameters they share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.formats.profile import Profile
+
+__all__ = ["Flow", "Flows", "NO_FLOW"]
+
+
+class Flow(NamedTuple):
+    """What travels from one range of layers to another, per sample."""
+
+    tensors: int
+    bytes_per_sample: int
+    gradients: int
+    """How many of the tensors have a gradient that comes back."""
+    gradient_bytes_per_sample: int
+
+
+NO_FLOW = Flow(0, 0, 0, 0)
+
+
+class _Tensor(NamedTuple):
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    bytes_per_sample: int
+    gradient: bool
+
+
+class _Tied(NamedTuple):
+    index: int
+    layers: tuple[int, ...]
+    bytes: int
+    trainable: bool
+
+
+class Flows:
+    """Tensors and tied parameters of a profile, by the positions of their layers."""
+
+    def __init__(self, profile: Profile) -> None:
+        position = {layer.name: index for index, layer in enumerate(profile.layers)}
+        self.crossing: list[_Tensor] = []
+        self.inputs: list[_Tensor] = []
+        for tensor in profile.tensors:
+            consumers = tuple(sorted({position[name] for name in tensor.consumers}))
+            made = -1 if tensor.producer is None else position[tensor.producer]
+            entry = _Tensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
+            (self.inputs if tensor.producer is None else self.crossing).append(entry)
+        self.tied = [
+            _Tied(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
+            for index, tied in enumerate(profile.tied)
+        ]
+        self._between: dict[tuple[int, int, int, int], Flow] = {}
+
+    def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
+        """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
+        key = (first, stop, next_first, next_stop)
+        if key not in self._between:
+            found = [
+                tensor
+                for tensor in self.crossing
+                if first <= tensor.producer < stop
+                and any(next_first <= consumer < next_stop for consumer in tensor.consumers)
+            ]
+            back = [tensor.bytes_per_sample for tensor in found if tensor.gradient]
+            total = sum(tensor.bytes_per_sample for tensor in found)
+            self._between[key] = Flow(len(found), total, len(back), sum(back)) if found else NO_FLOW
+        return self._between[key]

@@ -1,0 +1,47 @@
+"""Best: candidates judged by memory and simulation, and the best of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.planner.candidate import Candidate
+from autopar.planner.simulate import Simulator
+
+__all__ = ["Best", "Found"]
+
+
+class Found(NamedTuple):
+    """A simulated candidate."""
+
+    step_s: float
+    candidate: Candidate
+
+
+class Best:
+    """The best candidates simulated so far, at large and by number of stages; the first of equals stays."""
+
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self.by_stages: dict[int, Found] = {}
+        self.closest: tuple[int, Candidate] | None = None
+        """The least shortfall of memory among candidates that do not fit."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the best candidate, infinite while there is none."""
+        return self.found.step_s if self.found else float("inf")
+
+    def judge(self, simulator: Simulator, candidate: Candidate) -> float | None:
+        """Simulate a candidate; return its seconds per step, or None where it does not fit."""
+        short = max(simulator.costs.shortfalls(candidate))
+        if short > 0:
+            if self.closest is None or short < self.closest[0]:
+                self.closest = (short, candidate)
+            return None
+        found = Found(simulator.step_s(candidate), candidate)
+        count = len(candidate.stages)
+        if count not in self.by_stages or found.step_s < self.by_stages[count].step_s:
+            self.by_stages[count] = found
+        if found.step_s < self.step_s:
+            self.found = found
+        return found.step_s

@@ -1,0 +1,88 @@
+"""LayerCosts: what was measured of the layers, at any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from autopar.formats.profile import Cost, Layer, Profile
+
+__all__ = ["LayerCosts", "at_rows"]
+
+
+def at_rows(sizes: Sequence[int], values: Sequence[float], rows: int) -> float:
+    """Return a cost at ``rows`` samples from its values at measured, ascending sizes.
+
+    Exact at a measured size and linear between two; outside them the least-squares line with a slope of at least
+    0, and never less than 0. One measured size scales in proportion.
+
+    >>> at_rows((2, 4), (1.0, 2.0), 3), at_rows((2, 4), (1.0, 2.0), 8), at_rows((2, 4), (3.0, 2.0), 8)
+    (1.5, 4.0, 2.5)
+    """
+    if len(sizes) == 1:
+        return values[0] * rows / sizes[0]
+    if rows < sizes[0] or rows > sizes[-1]:
+        mean_size, mean_value = sum(sizes) / len(sizes), sum(values) / len(values)
+        spread = sum((size - mean_size) ** 2 for size in sizes)
+        covariance = sum((size - mean_size) * (value - mean_value) for size, value in zip(sizes, values, strict=True))
+        return max(0.0, mean_value + max(0.0, covariance / spread) * (rows - mean_size))
+    after = next(index for index, size in enumerate(sizes) if size >= rows)
+    if sizes[after] == rows:
+        return values[after]
+    before = after - 1
+    part = (rows - sizes[before]) / (sizes[after] - sizes[before])
+    return values[before] + part * (values[after] - values[before])
+
+
+class LayerCosts:
+    """Times of consecutive layers by rows, as sums from the first layer on."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.layers: tuple[Layer, ...] = profile.layers
+        self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
+        self._sums: dict[tuple[str, int], list[float]] = {}
+        self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
+
+    def forward_sums(self, rows: int) -> list[float]:
+        """Return, for every position, the seconds of the forwards of all layers before it."""
+        return self._summed("forward", rows)
+
+    def backward_sums(self, rows: int) -> list[float]:
+        """Return, for every position, the seconds of the backwards of all layers before it."""
+        return self._summed("backward", rows)
+
+    def bytes_at(self, layer: int, value: str, rows: int) -> int:
+        """Return ``peak_bytes`` or ``output_bytes`` of a layer at ``rows``, rounded up."""
+        costs = self.layers[layer].costs
+        values = [float(cost.peak_bytes if value == "peak_bytes" else cost.output_bytes) for cost in costs]
+        return _up(at_rows(self._sizes[layer], values, rows))
+
+    def saved_at(self, layer: int, rows: int) -> dict[str, int]:
+        """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
+        by_storage: dict[str, tuple[list[int], list[float]]] = {}
+        for cost in self.layers[layer].costs:
+            for saved in cost.saved:
+                sizes, values = by_storage.setdefault(saved.storage, ([], []))
+                if sizes and sizes[-1] == cost.micro_batch:
+                    values[-1] = max(values[-1], float(saved.bytes))
+                else:
+                    sizes.append(cost.micro_batch)
+                    values.append(float(saved.bytes))
+        return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
+
+    def _summed(self, kind: str, rows: int) -> list[float]:
+        key = (kind, rows)
+        if key not in self._sums:
+            seconds = (self._seconds(index, kind, rows) for index in range(len(self.layers)))
+            self._sums[key] = [0.0, *accumulate(seconds)]
+        return self._sums[key]
+
+    def _seconds(self, layer: int, kind: str, rows: int) -> float:
+        costs: tuple[Cost, ...] = self.layers[layer].costs
+        values = [cost.forward_s if kind == "forward" else cost.backward_s for cost in costs]
+        return at_rows(self._sizes[layer], values, rows)
+
+
+def _up(value: float) -> int:
+    # A hair of float error must not add a byte to a size that was measured exactly.
+    return -int(-(value - 1e-6) // 1)

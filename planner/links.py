@@ -1,0 +1,111 @@
+"""Links: seconds of a message and of an all-reduce, from a cluster's curves or its latencies and bandwidths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.cluster import Cluster, Curve, Device
+
+__all__ = ["Level", "LinkModel"]
+
+Level = Literal["node", "network"]
+Numbers = npt.NDArray[np.float64]
+
+
+class _Line:
+    """A measured curve made monotone: flat before its first size, its last slope behind the last one."""
+
+    def __init__(self, curve: Curve, bytes_per_s: float) -> None:
+        self.sizes = np.array(curve.sizes, dtype=np.float64)
+        self.seconds = np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64))
+        self.slope = 1 / bytes_per_s
+        if len(self.sizes) > 1:
+            self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
+
+    def __call__(self, sizes_bytes: Numbers) -> Numbers:
+        beyond = np.maximum(sizes_bytes - self.sizes[-1], 0.0) * self.slope
+        return np.asarray(np.interp(sizes_bytes, self.sizes, self.seconds) + beyond)
+
+
+class LinkModel:
+    """Prices of communication between devices; times never fall as messages grow, which the bounds rely on."""
+
+    def __init__(self, cluster: Cluster, devices: Sequence[Device], bytes_per_s: float | None = None) -> None:
+        self._nodes = [device.node for device in devices]
+        self._latency_s: dict[Level, float] = {}
+        self._bytes_per_s: dict[Level, float] = {}
+        self._lines: dict[tuple[str, int, Level], _Line] = {}
+        for link in cluster.links:
+            # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
+            shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
+            self._latency_s.setdefault(link.level, link.latency_s)
+            self._bytes_per_s.setdefault(link.level, bytes_per_s or shared)
+        for curve in cluster.curves if bytes_per_s is None else ():
+            ranks = 2 if curve.kind == "p2p" else curve.ranks
+            if curve.level in self._bytes_per_s:
+                self._lines.setdefault(
+                    (curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level])
+                )
+        self._reduced: dict[tuple[int, int, Level], float] = {}
+        self._sent: dict[tuple[int, Level], float] = {}
+
+    def level(self, devices: Sequence[int]) -> Level:
+        """Return the slowest level that connects these devices."""
+        return "node" if len({self._nodes[device] for device in devices}) <= 1 else "network"
+
+    def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
+        """Return the seconds of point-to-point messages."""
+        line = self._lines.get(("p2p", 2, level))
+        if line is not None:
+            return line(sizes_bytes)
+        return np.asarray(self._latency_s[level] + sizes_bytes / self._bytes_per_s[level])
+
+    def message_s(self, size_bytes: int, level: Level) -> float:
+        """Return the seconds of one point-to-point message."""
+        key = (size_bytes, level)
+        if key not in self._sent:
+            self._sent[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
+        return self._sent[key]
+
+    def all_reduce_s(self, size_bytes: int, ranks: int, level: Level) -> float:
+        """Return the seconds of an all-reduce.
+
+        Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by 2 (n - 1) / n,
+        latency by n - 1 (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+        """
+        if ranks < 2 or size_bytes == 0:
+            return 0.0
+        key = (size_bytes, ranks, level)
+        if key not in self._reduced:
+            self._reduced[key] = self._all_reduce_s(size_bytes, ranks, level)
+        return self._reduced[key]
+
+    def _all_reduce_s(self, size_bytes: int, ranks: int, level: Level) -> float:
+        nearest = self._nearest(ranks, level)
+        if nearest is None:
+            moved = 2 * (ranks - 1) / ranks * size_bytes
+            return moved / self._bytes_per_s[level] + 2 * (ranks - 1) * self._latency_s[level]
+        line = self._lines["all_reduce", nearest, level]
+        seconds = float(line(np.array([float(size_bytes)]))[0])
+        if nearest == ranks:
+            return seconds
+        latency = float(line.seconds[0])
+        bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
+        return latency * (ranks - 1) / (nearest - 1) + max(0.0, seconds - latency) * bytes_part
+
+    def all_reduce_note(self, ranks: int, level: Level) -> str | None:
+        """Return what is estimated about an all-reduce, or None where it was measured."""
+        nearest = self._nearest(ranks, level)
+        if nearest == ranks:
+            return None
+        if nearest is None:
+            return f"all-reduce among {ranks} ranks is computed from the {level} link's latency and bandwidth"
+        return f"all-reduce among {ranks} ranks is estimated from {nearest}"
+
+    def _nearest(self, ranks: int, level: Level) -> int | None:
+        measured = [key[1] for key in self._lines if key[0] == "all_reduce" and key[2] == level]
+        return min(measured, key=lambda count: (abs(count - ranks), count), default=None)

@@ -1,0 +1,74 @@
+"""PlanOptions: what the user asks of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import UsageError
+from autopar.schedules import SCHEDULES
+
+__all__ = ["PlanOptions"]
+
+CANDIDATES = 500
+CANDIDATES_WHEN_EXACT = 100_000
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asks of a plan.
+
+    Raises:
+        UsageError: a value is out of range, or two contradict each other.
+    """
+
+    gpus: int | None = None
+    """At most this many devices; None: as many as ``stages`` needs, or as the cluster lists."""
+    batch: int | None = None
+    """Samples per step; None: the profile's."""
+    memory_bytes: int | None = None
+    """Limit per device, in place of the cluster's."""
+    bytes_per_s: float | None = None
+    """Bandwidth of every link, in place of the cluster's numbers and curves."""
+    schedule: str = "auto"
+    micro_batches: int | None = None
+    gap: float = 0.02
+    """Stop when the best plan is proved to be within this share of the best possible; 0 is exact."""
+    stages: str | None = None
+    """Stages that the user dictates, such as ``0-5:2,6-11:1``."""
+    min_stages: int = 1
+    use_all: bool = False
+    solver: Literal["dp", "exhaustive"] = "dp"
+    max_candidates: int | None = None
+    """Most plans to simulate. A count and not a clock, so that the same question always has the same answer; the gap
+    that remains is in the plan."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch", "micro_batches", "min_stages", "max_candidates", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{_flag(name)} must be at least 1, found {value}")
+        if self.bytes_per_s is not None and not 0 < self.bytes_per_s < float("inf"):
+            raise UsageError(f"--bandwidth must be positive, found {self.bytes_per_s}")
+        if not 0 <= self.gap < float("inf"):
+            raise UsageError(f"--gap must be 0 or more, found {self.gap}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
+        if self.schedule not in ("auto", *SCHEDULES):
+            raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
+        if self.solver not in ("dp", "exhaustive"):
+            raise UsageError(f"--solver must be dp or exhaustive, found {self.solver!r}")
+        if self.gpus is not None and self.min_stages > self.gpus:
+            raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
+
+    @property
+    def candidate_limit(self) -> int:
+        """Most plans to simulate, the default resolved: a fraction of a second, or nearly any number when exact."""
+        if self.max_candidates is not None:
+            return self.max_candidates
+        return CANDIDATES if self.gap > 0 else CANDIDATES_WHEN_EXACT
+
+
+def _flag(name: str) -> str:
+    return {"memory_bytes": "--memory"}.get(name, "--" + name.replace("_", "-"))

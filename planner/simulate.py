@@ -1,0 +1,215 @@
+"""Simulate: interpret a program with durations; the planner's judge, and the predicted timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    Program,
+)
+from autopar.formats.timeline import Timeline
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs import CostModel
+from autopar.planner.durations import Durations, durations
+from autopar.schedules.expand import expand
+
+__all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
+
+Rows = list[list[tuple[int, int, int]]]
+"""Per rank: (kind's code, micro-batch, peer) of every action."""
+
+_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
+_SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
+_RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
+_REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
+_NOT_BLOCKED = -1
+
+
+def compile_rows(program: Program) -> Rows:
+    """Return a program's columns as the rows that :func:`run` reads."""
+    return [list(zip(rank.kinds, rank.micro_batches, rank.peers, strict=True)) for rank in program.ranks]
+
+
+class _Meeting:
+    """Ranks that reduce together; it is over when the last of them has come."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.members = members
+        self.missing = len(members)
+        self.end_s = 0.0
+
+
+class _Run:
+    """State of one simulation: a list simulation, for every queue is filled by one rank in order."""
+
+    def __init__(self, rows: Rows, times: Durations) -> None:
+        self.rows, self.times = rows, times
+        count = len(rows)
+        self.clock = [times.overhead_s] * count
+        self.position = [0] * count
+        self.free: dict[tuple[int, int], float] = {}
+        self.arrivals: dict[tuple[int, int], list[float]] = {}
+        self.taken: dict[tuple[int, int], int] = {}
+        self.waits_for = [_NOT_BLOCKED] * count
+        self.meetings: dict[tuple[int, int], _Meeting] = {}
+        self.events: list[list[tuple[float, float]]] | None = None
+        for rank, actions in enumerate(rows):
+            for code, index, _ in reversed(actions):
+                if code in (_FORWARD, _BACKWARD):
+                    break
+                if code in (_REDUCE, _TIED):
+                    meeting = self.meetings.setdefault(self._key(rank, code, index), _Meeting([]))
+                    meeting.members.append(rank)
+                    meeting.missing += 1
+
+    def _key(self, rank: int, code: int, index: int) -> tuple[int, int]:
+        return (code, index if code == _TIED else self.times.stage[rank])
+
+    def go(self) -> float:
+        """Run all ranks to their ends; return the seconds of the step."""
+        ready = list(range(len(self.rows) - 1, -1, -1))
+        while ready:
+            self._advance(ready.pop(), ready)
+        stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
+        if stuck:
+            raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
+        return max(self.clock)
+
+    def _advance(self, rank: int, ready: list[int]) -> None:
+        times, actions, clock = self.times, self.rows[rank], self.clock[rank]
+        forward_s, backward_s = times.forward_s[rank], times.backward_s[rank]
+        record = None if self.events is None else self.events[rank]
+        for at in range(self.position[rank], len(actions)):
+            code, index, peer = actions[at]
+            start = clock
+            if code == _FORWARD:
+                clock += forward_s
+            elif code == _BACKWARD:
+                clock += backward_s
+            elif code in _RECEIVES:
+                key = (peer, rank)
+                arrived, taken = self.arrivals.get(key), self.taken.get(key, 0)
+                if arrived is None or taken == len(arrived):
+                    self.waits_for[rank] = peer
+                    break
+                self.taken[key] = taken + 1
+                clock = max(clock, arrived[taken])
+            elif code in _SENDS:
+                key = (rank, peer)
+                start = max(clock, self.free.get(key, 0.0))
+                end = self.free[key] = start + times.message_s[key]
+                self.arrivals.setdefault(key, []).append(end)
+                if record is not None:
+                    record.append((start, end))
+                if self.waits_for[peer] == rank:
+                    self.waits_for[peer] = _NOT_BLOCKED
+                    ready.append(peer)
+                continue
+            elif code in (_REDUCE, _TIED):
+                self.clock[rank], self.position[rank] = clock, at
+                self._meet(rank, code, index, ready)
+                return
+            else:
+                clock += times.update_s[rank]
+            if record is not None:
+                record.append((start, clock))
+        else:
+            at = len(actions)
+        self.clock[rank], self.position[rank] = clock, at
+
+    def _meet(self, rank: int, code: int, index: int, ready: list[int]) -> None:
+        meeting = self.meetings[self._key(rank, code, index)]
+        clock = self.clock[rank]
+        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == _REDUCE else 0.0))
+        meeting.missing -= 1
+        if meeting.missing:
+            return
+        length = self.times.reduce_s[rank] if code == _REDUCE else self.times.tied_s[index]
+        end = meeting.end_s + (length if code == _TIED else 0.0)
+        for member in meeting.members:
+            if self.events is not None:
+                earliest = self.clock[member] - (self.times.backward_s[member] if code == _REDUCE else 0.0)
+                self.events[member].append((min(end, max(end - length, earliest)), end))
+            self.clock[member] = end
+            self.position[member] += 1
+            ready.append(member)
+
+
+def run(rows: Rows, times: Durations) -> float:
+    """Return the seconds of one step.
+
+    A rank performs its actions in order. The messages of an ordered pair of ranks form one queue, which a message
+    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message.
+    """
+    return _Run(rows, times).go()
+
+
+def trace(program: Program, times: Durations) -> Timeline:
+    """Return the timeline of one step."""
+    state = _Run(compile_rows(program), times)
+    state.events = [[] for _ in program.ranks]
+    state.go()
+    timeline = Timeline("simulated")
+    for rank, (actions, events) in enumerate(zip(program.ranks, state.events, strict=True)):
+        for action, (start, end) in zip(actions, events, strict=True):
+            timeline.add(rank, action, start, end)
+    return timeline
+
+
+class Simulator:
+    """Simulates candidates; programs that differ in their layers only are expanded once."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._rows: dict[object, Rows] = {}
+
+    def step_s(self, candidate: Candidate) -> float:
+        """Return a candidate's seconds per step."""
+        return run(self._rows_of(candidate), durations(self.costs, candidate))
+
+    def _rows_of(self, candidate: Candidate) -> Rows:
+        stages = candidate.stages
+        flows = tuple(
+            (producer, consumer, flow.gradients > 0)
+            for producer, sending in enumerate(stages)
+            for consumer in range(producer + 1, len(stages))
+            if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
+        )
+        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
+        shape = tuple((stage.shares, stage.warmup) for stage in stages)
+        key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
+        if key not in self._rows:
+            self._rows[key] = compile_rows(_skeleton(candidate, flows, tied))
+        return self._rows[key]
+
+
+def _skeleton(
+    candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]
+) -> Program:
+    """Expand a candidate with one tensor per pair of stages; a message bundles its tensors anyway."""
+    plan = Plan.model_construct(
+        schedule=candidate.schedule,
+        micro_batches=candidate.micro_batches,
+        micro_batch_size=candidate.micro_batch_size,
+        stages=tuple(
+            Stage.model_construct(devices=stage.devices, shares=stage.shares, warmup=stage.warmup)
+            for stage in candidate.stages
+        ),
+        tensors=tuple(
+            Crossing.model_construct(producer=producer, consumers=(consumer,), gradient=gradient)
+            for producer, consumer, gradient in flows
+        ),
+        tied=tuple(SharedParameter.model_construct(stages=holders) for holders in tied),
+    )
+    return expand(plan)
