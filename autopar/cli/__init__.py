@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli import show
 from autopar.errors import AutoparError
 
 __all__ = ["app", "main"]
@@ -28,6 +29,9 @@ def _settings(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     context.obj = {"debug": debug}
+
+
+app.command("show")(show.command)
 
 
 def main() -> None:

@@ -1,0 +1,153 @@
+"""``autopar show``: every kind of file, pictures, and refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.program import Action, Program, RankProgram
+from autopar.formats.timeline import Origin, Timeline
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``autopar show`` in an empty folder; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["autopar", "show", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def _trace(path: str, origin: Origin, factor: float = 1.0, micro_batches: int = 2) -> None:
+    timeline = Timeline(origin)
+    for micro_batch in range(micro_batches):
+        timeline.add(0, Action("F", 0, micro_batch), micro_batch * 0.1 * factor, (micro_batch + 1) * 0.1 * factor)
+    timeline.save(path)
+
+
+def _cluster() -> Cluster:
+    device = Device(type="cpu", memory_bytes=2**30)
+    return Cluster(devices=(device,), links=(Link(level="node", latency_s=1e-5, bytes_per_s=1e9),))
+
+
+def test_a_cluster_goes_to_stderr_as_tables_and_to_stdout_as_json(run: Run) -> None:
+    _cluster().save("cluster.json")
+    code, out, err = run("cluster.json", "--json")
+    assert code == 0
+    assert Cluster.parse(out, Path("stdout")) == _cluster()
+    assert "1 GiB" in err
+
+
+def test_a_program_is_shown(run: Run) -> None:
+    Program((RankProgram.of([Action("F", 0, 0), Action("B", 0, 0), Action("U", 0)]),)).save("program.json")
+    code, out, err = run("program.json")
+    assert (code, out) == (0, "")
+    assert "F0@0 B0@0 U@0" in err
+
+
+def test_a_trace_is_drawn_where_asked(run: Run, tmp_path: Path) -> None:
+    _trace("trace.json", "measured")
+    code, out, _ = run("trace.json", "--png", "picture.png", "--json")
+    assert code == 0
+    assert json.loads(out)["step_s"] == pytest.approx(0.2)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("order", [("measured.json", "simulated.json"), ("simulated.json", "measured.json")])
+def test_two_traces_are_laid_over_each_other_in_either_order(run: Run, tmp_path: Path, order: tuple[str, str]) -> None:
+    _trace("measured.json", "measured", factor=2.0)
+    _trace("simulated.json", "simulated")
+    for _ in range(2):  # the default picture of the working folder is replaced
+        code, out, err = run(order[0], "--over", order[1], "--json")
+        assert code == 0, err
+    assert json.loads(out)["error"] == pytest.approx(-0.5)
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_two_traces_of_the_same_origin_are_refused(run: Run, tmp_path: Path) -> None:
+    _trace("a.json", "measured")
+    _trace("b.json", "measured")
+    code, _, err = run("a.json", "--over", "b.json")
+    assert code == 2
+    assert err == (
+        "autopar: a.json and b.json are both measured; --over needs a measured one and a simulated one"
+        " (`autopar run --trace`, `autopar simulate --trace`)\n"
+    )
+    assert not (tmp_path / "timeline.png").exists()
+
+
+def test_traces_of_different_plans_are_refused(run: Run) -> None:
+    _trace("a.json", "measured")
+    _trace("b.json", "simulated", micro_batches=3)
+    code, _, err = run("a.json", "--over", "b.json")
+    assert code == 2
+    assert "do not hold the same computations" in err
+
+
+def test_an_existing_picture_is_replaced_only_with_overwrite(run: Run, tmp_path: Path) -> None:
+    _trace("trace.json", "measured")
+    (tmp_path / "mine.png").write_text("precious")
+    code, _, err = run("trace.json", "--png", "mine.png")
+    assert code == 2
+    assert "--overwrite" in err
+    assert (tmp_path / "mine.png").read_text() == "precious"
+    assert run("trace.json", "--png", "mine.png", "--overwrite")[0] == 0
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "file.json:1:2: not JSON"),
+        ("[]", "$.format: expected one of"),
+        ('{"format": "autopar.dream", "version": 1}', 'found "autopar.dream"'),
+        ('{"traceEvents": []}', "$.otherData.format"),
+        ('{"format": "autopar.cluster", "version": 1, "format": "x"}', "$.format: key is given twice"),
+        ('{"format": "autopar.cluster", "version": 2}', "$.version"),
+    ],
+)
+def test_what_is_no_file_of_autopar_gets_one_line_and_exit_code_4(run: Run, content: str, expected: str) -> None:
+    Path("file.json").write_text(content)
+    code, out, err = run("file.json")
+    assert (code, out) == (4, "")
+    assert expected in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_file_gets_exit_code_4(run: Run) -> None:
+    assert run("nowhere.json")[0] == 4
+
+
+def test_only_what_has_a_timeline_is_drawn(run: Run) -> None:
+    _cluster().save("cluster.json")
+    code, _, err = run("cluster.json", "--png", "cluster.png")
+    assert code == 2
+    assert "--png" in err
+    assert "is a cluster" in err
+
+
+def test_showing_imports_no_torch_and_draws_only_when_asked(tmp_path: Path) -> None:
+    _cluster().save(tmp_path / "cluster.json")
+    script = (
+        "import sys; sys.argv = ['autopar', 'show', 'cluster.json']\n"
+        "from autopar.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stderr

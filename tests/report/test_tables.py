@@ -1,0 +1,91 @@
+"""Tables of clusters, reports and programs, and quantities in them."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from played import small_plan
+from rich.console import Console
+
+from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.report import cluster as cluster_tables
+from autopar.report import program as program_tables
+from autopar.report import report as report_tables
+from autopar.report.quantity import bandwidth, duration, size
+from autopar.schedules.expand import expand
+
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS |= {"B/s": 1, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+
+
+def _value(text: str) -> float:
+    number, unit = text.split(" ")
+    return float(number) * UNITS[unit]
+
+
+@given(st.floats(1e-9, 1e6), st.integers(0, 2**50), st.floats(1, 1e13))
+def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, rate: float) -> None:
+    assert abs(_value(duration(seconds)) - seconds) <= 0.0051 * seconds
+    assert abs(_value(size(count)) - count) <= 0.0051 * count
+    assert abs(_value(bandwidth(rate)) - rate) <= 0.0051 * rate
+
+
+def test_a_cluster_table_groups_equal_devices_and_names_what_was_measured() -> None:
+    cluster = Cluster(
+        devices=(Device(type="[cpu]", memory_bytes=2**33),) * 4,
+        links=(Link(level="node", latency_s=2e-5, bytes_per_s=5e9, provenance="measured"),),
+        curves=(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1024, 2**20), seconds=(1e-4, 2e-3)),),
+        notes=("a [note]",),
+    )
+    stream = io.StringIO()
+    cluster_tables.render(cluster, Console(file=stream, width=120))
+    text = stream.getvalue()
+    for expected in ("4", "[cpu]", "8 GiB", "20 us", "5 GB/s", "measured", "all-reduce", "1 MiB in 2 ms", "a [note]"):
+        assert expected in text
+
+
+def test_a_report_table_states_loss_error_and_ranks() -> None:
+    report = Report(
+        model="gpt.py",
+        plan_sha256="0" * 64,
+        device="cpu",
+        backend="gloo",
+        torch="2.13.0",
+        ranks=2,
+        steps=20,
+        loss=tuple(5.0 - 0.1 * step for step in range(20)),
+        step_s=StepTimes(median=0.5, p10=0.48, p90=0.55),
+        predicted_step_s=0.49,
+        error=-0.02,
+        samples_per_s=32.0,
+        peak_bytes=(2**20, 2**21),
+        peak_kind="resident",
+        bubble=0.1,
+        rank_times=tuple(
+            RankTimes(rank=rank, stage=rank, replica=0, compute_s=0.4, update_s=0.01, waiting_s=0.09)
+            for rank in range(2)
+        ),
+        initial_weights="model() with seed 0",
+    )
+    stream = io.StringIO()
+    report_tables.render(report, Console(file=stream, width=120))
+    text = stream.getvalue()
+    for expected in (
+        "3.1",
+        "500 ms (p10 480 ms, p90 550 ms)",
+        "490 ms",
+        "-2.0 %",
+        "32",
+        "2 MiB",
+        "model() with seed 0",
+    ):
+        assert expected in text
+
+
+def test_a_program_table_holds_every_rank_in_order() -> None:
+    stream = io.StringIO()
+    program_tables.render(expand(small_plan((1, 1), 2)), Console(file=stream, width=200))
+    assert "F0@0 S0@0>1@1 F1@0" in stream.getvalue()

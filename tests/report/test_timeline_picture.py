@@ -1,0 +1,91 @@
+"""Gantt pictures: every block where the timeline says, numbers only where they fit, nothing over something else."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from played import play, small_plan
+from rich.console import Console
+
+from autopar.formats.timeline import Timeline
+from autopar.report.timeline import draw, draw_over, render
+
+SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((1, 2, 1), 8, "gpipe"), ((2,) * 8, 64, "1f1b")]
+
+
+def _bars(figure: Figure) -> int:
+    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
+    return sum(len(each.get_paths()) for each in collections)
+
+
+def _texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
+def test_every_event_is_drawn_once(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
+    timeline = play(small_plan(widths, micro_batches, schedule))
+    assert _bars(draw(timeline)) == len(timeline) + timeline.rank_count()
+
+
+def test_blocks_lie_at_their_times_in_milliseconds() -> None:
+    timeline = play(small_plan((1, 1), 2, "gpipe"))
+    expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
+    found = set()
+    for collection in draw(timeline).axes[0].collections:
+        for path in collection.get_paths():
+            extent = path.get_extents()
+            found.add((round(extent.x0, 6), round(extent.x1, 6)))
+    assert expected <= found
+
+
+def test_numbers_are_written_where_they_fit_and_left_out_where_not() -> None:
+    few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
+    assert {"0", "1", "2", "3"} <= set(_texts(draw(few)))
+    assert "63" not in _texts(draw(many))
+
+
+@pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
+def test_no_text_lies_over_another(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
+    plan = small_plan(widths, micro_batches, schedule)
+    figure = draw_over(play(plan, "measured", jitter=0.3), play(plan))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts if text.get_text()]
+    boxes.sort(key=lambda box: box.x0)
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if other.x0 >= box.x1:
+                break
+            assert min(box.y1, other.y1) - max(box.y0, other.y0) <= 0.5
+
+
+def test_the_title_states_the_error_of_the_prediction() -> None:
+    plan = small_plan((1, 1), 4)
+    measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
+    assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
+
+
+def test_an_empty_timeline_can_be_drawn() -> None:
+    assert _bars(draw(Timeline("measured"))) == 0
+
+
+def test_the_same_timeline_gives_the_same_bytes() -> None:
+    pictures = []
+    for _ in range(2):
+        content = io.BytesIO()
+        draw(play(small_plan((2, 1), 4))).savefig(content, format="png")
+        pictures.append(content.getvalue())
+    assert pictures[0] == pictures[1]
+
+
+def test_the_table_sums_what_each_rank_computes() -> None:
+    stream = io.StringIO()
+    render(play(small_plan((1, 1), 4)), Console(file=stream, width=120))
+    row = next(line for line in stream.getvalue().splitlines() if line.startswith("│    0 "))
+    assert row.replace("│", " ").split() == ["0", "0", "40", "80", "2", "38"]
