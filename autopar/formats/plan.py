@@ -104,6 +104,10 @@ class Plan(Document):
     cluster: FileReference | None = None
     batch: Count
     precision: Precision
+    device_type: Name = "cpu"
+    """Type of the devices planned for: ``cpu`` or ``cuda``."""
+    threads: Count = 1
+    """Intra-operator threads per rank (CPU), as profiled."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     schedule: Literal["gpipe", "1f1b"]
     weight_policy: Literal["sync"] = "sync"

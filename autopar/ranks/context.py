@@ -25,6 +25,8 @@ class RankContext:
     size: int
     local_rank: int
     """Index among the ranks of this host."""
+    local_size: int
+    """How many ranks this host runs."""
     device: torch.device
     timeout_s: float
     """Longest that a rank waits for another before the run is given up."""
@@ -41,6 +43,23 @@ class RankContext:
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace a CPU tensor by rank 0's."""
+        dist.broadcast(tensor, 0)
+
+    def gather(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order, on every rank; no pickle crosses."""
+        content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([content.numel()]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: content.numel()] = content
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        pairs = zip(parts, sizes, strict=True)
+        return [bytes(part[: int(size)].tolist()).decode().strip("\0") for part, size in pairs]
 
 
 def backend_of(device_type: str) -> str:
@@ -68,7 +87,7 @@ def joined(
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        yield RankContext(rank, size, rank, device, timeout_s, board, report)
+        yield RankContext(rank, size, rank, size, device, timeout_s, board, report)
     finally:
         dist.destroy_process_group()
 
@@ -85,13 +104,14 @@ def joined_from_environment(device_type: str, timeout_s: float, size: int) -> It
         raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, or use `autopar run`")
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     if started != size:
         trouble = "more than" if started > size else "fewer than"
         raise UsageError(f"{started} ranks were started, {trouble} the {size} that the plan needs")
     device = _device(device_type, local_rank)
     dist.init_process_group(backend_of(device_type), timeout=timedelta(seconds=timeout_s))
     try:
-        yield RankContext(rank, size, local_rank, device, timeout_s)
+        yield RankContext(rank, size, local_rank, local_size, device, timeout_s)
     finally:
         dist.destroy_process_group()
 

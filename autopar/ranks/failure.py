@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict, dataclass
 
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, FileError, InfeasibleError, TrainingError, UsageError
 
 __all__ = ["Failure", "PeerLostError"]
 
@@ -39,6 +39,13 @@ class Failure:
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = " ".join(str(error).split()) or "no message"
         return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, False, trace)
+
+    def as_error(self, where: str = "") -> AutoparError:
+        """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""
+        kinds = {kind.exit_code: kind for kind in (UsageError, InfeasibleError, FileError)}
+        error = kinds.get(self.exit_code, TrainingError)(f"{where}{self.message}")
+        error.add_note(self.trace)
+        return error
 
     def as_dict(self) -> dict[str, object]:
         """Return the failure as JSON-able data."""

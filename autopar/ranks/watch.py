@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from autopar import errors
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import TrainingError
 from autopar.ranks.board import FINISHED, SETTING_UP, Board, Note
 from autopar.ranks.failure import Failure
 
@@ -124,7 +123,7 @@ class Watch:
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
             return
-        raise _error(failure, f"{self._where(rank)}: {failure.message}" if failure.exit_code == 5 else failure.message)
+        raise failure.as_error(f"{self._where(rank)}: " if failure.exit_code == TrainingError.exit_code else "")
 
     def _check_grace(self) -> None:
         if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
@@ -132,7 +131,7 @@ class Watch:
                 if link.process.poll() is not None:
                     raise TrainingError(self._lost(rank))
             rank, failure = next(iter(self._consequences.items()))
-            raise _error(failure, f"{self._where(rank)}: {failure.message}")
+            raise failure.as_error(f"{self._where(rank)}: ")
 
     def _check_progress(self) -> None:
         limit_s = time.monotonic() - self._timeout_s
@@ -165,13 +164,6 @@ class Watch:
             hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
             return f"{self._where(rank)} was killed by {name}{hint}"
         return f"{self._where(rank)} ended by itself with exit code {code}"
-
-
-def _error(failure: Failure, message: str) -> AutoparError:
-    kinds = {2: errors.UsageError, 3: errors.InfeasibleError, 4: errors.FileError}
-    error = kinds.get(failure.exit_code, TrainingError)(message)
-    error.add_note(failure.trace)
-    return error
 
 
 def _is_stopped(process_id: int) -> bool:

@@ -1,0 +1,84 @@
+"""What the commands that train have in common: reading a plan, and writing what a run gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.report import Report
+from autopar.formats.timeline import Timeline
+
+__all__ = ["Reports", "model_of", "print_outcome", "read_plan"]
+
+DEFAULT_REPORT = Path("report.json")
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The files that a run writes."""
+
+    report: Path
+    trace: Path | None
+    save: Path | None
+    overwrite: bool
+
+    def check(self) -> None:
+        """Refuse, before anything starts, what could not be written afterwards.
+
+        Raises:
+            UsageError: a file exists and may not be replaced.
+            FileError: a folder is missing.
+        """
+        for path in (self.report, self.trace):
+            if path is None:
+                continue
+            if path.exists() and not self.overwrite and path != DEFAULT_REPORT:
+                raise UsageError(f"{path} exists; pass --overwrite to replace it")
+            if not path.parent.is_dir():
+                raise FileError(f"{path}: the folder {path.parent} does not exist")
+        if self.save is not None and self.save.exists() and not self.overwrite:
+            if not self.save.is_dir():
+                raise UsageError(f"{self.save} is a file; --save takes a folder")
+            if any(self.save.iterdir()):
+                raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
+
+    def write(self, report: Report, timeline: Timeline) -> None:
+        """Write what was asked for."""
+        report.save(self.report)
+        if self.trace is not None:
+            timeline.save(self.trace)
+
+
+def read_plan(path: Path, seed: int | None) -> Plan:
+    """Read a plan, with another run seed if one is given."""
+    plan = Plan.load(path)
+    return plan if seed is None else plan.model_copy(update={"seed": seed})
+
+
+def model_of(plan: Plan, path: Path) -> str:
+    """Return MODEL of a plan that was read from ``path``: file paths are relative to the plan.
+
+    Raises:
+        FileError: the model file is not there.
+    """
+    source = plan.model.source
+    if ":" in source and not source.endswith(".py"):
+        return source
+    model = path.parent / source
+    if not model.is_file():
+        raise FileError(f"{path}: $.model.source: no such file: {model}")
+    return str(model)
+
+
+def print_outcome(report: Report, reports: Reports) -> None:
+    """Print the report's tables and where the files are."""
+    from rich.console import Console
+
+    from autopar.report.report import render
+
+    console = Console(stderr=True)
+    render(report, console)
+    written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
+    console.print(f"Written: {', '.join(written)}", highlight=False, markup=False)

@@ -1,0 +1,113 @@
+"""InProcessTransport: ranks as threads of one process, for trying many plans quickly."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from typing import Protocol
+
+import torch
+
+from autopar.ranks.failure import PeerLostError
+from autopar.runtime.transport import Pending
+
+__all__ = ["Exchange", "InProcessTransport"]
+
+
+class Exchange:
+    """What all ranks of one process share: a queue per ordered pair, and the reductions under way."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.queues: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.reductions: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = defaultdict(dict)
+        self.broken = False
+
+    def break_off(self) -> None:
+        """Let every rank that waits, now or later, fail."""
+        with self.changed:
+            self.broken = True
+            self.changed.notify_all()
+
+
+class InProcessTransport:
+    """One rank's end of an :class:`Exchange`; sums are taken in rank order."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self._rank = exchange, rank
+        self._posted: dict[int, deque[_Receive]] = defaultdict(deque)
+        self._count: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.transport.Transport`."""
+        with self._exchange.changed:
+            self._exchange.queues[self._rank, peer].append(tensor.detach().clone())
+            self._exchange.changed.notify_all()
+        return _Done()
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.transport.Transport`."""
+        receive = _Receive(self._exchange, (peer, self._rank), tensor, self._posted[peer])
+        self._posted[peer].append(receive)
+        return receive
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.transport.Transport`."""
+        key = (ranks, self._count[ranks])
+        self._count[ranks] += 1
+        with self._exchange.changed:
+            self._exchange.reductions[key][self._rank] = tensor.detach().clone()
+            self._exchange.changed.notify_all()
+        return _Reduce(self._exchange, key, tensor)
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class _Receive:
+    def __init__(
+        self, exchange: Exchange, pair: tuple[int, int], tensor: torch.Tensor, posted: deque[_Receive]
+    ) -> None:
+        self._exchange, self._pair, self._tensor, self._posted = exchange, pair, tensor, posted
+        self._filled = False
+
+    def wait(self) -> None:
+        # Earlier receives of the pair take their messages first, whichever is waited for.
+        while not self._filled:
+            self._posted.popleft()._fill()
+
+    def _fill(self) -> None:
+        queue = self._exchange.queues[self._pair]
+        with self._exchange.changed:
+            _wait(self._exchange, lambda: bool(queue), f"no message from rank {self._pair[0]}")
+            message = queue.popleft()
+        self._tensor.copy_(message)
+        self._filled = True
+
+
+class _Reduce:
+    def __init__(self, exchange: Exchange, key: tuple[tuple[int, ...], int], tensor: torch.Tensor) -> None:
+        self._exchange, self._key, self._tensor = exchange, key, tensor
+
+    def wait(self) -> None:
+        ranks, _ = self._key
+        with self._exchange.changed:
+            parts = self._exchange.reductions[self._key]
+            _wait(self._exchange, lambda: len(parts) == len(ranks), f"no reduction among ranks {ranks}")
+        total = parts[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += parts[rank]
+        self._tensor.copy_(total)
+
+
+def _wait(exchange: Exchange, ready: _Ready, what: str) -> None:
+    arrived = exchange.changed.wait_for(lambda: exchange.broken or ready(), exchange.timeout_s)
+    if exchange.broken or not arrived:
+        raise PeerLostError(what)
+
+
+class _Ready(Protocol):
+    def __call__(self) -> bool: ...

@@ -1,0 +1,148 @@
+"""Job: one rank's part of a training run, built from a plan, a captured model and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.place import materialize
+from autopar.capture.source import UserModel
+from autopar.errors import FileError
+from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.program import Program
+from autopar.runtime.clock import clock_of
+from autopar.runtime.data import ShareLoader
+from autopar.runtime.execute import Executor, StepRecord
+from autopar.runtime.gradients import Reducer
+from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.stage import Stage
+from autopar.runtime.transport import Transport
+from autopar.schedules.expand import rank_of, stage_of
+
+__all__ = ["Job", "reduction_groups"]
+
+
+def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce together, in an order that all ranks share; the last is all ranks."""
+    groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages) if stage.replicas > 1]
+    groups += [_ranks(plan, tied.stages) for tied in plan.tied]
+    groups.append(tuple(range(len(plan.devices))))
+    return list(dict.fromkeys(groups))
+
+
+def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
+    return tuple(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas))
+
+
+class Job:
+    """One rank: its stage, optimizer and data, stepped together with the other ranks' jobs."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        rank: int,
+        graph: LayerGraph,
+        model: UserModel,
+        weights: Callable[[Iterable[str]], Mapping[str, torch.Tensor]],
+        transport: Transport,
+        device: torch.device,
+        note: Callable[[int, int], None],
+    ) -> None:
+        """Build the rank's stage, holding only its own parameters.
+
+        Args:
+            plan: what is carried out.
+            program: its expansion.
+            rank: which rank this is.
+            graph: the captured model.
+            model: the user's file: dataset, optimizer.
+            weights: reads initial parameters and buffers by name.
+            transport: moves tensors to other ranks.
+            device: where this rank computes.
+            note: called with (step, position in the program) before every action.
+        """
+        self.plan = plan
+        self.stage_index, self.replica = stage_of(plan, rank)
+        names = plan.stages[self.stage_index].layers
+        layers = [graph.layer(name) for name in names]
+        self._place(layers, weights, device)
+        crossing = [tensor for tensor in graph.tensors if tensor.producer is not None]
+        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs)
+        self._reducer = Reducer(
+            [list(layer.module.parameters()) for layer in layers],
+            _ranks(plan, [self.stage_index]),
+            {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
+            transport,
+        )
+        trained = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+        self.optimizer = model.make_optimizer(trained) if trained else None
+        self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
+        place = (self.stage_index, self.replica)
+        self._loader = ShareLoader(model, plan, *place, self.stage.inputs, device)
+        self._transport, self._counts = transport, graph.loss == "sum_count"
+        specs = {tensor.name: tensor for tensor in crossing}
+        self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
+        self._executor = Executor(
+            plan,
+            program.ranks[rank],
+            place,
+            self.stage,
+            self._mailbox,
+            self._reducer,
+            self._update,
+            clock_of(device),
+            device,
+            note,
+        )
+        self._device = device
+
+    def step(self, step: int) -> StepRecord:
+        """Train one mini-batch; steps count from 0 and choose their samples."""
+        return self._executor.run(step, self._loader.load(step))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._mailbox.finish()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters and buffers by the model's own names."""
+        return {**self.parameters, **self.buffers}
+
+    def _place(
+        self, layers: list[Layer], weights: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], device: torch.device
+    ) -> None:
+        trainable: dict[str, bool] = {}
+        wanted: dict[str, None] = {}
+        for layer in layers:
+            for attribute, name in layer.parameters.items():
+                trainable[name] = layer.parameter(attribute).requires_grad
+            wanted.update(dict.fromkeys([*layer.parameters.values(), *layer.buffers.values()]))
+        values = weights(wanted)
+        missing = [name for name in wanted if name not in values]
+        if missing:
+            raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check --weights")
+        self.parameters = {
+            name: torch.nn.Parameter(values[name].to(device), requires_grad=needed)
+            for name, needed in trainable.items()
+        }
+        self.buffers = {name: values[name].to(device) for name in wanted if name not in trainable}
+        for layer in layers:
+            materialize(layer, {**self.parameters, **self.buffers}, device)
+
+    def _shared(self) -> list[tuple[int, SharedParameter]]:
+        return [(i, tied) for i, tied in enumerate(self.plan.tied) if self.stage_index in tied.stages]
+
+    def _update(self, record: StepRecord) -> None:
+        """Complete the gradients and step the optimizer."""
+        if self._counts:
+            count = torch.tensor([record.count], dtype=torch.float64, device=self._device)
+            self._transport.all_reduce(count, tuple(range(len(self.plan.devices)))).wait()
+            self._reducer.scale(1.0 / float(count))
+        self._reducer.release_untouched()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()

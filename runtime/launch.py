@@ -1,0 +1,196 @@
+"""Launch: starts a training run on this host, or joins one that torchrun has started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from autopar.capture.source import load
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
+from autopar.ranks.board import FINISHED, STEPPING, Note
+from autopar.ranks.context import RankContext, joined_from_environment
+from autopar.ranks.failure import Failure
+from autopar.ranks.pool import RankPool
+from autopar.ranks.watch import Describe, Doing
+from autopar.runtime.outcome import Outcome, outcome_of, write_weights_index
+from autopar.runtime.worker import RankResult, TrainArguments, train
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+__all__ = ["RunOptions", "StepProgress", "join", "run"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asks of a run."""
+
+    steps: int = 20
+    weights: Path | None = None
+    """Folder of initial weights; by default those of ``model()``."""
+    save: Path | None = None
+    """Folder for the trained weights."""
+    timeout_s: float = 300.0
+    """Longest that a rank may stand still."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"--steps must be at least 1, found {self.steps}")
+        if not self.timeout_s > 0:
+            raise UsageError(f"--timeout must be positive, found {self.timeout_s}")
+
+
+StepProgress = Callable[[int, float], None]
+"""Called with (step, loss of the mini-batch) as steps end."""
+
+
+def run(
+    plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None, pool: RankPool | None = None
+) -> Outcome:
+    """Train on processes of this host, one per rank.
+
+    Args:
+        plan: what to carry out.
+        model: MODEL, as :func:`autopar.capture.source.load` reads it.
+        options: how long, from which weights.
+        progress: told of every step.
+        pool: processes to use, if some are there already.
+
+    Raises:
+        AutoparError: the model does not fit the plan, or a rank failed; no process is left.
+    """
+    program = expand(plan)
+    check(program, plan)
+    _check_devices(plan)
+    # Folder and processes are in place before anything slow: whatever ends this process, they go with it.
+    with _folder() as folder:
+        user_model = load(model)
+        Workspace(folder).prepare(user_model, plan, options.weights)
+        arguments = _arguments(plan, model, folder, options)
+        losses = _Losses(plan, progress)
+        with _ranks(plan, pool) as ranks:
+            results = ranks.run(
+                "autopar.runtime.worker:train",
+                arguments,
+                ranks=len(plan.devices),
+                timeout_s=options.timeout_s,
+                describe=_describe(plan, program),
+                on_message=losses.take,
+            )
+    return _conclude(plan, [cast(RankResult, result) for result in results], options)
+
+
+def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None) -> Outcome | None:
+    """Train as one of the ranks that torchrun has started; rank 0 returns the outcome.
+
+    Raises:
+        UsageError: another number of ranks was started than the plan needs.
+        AutoparError: as :func:`run`, on every rank.
+    """
+    with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
+        folder = Path(tempfile.mkdtemp(prefix="autopar-run-")) if context.leads_host else None
+        try:
+            shared = _prepare_host(context, folder, model, plan, options)
+            result = train(context, _arguments(plan, model, shared, options))
+            gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        return _conclude(plan, gathered, options) if context.rank == 0 else None
+
+
+def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> Path:
+    """Let one rank of every host prepare the workspace; a failure there is raised on all ranks alike."""
+    said: dict[str, object] = {}
+    if folder is not None:
+        try:
+            Workspace(folder).prepare(load(model), plan, options.weights)
+            said = {"folder": str(folder)}
+        except Exception as error:
+            said = {"failure": Failure.of(error).as_dict()}
+    heard = [json.loads(text) for text in context.gather(json.dumps(said))]
+    for item in heard:
+        if "failure" in item:
+            raise Failure(**item["failure"]).as_error()
+    return Path(heard[context.rank - context.local_rank]["folder"])
+
+
+def _conclude(plan: Plan, results: list[RankResult], options: RunOptions) -> Outcome:
+    initial = f"files in {options.weights}" if options.weights else f"model(), seed {plan.seed}"
+    if options.save is not None:
+        write_weights_index(plan, results, options.save)
+    return outcome_of(plan, results, initial)
+
+
+def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> TrainArguments:
+    save = None
+    if options.save is not None:
+        options.save.mkdir(parents=True, exist_ok=True)
+        save = str(options.save.resolve())
+    return TrainArguments(plan=plan.dumps(), model=model, workspace=str(folder), steps=options.steps, save=save)
+
+
+def _check_devices(plan: Plan) -> None:
+    if plan.device_type == "cuda" and torch.cuda.device_count() < len(plan.devices):
+        found = torch.cuda.device_count()
+        raise UsageError(
+            f"the plan needs {len(plan.devices)} GPUs, this host has {found}; plan again with --gpus {found}"
+        )
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="autopar-run-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ranks(plan: Plan, pool: RankPool | None) -> Iterator[RankPool]:
+    if pool is not None:
+        yield pool
+    else:
+        with RankPool(len(plan.devices), threads=plan.threads, device_type=plan.device_type) as own:
+            yield own
+
+
+def _describe(plan: Plan, program: Program) -> Describe:
+    def describe(rank: int, note: Note) -> Doing:
+        if note.phase != STEPPING:
+            return Doing("finishing" if note.phase == FINISHED else "setting up", waiting=False)
+        action = program.ranks[rank][note.position]
+        waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
+        return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
+
+    return describe
+
+
+class _Losses:
+    """Adds up the parts of a step's loss that the last stage's replicas report."""
+
+    def __init__(self, plan: Plan, progress: StepProgress | None) -> None:
+        self._parts: dict[int, list[tuple[float, float]]] = {}
+        self._expected, self._progress = plan.stages[-1].replicas, progress
+
+    def take(self, rank: int, message: dict[str, object]) -> None:
+        step = int(str(message["step"]))
+        parts = self._parts.setdefault(step, [])
+        parts.append((float(str(message["loss"])), float(str(message["count"]))))
+        if len(parts) == self._expected:
+            del self._parts[step]
+            count = sum(count for _, count in parts)
+            total = sum(loss for loss, _ in parts)
+            if self._progress is not None:
+                self._progress(step, total / count if count else total)

@@ -1,0 +1,131 @@
+"""Mailbox: a rank's messages, from posting a receive to joining its rows, and from a send to its release."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from autopar.capture.graph import TensorSpec
+from autopar.formats.plan import Plan
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, Action, Program
+from autopar.ranks.failure import PeerLostError
+from autopar.runtime.retire import receives_ahead, retirements
+from autopar.runtime.transport import Pending, Transport
+from autopar.schedules.expand import Message, messages, stage_of
+
+__all__ = ["Mailbox"]
+
+Key = tuple[str, int, int, str]
+"""Kind of receive, micro-batch, peer stage, tensor."""
+
+
+class _Piece(NamedTuple):
+    start: int
+    tensor: torch.Tensor
+
+
+class Mailbox:
+    """Sends and receives what the program says, re-slicing rows between stages of different widths.
+
+    Receives are posted two computations ahead of use. Sends never hold up the rank; a sent tensor is let go when the
+    program proves that it has arrived.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        rank: int,
+        specs: dict[str, TensorSpec],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        stage, replica = stage_of(plan, rank)
+        self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
+        self._actions = list(program.ranks[rank])
+        self._post, self._retire = receives_ahead(program, rank), retirements(program, rank)
+        self._share_start = [0, *accumulate(plan.stages[stage].shares)][replica]
+        flows = messages(plan)
+        self._inward = {(flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank}
+        self._outward = {(flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank}
+        self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
+        self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        self._sending: dict[int, list[Pending]] = {}
+        self._carried: list[Pending] = []
+
+    def begin_step(self) -> None:
+        """Let go of the last step's sends, all of which have been received by now or will be at once."""
+        for pending in self._carried:
+            pending.wait()
+        self._carried = [pending for work in self._sending.values() for pending in work]
+        self._sending.clear()
+        self._pieces.clear()
+
+    def finish(self) -> None:
+        """Wait for all sends, at the end of the last step."""
+        self.begin_step()
+        self.begin_step()
+
+    def post(self, position: int) -> None:
+        """Post the receives that are due before the action at ``position``."""
+        for due in self._post.get(position, ()):
+            action = self._actions[due]
+            flow, offset, names = self._flow(action)
+            posted = []
+            for name in names:
+                shape = self._specs[name].shape(flow.stop - flow.start)
+                tensor = torch.empty(shape, dtype=self._specs[name].dtype, device=self._device)
+                pending = self._guard(action, tensor, receive=True)
+                key = (action.kind, action.micro_batch, action.peer_stage, name)
+                posted.append((key, _Piece(offset, tensor), pending))
+            self._posted[due] = posted
+
+    def receive(self, position: int) -> None:
+        """Wait for the message of the receive at ``position``."""
+        for key, piece, pending in self._posted.pop(position):
+            try:
+                pending.wait()
+            except PeerLostError as error:
+                raise self._lost(self._actions[position], error) from error
+            self._pieces[key].append(piece)
+        for done in self._retire.get(position, ()):
+            for pending in self._sending.pop(done, ()):
+                pending.wait()
+
+    def send(self, position: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Begin the send at ``position``: the rows of this rank's tensors that the peer needs."""
+        action = self._actions[position]
+        flow, offset, names = self._flow(action)
+        work = []
+        for name in names:
+            rows = tensors[name].detach().narrow(self._specs[name].batch_dim, offset, flow.stop - flow.start)
+            work.append(self._guard(action, rows.contiguous(), receive=False))
+        self._sending[position] = work
+
+    def take(self, kind: str, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
+        """Return a tensor that has been received from a stage, its rows joined."""
+        pieces = sorted(self._pieces.pop((kind, micro_batch, peer_stage, name)), key=lambda piece: piece.start)
+        if len(pieces) == 1:
+            return pieces[0].tensor
+        return torch.cat([piece.tensor for piece in pieces], dim=self._specs[name].batch_dim)
+
+    def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
+        """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
+        flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
+        flow = flows[action.peer, action.peer_stage]
+        indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
+        return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
+
+    def _guard(self, action: Action, tensor: torch.Tensor, *, receive: bool) -> Pending:
+        try:
+            begin = self._transport.receive if receive else self._transport.send
+            return begin(tensor, action.peer)
+        except PeerLostError as error:
+            raise self._lost(action, error) from error
+
+    def _lost(self, action: Action, error: PeerLostError) -> PeerLostError:
+        peer = f"rank {action.peer} (stage {action.peer_stage})"
+        return PeerLostError(f"lost {peer} at {action}: {error}")

@@ -1,0 +1,114 @@
+"""Outcome: what the ranks bring back becomes a report, a timeline and the index of the trained weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+from autopar.formats.plan import Plan
+from autopar.formats.program import BACKWARD, FORWARD, UPDATE
+from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.timeline import Timeline
+from autopar.ranks.context import backend_of
+from autopar.runtime import weights
+from autopar.runtime.worker import RankResult, shard_name
+from autopar.schedules.expand import expand
+
+__all__ = ["Outcome", "outcome_of", "write_weights_index"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run gives."""
+
+    report: Report
+    timeline: Timeline
+    """The actions of a step of median length."""
+
+
+def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, notes: Sequence[str] = ()) -> Outcome:
+    """Put the ranks' results, in rank order, together."""
+    lengths = _step_lengths(results)
+    steady = lengths[1:] or lengths
+    typical = median(steady)
+    recorded = [int(step) for step in results[0]["times_s"]]
+    chosen = min(recorded, key=lambda step: (abs(lengths[step] - typical), -step))
+    timeline = _timeline(plan, results, chosen)
+    report = Report(
+        model=plan.model.source,
+        plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
+        device=plan.device_type,
+        backend=backend_of(plan.device_type),
+        torch=torch.__version__,
+        ranks=len(results),
+        steps=len(lengths),
+        loss=tuple(_losses(results)),
+        step_s=StepTimes(median=typical, p10=_quantile(steady, 0), p90=_quantile(steady, 8)),
+        predicted_step_s=plan.predicted.step_s,
+        error=plan.predicted.step_s / typical - 1,
+        samples_per_s=plan.batch / typical,
+        peak_bytes=tuple(result["peak_bytes"] for result in results),
+        peak_kind="allocated" if plan.device_type == "cuda" else "resident",
+        bubble=timeline.bubble(),
+        rank_times=tuple(_rank_times(timeline, result, typical) for result in results),
+        initial_weights=initial_weights,
+        notes=tuple(notes),
+    )
+    return Outcome(report, timeline)
+
+
+def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path) -> None:
+    """Write the index of the trained weights, after all ranks have written theirs."""
+    stages = len(plan.stages)
+    files = {shard_name(result["stage"], stages): result["saved"] for result in results if result["replica"] == 0}
+    weights.write_index(folder, files)
+
+
+def _step_lengths(results: Sequence[RankResult]) -> list[float]:
+    """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
+    ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
+    begin = min(result["starts_s"][0] for result in results)
+    return [end - before for before, end in zip([begin, *ends], ends, strict=False)]
+
+
+def _losses(results: Sequence[RankResult]) -> list[float]:
+    losses = []
+    for step in range(len(results[0]["loss"])):
+        total = sum(result["loss"][step] for result in results)
+        count = sum(result["count"][step] for result in results)
+        losses.append(total / count if count else total)
+    return losses
+
+
+def _quantile(values: Sequence[float], index: int) -> float:
+    return quantiles(values, n=10, method="inclusive")[index] if len(values) > 1 else values[0]
+
+
+def _timeline(plan: Plan, results: Sequence[RankResult], step: int) -> Timeline:
+    program = expand(plan)
+    times = [result["times_s"][str(step)] for result in results]
+    begin = min(moments[0][0] for moments in times)
+    timeline = Timeline("measured")
+    for rank, actions in enumerate(program.ranks):
+        for action, (start, end) in zip(actions, times[rank], strict=True):
+            timeline.add(rank, action, start - begin, end - begin)
+    return timeline
+
+
+def _rank_times(timeline: Timeline, result: RankResult, step_s: float) -> RankTimes:
+    mine = [event for event in timeline if event.rank == result["rank"]]
+    compute = sum(event.end_s - event.start_s for event in mine if event.action.kind in (FORWARD, BACKWARD))
+    update = sum(event.end_s - event.start_s for event in mine if event.action.kind == UPDATE)
+    return RankTimes(
+        rank=result["rank"],
+        stage=result["stage"],
+        replica=result["replica"],
+        compute_s=compute,
+        update_s=update,
+        waiting_s=max(0.0, step_s - compute - update),
+    )

@@ -1,0 +1,92 @@
+"""Transport: how tensors move between ranks, apart from what is moved and when.
+
+The messages of an ordered pair of ranks arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.ranks.failure import PeerLostError
+
+__all__ = ["GroupTransport", "Pending", "Transport"]
+
+
+class Pending(Protocol):
+    """Something that was begun and will be done."""
+
+    def wait(self) -> None:
+        """Return when it is done; raise ``PeerLostError`` if it cannot be."""
+
+
+class Transport(Protocol):
+    """Moves tensors between ranks; every call returns at once."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Begin to send a contiguous tensor, which must stay untouched until waited for."""
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Begin to fill a contiguous tensor with the next message of ``peer``."""
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Begin to replace a tensor by its sum over ``ranks``, in place."""
+
+
+class _Work:
+    """A piece of work of torch.distributed."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
+
+
+class GroupTransport:
+    """Tensors move through torch.distributed: gloo between CPU processes, NCCL between GPUs."""
+
+    def __init__(self, size: int, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
+        """Create the process groups of all reductions; every rank must name the same ones in the same order."""
+        self._groups = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        self._up: dist.ProcessGroup | None = None
+        self._down: dist.ProcessGroup | None = None
+        if device.type == "cuda":
+            # NCCL runs one communicator's operations in order: opposite directions need one each.
+            self._up, self._down = dist.new_group(list(range(size))), dist.new_group(list(range(size)))
+        self._rank = dist.get_rank()
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`Transport`."""
+        return _begin(lambda: dist.isend(tensor, peer, group=self._up if peer > self._rank else self._down))
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`Transport`."""
+        return _begin(lambda: dist.irecv(tensor, peer, group=self._down if peer > self._rank else self._up))
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`Transport`."""
+        return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+
+
+def _begin(start: _Start) -> _Work:
+    try:
+        return _Work(start())
+    except RuntimeError as error:
+        raise PeerLostError(_first_line(error)) from error
+
+
+class _Start(Protocol):
+    def __call__(self) -> dist.Work | None: ...
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else "the connection failed"

@@ -1,0 +1,85 @@
+"""Weights: parameters and buffers on disk, in safetensors, keyed by the model's own names.
+
+A folder of weights holds ``model.safetensors``, or several files and ``model.safetensors.index.json`` (the layout that
+other libraries read, too). No reader ever loads more than what it asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from autopar.errors import FileError
+from autopar.formats.document import parse_json, write_text
+
+__all__ = ["read", "write", "write_index"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        save_file(apart, temporary)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise FileError(f"cannot write {path}: {error}") from error
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
+    """Write the index of a folder: file name -> names of the tensors it holds."""
+    places = {name: file for file, names in sorted(files.items()) for name in names}
+    content = {"metadata": {}, "weight_map": dict(sorted(places.items()))}
+    write_text(folder / INDEX, json.dumps(content, indent=1) + "\n")
+
+
+def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Read the named tensors of a folder; names that it does not hold are left out.
+
+    Raises:
+        FileError: the folder holds no weights, or a file is damaged.
+    """
+    wanted = set(names)
+    found: dict[str, torch.Tensor] = {}
+    for path, held in _files(folder).items():
+        if held is not None and wanted.isdisjoint(held):
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(wanted.intersection(file.keys())):
+                    found[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise FileError(f"cannot read weights {path}: {error}") from error
+    return found
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    index = folder / INDEX
+    if not index.is_file():
+        raise FileError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    content = parse_json(index.read_text(encoding="utf-8"), index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict):
+        raise FileError(f"{index}: $.weight_map: expected an object of tensor names and file names")
+    files: dict[Path, set[str] | None] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise FileError(f"{index}: $.weight_map.{name}: expected the name of a file in the same folder")
+        held = files.setdefault(folder / file, set())
+        assert held is not None
+        held.add(name)
+    return files

@@ -1,0 +1,145 @@
+"""Worker: what every rank does in a training run, however it was started."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.ranks.board import STEPPING
+from autopar.ranks.context import RankContext
+from autopar.runtime import weights
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.memory import PeakMemory
+from autopar.runtime.transport import GroupTransport
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+__all__ = ["RankResult", "TrainArguments", "train"]
+
+RECORDED_STEPS = 32
+"""Of how many last steps the times of all actions are kept."""
+
+
+class TrainArguments(TypedDict):
+    """What a rank needs to know; plain data."""
+
+    plan: str
+    """The plan's JSON text."""
+    model: str
+    """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    workspace: str
+    steps: int
+    save: str | None
+    """Folder for the trained weights."""
+
+
+class RankResult(TypedDict):
+    """What a rank brings back; plain data."""
+
+    rank: int
+    stage: int
+    replica: int
+    loss: list[float]
+    count: list[float]
+    starts_s: list[float]
+    ends_s: list[float]
+    times_s: dict[str, list[tuple[float, float]]]
+    """Step -> start and end of every action, for the last steps."""
+    peak_bytes: int
+    peak_kind: str
+    saved: list[str]
+    """Names of the tensors that this rank wrote."""
+
+
+def train(context: RankContext, arguments: TrainArguments) -> RankResult:
+    """Train for some steps as one rank of the plan, and say how it went.
+
+    Raises:
+        AutoparError: an action failed; names it.
+    """
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    program = expand(plan)
+    check(program, plan)
+    torch.set_num_threads(plan.threads)
+    peak = PeakMemory(context.device)
+    job = _build(context, plan, program, arguments)
+    origin_s = _common_origin(context)
+    records: list[StepRecord] = []
+    starts_s, ends_s = [], []
+    for step in range(arguments["steps"]):
+        starts_s.append(time.perf_counter() - origin_s)
+        record = job.step(step)
+        ends_s.append(time.perf_counter() - origin_s)
+        records.append(record)
+        if step >= RECORDED_STEPS:
+            records[step - RECORDED_STEPS].times_s.clear()
+        if job.stage.loss:
+            context.report({"step": step, "loss": record.loss, "count": record.count})
+    job.finish()
+    return RankResult(
+        rank=context.rank,
+        stage=job.stage_index,
+        replica=job.replica,
+        loss=[record.loss for record in records],
+        count=[record.count for record in records],
+        starts_s=starts_s,
+        ends_s=ends_s,
+        times_s={
+            str(step): [(start - origin_s, end - origin_s) for start, end in record.times_s]
+            for step, record in enumerate(records)
+            if record.times_s
+        },
+        peak_bytes=peak.peak_bytes(),
+        peak_kind=peak.kind,
+        saved=_save(job, arguments["save"]),
+    )
+
+
+def _build(context: RankContext, plan: Plan, program: Program, arguments: TrainArguments) -> Job:
+    model = load(arguments["model"])
+    workspace = Workspace(Path(arguments["workspace"]))
+    transport = GroupTransport(context.size, reduction_groups(plan), context.device)
+
+    def note(step: int, position: int) -> None:
+        if context.board is not None:
+            context.board.write(context.rank, STEPPING, step, position)
+
+    graph = workspace.graph(model, plan)
+    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
+
+
+def _common_origin(context: RankContext) -> float:
+    """Return a moment that all ranks agree on, on this rank's clock.
+
+    Ranks of one host share a clock; those of several agree to within the time that leaving a barrier takes.
+    """
+    context.barrier()
+    origin = torch.tensor([time.perf_counter()], dtype=torch.float64)
+    if context.local_size == context.size:
+        context.broadcast(origin)
+    return float(origin)
+
+
+def _save(job: Job, folder: str | None) -> list[str]:
+    if folder is None or job.replica != 0:
+        return []
+    state = job.state()
+    # A parameter that several stages hold is written by the first of them.
+    for tied in job.plan.tied:
+        if job.stage_index != tied.stages[0]:
+            state.pop(tied.parameter, None)
+    weights.write(Path(folder) / shard_name(job.stage_index, len(job.plan.stages)), state)
+    return sorted(state)
+
+
+def shard_name(stage: int, stages: int) -> str:
+    """Return the file name of a stage's trained weights."""
+    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"

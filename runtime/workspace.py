@@ -1,0 +1,111 @@
+"""Workspace: what one process per host prepares for its ranks: the captured graph and the initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.capture.store import load_graph, save_graph
+from autopar.errors import FileError
+from autopar.formats.plan import Plan
+from autopar.runtime import weights
+
+__all__ = ["Workspace"]
+
+GRAPH, WEIGHTS = "graph", "weights"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder of this host, there for the length of a run."""
+
+    folder: Path
+
+    def prepare(self, model: UserModel, plan: Plan, given: Path | None) -> None:
+        """Build the model once, capture it, and write its graph and initial weights.
+
+        Args:
+            model: the user's file.
+            plan: what the graph must fit.
+            given: a folder of weights that replace those of ``model()``.
+
+        Raises:
+            FileError: the model has changed since it was planned for, or the weights do not fit it.
+        """
+        check_source(model, plan)
+        module = model.build(plan.seed)
+        graph = self._capture(model, module)
+        check_fit(graph, plan, model)
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
+        if given is not None:
+            state |= _fitting(weights.read(given, state), dict(module.named_parameters()), given)
+        (self.folder / WEIGHTS).mkdir()
+        weights.write(self.folder / WEIGHTS / weights.SINGLE, {name: value.detach() for name, value in state.items()})
+        if graph.portable:
+            save_graph(graph, self.folder / GRAPH)
+
+    def graph(self, model: UserModel, plan: Plan) -> LayerGraph:
+        """Return the graph for one rank, without weights."""
+        if (self.folder / GRAPH).exists():
+            return load_graph(self.folder / GRAPH)
+        return self._capture(model, model.build(plan.seed))
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return initial parameters and buffers by name."""
+        return weights.read(self.folder / WEIGHTS, names)
+
+    def _capture(self, model: UserModel, module: torch.nn.Module) -> LayerGraph:
+        return capture(model, module)
+
+
+def check_source(model: UserModel, plan: Plan) -> None:
+    """Refuse a model file that is not the one that was planned for."""
+    if model.sha256 != plan.model.sha256:
+        raise FileError(
+            f"{model.path} has changed since it was profiled; run `autopar profile` and `autopar plan` again"
+        )
+
+
+def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
+    """Refuse a plan whose layers and tensors are not those of the captured model."""
+    planned = [name for stage in plan.stages for name in stage.layers]
+    found = [layer.name for layer in graph.layers]
+    if planned != found:
+        index = next((i for i, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
+        index = min(len(planned), len(found)) if index is None else index
+        expected = repr(planned[index]) if index < len(planned) else "no more layers"
+        actual = repr(found[index]) if index < len(found) else "ends there"
+        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {expected}, the model {actual}")
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    crossing = {}
+    for tensor in graph.tensors:
+        if tensor.producer is not None:
+            made = stage_of[tensor.producer]
+            readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+            if readers:
+                crossing[tensor.name] = (made, readers, tensor.bytes_per_sample, tensor.gradient)
+    listed = {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.gradient) for t in plan.tensors}
+    for name in sorted(crossing.keys() | listed.keys()):
+        if crossing.get(name) != listed.get(name):
+            sides = f"{listed.get(name, 'absent')} in the plan, {crossing.get(name, 'absent')} in the model"
+            meaning = "producer, consumers, bytes per sample, gradient"
+            raise FileError(f"the plan does not fit {model.spec}: tensor {name!r} ({meaning}) is {sides}")
+
+
+def _fitting(
+    given: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter], folder: Path
+) -> dict[str, torch.Tensor]:
+    for name, parameter in parameters.items():
+        if name not in given:
+            raise FileError(f"{folder}: holds no parameter {name!r} of the model")
+        if given[name].shape != parameter.shape or given[name].dtype != parameter.dtype:
+            found = f"{tuple(given[name].shape)} {given[name].dtype}"
+            wanted = f"{tuple(parameter.shape)} {parameter.dtype}"
+            raise FileError(f"{folder}: parameter {name!r} is {found}, the model's is {wanted}")
+    return given
