@@ -1,0 +1,47 @@
+"""Picture of a plan's memory: each stage's predicted peak beside what its devices have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autopar.report.quantity import size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from autopar.formats.plan import Plan
+
+__all__ = ["draw"]
+
+_USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
+
+
+def draw(plan: Plan, memory_bytes: Sequence[int]) -> Figure:
+    """Return bars of each stage's peak; ``memory_bytes`` holds every device's memory in cluster order."""
+    from matplotlib.figure import Figure
+
+    limits = [min(memory_bytes[device] for device in stage.devices) for stage in plan.stages]
+    figure = Figure(figsize=(8, 0.6 + 0.4 * len(limits)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(limits))
+    axes.barh(places, limits, color=_FREE, height=0.62, label="device memory")
+    axes.barh(places, plan.predicted.peak_bytes, color=_USED, height=0.62, label="predicted peak")
+    for place, (peak, limit) in enumerate(zip(plan.predicted.peak_bytes, limits, strict=True)):
+        share = f" ({peak / limit:.1%})" if limit else ""
+        axes.annotate(
+            f"{size(peak)} of {size(limit)}{share}",
+            (max(limits), place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            size=8,
+            color=_INK,
+        )
+    axes.set_yticks(places, [f"stage {index}" for index in places])
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.tick_params(length=0, labelsize=8, colors=_INK)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
