@@ -1,0 +1,49 @@
+"""What the rank processes of the tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import FileError
+from autopar.ranks.board import STEPPING
+from autopar.ranks.context import RankContext
+
+
+def add_up(context: RankContext, arguments: object) -> list[float]:
+    """Sum ranks over all ranks."""
+    total = torch.tensor([float(context.rank)])
+    dist.all_reduce(total)
+    return [context.rank, float(total)]
+
+
+def tell(context: RankContext, arguments: object) -> list[str]:
+    """Gather texts and report one."""
+    context.report({"from": context.rank})
+    return context.gather(f"rank {context.rank}" * context.rank)
+
+
+def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
+    """Do something bad in one rank while the others wait for it."""
+    assert context.board is not None
+    context.board.write(context.rank, STEPPING, 7, 3)
+    if context.rank == arguments["rank"]:
+        match arguments["how"]:
+            case "raise":
+                raise ValueError("two lines\nof trouble")
+            case "file":
+                raise FileError("plan.json: $.stages: no")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exit":
+                os._exit(3)
+            case "hang":
+                threading.Event().wait()
+    # The others wait in a collective that the bad rank never enters.
+    dist.barrier()

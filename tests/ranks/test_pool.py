@@ -1,0 +1,101 @@
+"""Rank processes: they run jobs, and when one goes wrong, the right one is named and none is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError, FileError, TrainingError
+from autopar.ranks.board import Board, Note
+from autopar.ranks.pool import RankPool
+from autopar.ranks.watch import Doing
+
+
+@pytest.fixture(autouse=True)
+def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def alive(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> None:
+    before = pool.process_ids
+    assert pool.run("jobs_for_ranks:add_up") == [[0, 1.0], [1, 1.0]]
+    assert pool.run("jobs_for_ranks:add_up", ranks=1) == [[0, 0.0]]
+    heard = []
+    texts = pool.run("jobs_for_ranks:tell", on_message=lambda rank, message: heard.append((rank, message)))
+    assert texts == [["", "rank 1"]] * 2
+    assert sorted(heard) == [(0, {"from": 0}), (1, {"from": 1})]
+    assert pool.process_ids == before
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("raise", TrainingError, r"^rank 1 \(step 7, action 3\): ValueError: two lines of trouble \(.*jobs_for_ranks"),
+        ("file", FileError, r"^plan.json: \$.stages: no"),
+        ("kill", TrainingError, r"^rank 1 \(step 7, action 3\) was killed by SIGKILL"),
+        ("stop", TrainingError, r"^rank 1 \(step 7, action 3\) is stopped"),
+        ("exit", TrainingError, r"^rank 1 \(step 7, action 3\) ended by itself with exit code 3"),
+        ("hang", TrainingError, r"^rank 1 \(step 7, action 3\) made no progress for 1.5 s"),
+    ],
+)
+def test_a_rank_that_goes_wrong_is_named_and_none_is_left(
+    pool: RankPool, how: str, error: type[AutoparError], said: str
+) -> None:
+    processes = pool.process_ids
+
+    def describe(rank: int, note: Note) -> Doing:
+        return Doing(f"step {note.step}, action {note.position}", waiting=rank == 0)
+
+    began_s = time.monotonic()
+    with pytest.raises(error, match=said):
+        pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, timeout_s=1.5, describe=describe)
+    # Twice the timeout, and what a busy machine adds.
+    assert time.monotonic() - began_s < 30
+    assert pool.closed
+    assert not any(map(alive, processes))
+
+
+def test_processes_end_with_their_parent_even_if_it_is_killed() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from autopar.ranks.pool import RankPool\n"
+        "pool = RankPool(2)\n"
+        "pool.run('jobs_for_ranks:add_up')\n"
+        "print(*pool.process_ids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    processes = [int(word) for word in done.stdout.split()]
+    assert len(processes) == 2
+    deadline_s = time.monotonic() + 20
+    while any(map(alive, processes)) and time.monotonic() < deadline_s:
+        os.sched_yield()
+    assert not any(map(alive, processes))
+
+
+def test_a_board_keeps_every_ranks_last_note(tmp_path: Path) -> None:
+    with Board(tmp_path / "board", 3) as board, Board(tmp_path / "board", 3) as other:
+        board.write(1, 1, 5, 17)
+        board.write(2, 2)
+        assert other.read(1)[:3] == (1, 5, 17)
+        assert other.read(2)[:3] == (2, 0, 0)
+        assert other.read(0).time_s == 0 < other.read(1).time_s
