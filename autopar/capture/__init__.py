@@ -1,1 +1,21 @@
 """Capture: a user's model file becomes a graph of layers."""
+
+from autopar.capture.batch import named_tensors, slice_rows
+from autopar.capture.export import capture, capture_module
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.place import materialize, retarget
+from autopar.capture.source import UserModel, load
+
+__all__ = [
+    "Layer",
+    "LayerGraph",
+    "TensorSpec",
+    "UserModel",
+    "capture",
+    "capture_module",
+    "load",
+    "materialize",
+    "named_tensors",
+    "retarget",
+    "slice_rows",
+]

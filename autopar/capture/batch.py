@@ -1,0 +1,162 @@
+"""Batches: from what ``collate`` gives to named tensors, to rows of them, and into the model's call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ModelError
+
+__all__ = ["StepModule", "loss_outputs", "model_arguments", "named_tensors", "rebuild", "row_count", "slice_rows"]
+
+
+def named_tensors(batch: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch in a fixed order, named by their place in it.
+
+    >>> list(named_tensors({"x": torch.zeros(2, 3), "y": torch.zeros(2)}))
+    ['batch.x', 'batch.y']
+    >>> list(named_tensors([torch.zeros(2, 3), torch.zeros(2)]))
+    ['batch.0', 'batch.1']
+
+    Raises:
+        ModelError: something in the batch is no tensor, or the tensors differ in their first (batch) dimension.
+    """
+    named = dict(_leaves(batch, "batch"))
+    if not named:
+        raise ModelError("the batch that collate() made holds no tensors")
+    rows = {name: tensor.shape[0] for name, tensor in named.items()}
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise ModelError(f"the batch's tensors differ in their first dimension ({sizes}); it must be the samples'")
+    return named
+
+
+def _leaves(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            raise ModelError(f"{name} has no dimensions; the first dimension of every tensor must be the samples'")
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ModelError(f"{name} has the key {key!r}; keys of a batch must be strings")
+            yield from _leaves(item, f"{name}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{index}")
+    else:
+        raise ModelError(f"{name} is a {type(value).__name__}; give a collate(samples) that makes tensors of it")
+
+
+def rebuild(template: object, tensors: Mapping[str, torch.Tensor]) -> object:
+    """Return a batch of the template's structure that holds the named tensors."""
+    return _rebuild(template, tensors, "batch")
+
+
+def _rebuild(template: object, tensors: Mapping[str, torch.Tensor], name: str) -> object:
+    if isinstance(template, Mapping):
+        return {key: _rebuild(item, tensors, f"{name}.{key}") for key, item in template.items()}
+    if isinstance(template, (tuple, list)):
+        items: Any = [_rebuild(item, tensors, f"{name}.{index}") for index, item in enumerate(template)]
+        if hasattr(template, "_fields"):
+            return type(template)(*items)
+        return items if isinstance(template, list) else tuple(items)
+    return tensors[name]
+
+
+def row_count(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of samples."""
+    return int(next(iter(tensors.values())).shape[0])
+
+
+def slice_rows(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Return samples ``start`` to ``stop`` of every tensor, as views."""
+    return {name: tensor[start:stop] for name, tensor in tensors.items()}
+
+
+def loss_outputs(value: object, from_loss: bool) -> tuple[torch.Tensor, ...]:
+    """Return ``(mean,)`` or ``(sum, count)`` from what ``loss`` returned, or from the model's own output.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    source = "loss()" if from_loss else "the model"
+    if from_loss and isinstance(value, (tuple, list)) and len(value) == 2:
+        total, count = value
+        if not isinstance(count, torch.Tensor):
+            count = torch.full((), count)
+        return _scalar(total, "loss() returned (sum, count) whose sum"), _scalar(count, "loss()'s count")
+    if not from_loss and isinstance(value, Mapping) and "loss" in value:
+        value = value["loss"]
+    elif not from_loss and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
+        value = value.loss
+    if not isinstance(value, torch.Tensor):
+        wanted = "a scalar tensor or (sum, count)" if from_loss else "a scalar or carry .loss, or define loss()"
+        raise ModelError(f"{source} returned a {type(value).__name__}; it must return {wanted}")
+    return (_scalar(value, f"{source} returned a tensor that"),)
+
+
+def _scalar(value: object, what: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(f"{what} is a {type(value).__name__}; it must be a scalar tensor")
+    if value.dim() != 0:
+        hint = "" if what.startswith("loss()") else " (or define loss(output, batch))"
+        raise ModelError(f"{what} has shape {tuple(value.shape)}; it must be a scalar{hint}")
+    return value
+
+
+class StepModule(nn.Module):
+    """A model with its loss: from the tensors of a batch, in order, to the loss outputs.
+
+    A dict's keys that are parameters of ``forward`` are its inputs; a tuple's last item is the target where there is
+    a loss, the others are the positional inputs; a tensor is the only input. The loss is given the whole batch.
+    """
+
+    def __init__(self, model: nn.Module, template: object, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.template = _Opaque(template)
+        self.loss = _Opaque(loss)
+        self.names = tuple(named_tensors(template))
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
+        loss = self.loss.value
+        positional, named = model_arguments(self.model, batch, loss is not None)
+        output = self.model(*positional, **named)
+        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+
+
+class _Opaque:
+    """Hides a value from ``nn.Module``, which would make a loss that is a module a part of this one."""
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401
+        self.value = value
+
+
+def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the positional and named arguments of the model's call for a batch.
+
+    Raises:
+        ModelError: no key of a dict is a parameter of ``forward``, or a tuple has nothing but a target.
+    """
+    if isinstance(batch, Mapping):
+        accepted = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind not in _VARIADIC]
+        named = {key: value for key, value in batch.items() if key in accepted}
+        if not named:
+            raise ModelError(
+                f"no key of the batch ({', '.join(batch)}) is a parameter of forward({', '.join(accepted)})"
+            )
+        return (), named
+    if isinstance(batch, (tuple, list)):
+        if has_loss and len(batch) < 2:
+            raise ModelError("a tuple sample has inputs and, last, the target; this one has a single item")
+        return (batch[:-1] if has_loss else batch), {}
+    return (batch,), {}
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,0 +1,113 @@
+"""Hold a captured graph against the plain model, and the loss against autopar's reading of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import chain
+from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count, slice_rows
+from autopar.capture.export import unchanged
+from autopar.capture.graph import LayerGraph
+from autopar.errors import CaptureError
+
+__all__ = ["check_gradients", "split_difference"]
+
+# Relative tolerance of a gradient's norm. A wrong gradient is off by tenths, a reordered sum by far less than this.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def check_gradients(
+    model: nn.Module, graph: LayerGraph, batch: object, loss: Callable[..., Any] | None, seed: int = 0
+) -> None:
+    """Compare one batch's gradients of the layers, run one after another, with those of the plain model.
+
+    Raises:
+        CaptureError: a parameter's gradient differs by more than rounding; names it.
+    """
+    tensors = named_tensors(batch)
+    expected = _plain(model, batch, loss, tensors, seed)
+    found = _layered(model, graph, tensors, seed)
+    largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
+    for name in sorted(expected.keys() | found.keys()):
+        one, other = expected.get(name), found.get(name)
+        reference = one if one is not None else other
+        assert reference is not None
+        zero = torch.zeros_like(reference)
+        difference = float(((zero if one is None else one) - (zero if other is None else other)).norm())
+        # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
+        scale = max(float(reference.norm()), 1e-3 * largest)
+        if not difference <= TOLERANCE.get(reference.dtype, 1e-4) * scale:
+            raise CaptureError(
+                f"the captured graph gives another gradient of {name} than the model (relative difference "
+                f"{difference / scale if scale else difference:.1e}); give layers(model) in the model file"
+            )
+
+
+def _plain(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, tensors: Mapping[str, torch.Tensor], seed: int
+) -> dict[str, torch.Tensor]:
+    with unchanged(model):
+        torch.manual_seed(seed)
+        outputs = StepModule(model, batch, loss)(*(tensor.clone() for tensor in tensors.values()))
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        gradients = torch.autograd.grad(outputs[0], list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+
+
+def _layered(
+    model: nn.Module, graph: LayerGraph, tensors: Mapping[str, torch.Tensor], seed: int
+) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters())
+    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    with unchanged(model):
+        torch.manual_seed(seed)
+        for parameter in parameters.values():
+            parameter.grad = None
+        try:
+            runs = chain.forward(graph, {name: tensor.clone() for name, tensor in tensors.items()})
+            chain.backward(runs, graph.outputs)
+            return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = kept[name]
+
+
+def split_difference(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> float:
+    """Return the relative difference of the loss of a batch and of that loss put together from two unequal parts.
+
+    Parts are weighted by samples if the loss is a mean, by counts if it is ``(sum, count)``. The model is in
+    evaluation mode meanwhile, so that neither dropout nor batch normalisation makes a difference; the batch needs
+    three samples to have unequal parts.
+    """
+    tensors = named_tensors(batch)
+    rows = row_count(tensors)
+    edge = max(1, rows // 3)
+    with unchanged(model), _evaluating(model), torch.no_grad():
+
+        def value(start: int, stop: int) -> tuple[float, float]:
+            part = {name: tensor.clone() for name, tensor in slice_rows(tensors, start, stop).items()}
+            outputs = StepModule(model, rebuild(batch, part), loss)(*part.values())
+            if len(outputs) == 1:
+                return float(outputs[0]) * (stop - start), float(stop - start)
+            return float(outputs[0]), float(outputs[1])
+
+        whole, first, second = value(0, rows), value(0, edge), value(edge, rows)
+    one = whole[0] / whole[1]
+    other = (first[0] + second[0]) / (first[1] + second[1])
+    return abs(one - other) / max(abs(one), 1e-12)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

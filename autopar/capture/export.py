@@ -1,0 +1,201 @@
+"""Capture: a model, a loss and an example batch become a LayerGraph."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from autopar.capture import chain
+from autopar.capture.batch import StepModule, named_tensors, row_count
+from autopar.capture.build import Values, build_layers, tensor_specs
+from autopar.capture.fallback import listed_layers
+from autopar.capture.graph import LayerGraph
+from autopar.capture.segment import Inputs, Segment, segment
+from autopar.capture.source import UserModel
+from autopar.capture.traps import FALLBACK, user_line, watch
+from autopar.errors import AutoparError, CaptureError, ModelError
+
+__all__ = ["Exported", "assemble", "capture", "capture_module", "placeholders", "unchanged"]
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """What a LayerGraph was cut from: enough to cut it again."""
+
+    program: ExportedProgram
+    inputs: Inputs
+    segments: tuple[Segment, ...]
+
+
+def capture(model: UserModel, module: nn.Module) -> LayerGraph:
+    """Capture what a model file defines; ``module`` is what its ``model()`` built, the example two of its samples.
+
+    Raises:
+        ModelError: as :func:`capture_module`; or the dataset holds a single sample.
+        CaptureError: as :func:`capture_module`.
+    """
+    dataset = model.dataset()
+    samples: int = len(dataset)  # type: ignore[arg-type]
+    if samples < 2:
+        raise ModelError(f"{model.path}: capturing needs a dataset of at least 2 samples, found {samples}")
+    return capture_module(module, model.load_batch(dataset, range(2)), model.loss, model.layers)
+
+
+def capture_module(
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None = None,
+    layers: Callable[..., Any] | None = None,
+) -> LayerGraph:
+    """Capture a model with its loss as a chain of layers, in training mode, on the CPU.
+
+    ``batch`` is an example of two rows or more; the number of rows stays free. Parameters inside the graph are the
+    model's own objects; buffers and the random state are left as they were. With ``layers``, its list of modules is
+    taken as it is, one layer each.
+
+    Raises:
+        ModelError: the model raises, or batch, output and loss do not fit together.
+        CaptureError: the model cannot be captured; names the construct, file and line.
+    """
+    model.train()
+    tensors = named_tensors(batch)
+    if row_count(tensors) < 2:
+        raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
+    step = StepModule(model, batch, loss).train()
+    with unchanged(model):
+        if layers is not None:
+            return listed_layers(model, batch, loss, layers)
+        _watched(step, tensors)
+    with unchanged(model):
+        program = _export(step, tensors)
+    with unchanged(model):
+        return _cut(program, model, tensors)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers and the random state at the end of the block."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def _watched(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Run one ordinary forward, so that the user's mistakes are told from those of capturing."""
+    try:
+        with watch():
+            outputs = step(*(tensor.clone() for tensor in tensors.values()))
+    except AutoparError:
+        raise
+    except Exception as error:
+        line, _ = user_line(error.__traceback__)
+        raise ModelError(f"{line}: the model's forward raised {type(error).__name__}: {_first_line(error)}") from error
+    if not outputs[0].requires_grad:
+        raise ModelError("the loss depends on no parameter that requires a gradient; there is nothing to train")
+
+
+def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
+    try:
+        with warnings.catch_warnings():
+            # export warns of attributes that LSTM and its kin set while running; they are set back.
+            warnings.simplefilter("ignore")
+            return torch.export.export(
+                step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
+            )
+    except Exception as error:
+        raise CaptureError(_explain(error)) from error
+
+
+def _explain(error: Exception) -> str:
+    line, source = user_line(error.__traceback__)
+    place = f"{line}: cannot capture `{source}`" if source else f"{line}: cannot be captured"
+    kind = type(error).__name__
+    if "GuardOnDataDependent" in kind or "DataDependent" in kind or "data-dependent" in str(error):
+        return f"{place}: a tensor's values decide what runs; use torch.where, {FALLBACK}"
+    if "Constraints violated" in str(error) or "ConstraintViolation" in kind:
+        reason = next((text.strip(" -") for text in str(error).splitlines() if text.strip().startswith("-")), "")
+        reason = reason or _first_line(error)
+        return f"the model fixes the number of samples: {reason}; let it depend on the batch, {FALLBACK}"
+    return f"{place}: {kind}: {_first_line(error)}; rewrite it, {FALLBACK}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["(no message)"])[0]
+
+
+def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
+    attributes: dict[str, object] = dict(model.named_parameters(remove_duplicate=False))
+    attributes |= dict(model.named_buffers(remove_duplicate=False))
+    canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
+    inputs = placeholders(program, list(tensors), canonical)
+    segments = segment(program.graph, inputs, model)
+    if not segments or not segments[-1].owned:
+        raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
+    values = Values(
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        {node: program.constants[target] for node, target in inputs.constants.items()},
+    )
+    graph = assemble(Exported(program, inputs, segments), list(tensors), values, {})
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    gradients = {
+        name: tensor.requires_grad for run in chain.forward(graph, copies) for name, tensor in run.outputs.items()
+    }
+    return replace(graph, tensors=tuple(replace(t, gradient=gradients.get(t.name, False)) for t in graph.tensors))
+
+
+def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> Inputs:
+    """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
+
+    Raises:
+        CaptureError: the loss holds parameters of its own, or the number of rows is fixed.
+    """
+    tables: dict[str, dict[str, str]] = {"parameters": {}, "buffers": {}, "constants": {}, "tensors": {}}
+    remaining = iter(tensors)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            tables["tensors"][spec.arg.name] = next(remaining)
+        elif spec.kind is InputKind.PARAMETER:
+            tables["parameters"][spec.arg.name] = canonical[str(spec.target)]
+        elif spec.kind is InputKind.BUFFER:
+            tables["buffers"][spec.arg.name] = canonical[str(spec.target)]
+        else:
+            tables["constants"][spec.arg.name] = str(spec.target)
+    node = next(node for node in program.graph.nodes if node.name in tables["tensors"])
+    rows = node.meta["val"].shape[0]
+    if not isinstance(rows, torch.SymInt):
+        raise CaptureError(f"the model works for {rows} samples only; let its sizes depend on the batch, {FALLBACK}")
+    return Inputs(**tables, symbol=str(rows.node.expr))
+
+
+def assemble(exported: Exported, tensors: Sequence[str], values: Values, gradients: Mapping[str, bool]) -> LayerGraph:
+    """Build the layer graph of an exported program that was cut into segments."""
+    graph = exported.program.graph
+    layers = build_layers(graph, exported.inputs, exported.segments, values)
+    specs = tensor_specs(graph, exported.inputs, exported.segments, layers, gradients)
+    outputs = tuple(name for name in layers[-1].outputs if name in ("loss", "loss_sum", "loss_count"))
+    return LayerGraph(
+        layers=tuple(layers),
+        tensors=tuple(specs),
+        inputs=tuple(tensors),
+        outputs=outputs,
+        loss="mean" if len(outputs) == 1 else "sum_count",
+        exported=exported,
+    )

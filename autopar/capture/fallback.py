@@ -1,0 +1,197 @@
+"""The ``layers(model)`` fallback: the user's own list of modules, called one after another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild, row_count
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.errors import ModelError
+
+__all__ = ["listed_layers"]
+
+
+class _ListedLayer(nn.Module):
+    """One module of the list. The first reads the batch, the last computes the loss."""
+
+    def __init__(self, element: nn.Module, template: object, model: nn.Module) -> None:
+        super().__init__()
+        self.element = element
+        self.first = self.last = False
+        self.single = True
+        """Whether the module before gave one tensor, not a tuple of them."""
+        self.loss: list[Callable[..., Any] | None] = []
+        self.context: list[Any] = [template, model]
+        self.batch_names: tuple[str, ...] = ()
+
+    def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors_of(self.compute(inputs), self.element)
+
+    def compute(self, inputs: tuple[torch.Tensor, ...]) -> object:
+        template, model = self.context
+        count = len(self.batch_names)
+        batch = rebuild(template, dict(zip(self.batch_names, inputs[:count], strict=True))) if count else None
+        if self.first:
+            positional, named = model_arguments(model, batch, self.loss[0] is not None)
+            output = self.element(*positional, **named)
+        else:
+            output = self.element(inputs[count] if self.single else tuple(inputs[count:]))
+        if not self.last:
+            return output
+        return loss_outputs(self.loss[0](output, batch) if self.loss[0] else output, self.loss[0] is not None)
+
+
+def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return a module's output as a tuple of tensors.
+
+    Raises:
+        ModelError: it is neither a tensor nor a tuple of tensors.
+    """
+    found = output if isinstance(output, (tuple, list)) else (output,)
+    if not found or not all(isinstance(item, torch.Tensor) for item in found):
+        raise ModelError(
+            f"layers(): {type(element).__name__} returned a {type(output).__name__}; "
+            "each module must return a tensor or a tuple of tensors"
+        )
+    return tuple(found)
+
+
+def listed_layers(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, layers: Callable[..., Any]
+) -> LayerGraph:
+    """Make a layer graph of the modules that ``layers(model)`` lists.
+
+    Each is called with the output of the one before (the first with the model's inputs), the loss with the last one's
+    output and the whole batch. Such a graph is not portable: every rank makes it for itself.
+
+    Raises:
+        ModelError: the list, or what a module of it returns, is not as described.
+    """
+    elements = layers(model)
+    if not isinstance(elements, (list, tuple)) or not elements or not all(isinstance(e, nn.Module) for e in elements):
+        raise ModelError("layers(model) must return a list of modules, at least one")
+    tensors = named_tensors(batch)
+    doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
+    wrapped = _wrap(model, batch, loss, list(elements), tuple(tensors))
+    names = _names(model, list(elements))
+    return _Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled)
+
+
+def _wrap(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, elements: list[nn.Module], names: tuple[str, ...]
+) -> list[_ListedLayer]:
+    wrapped = [_ListedLayer(element, batch, model) for element in elements]
+    for layer in wrapped:
+        layer.loss = [loss]
+    wrapped[0].first = wrapped[-1].last = True
+    wrapped[0].batch_names = names
+    if loss is not None:
+        wrapped[-1].batch_names = names
+    return wrapped
+
+
+def _names(model: nn.Module, elements: list[nn.Module]) -> list[str]:
+    known = {id(module): name for name, module in model.named_modules() if name}
+    names: list[str] = []
+    for index, element in enumerate(elements):
+        name = known.get(id(element), f"layers.{index}")
+        calls = sum(1 for other in elements[:index] if other is element)
+        names.append(f"{name}@{calls + 1}" if calls else name)
+    return names
+
+
+class _Listing:
+    """Runs the list once for each of two batch sizes, and notes what crosses."""
+
+    def __init__(
+        self, model: nn.Module, wrapped: list[_ListedLayer], names: list[str], batch_names: tuple[str, ...]
+    ) -> None:
+        self.wrapped, self.names, self.batch_names = wrapped, names, batch_names
+        self.parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+        self.buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
+
+    def run(self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor]) -> LayerGraph:
+        first, randoms = self._forward(small)
+        second, _ = self._forward(large)
+        layers, specs, reads = [], [], self._batch_specs(small)
+        previous: tuple[str, ...] = ()
+        for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
+            count = len(first[index])
+            last = index == len(self.wrapped) - 1
+            outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
+            layers.append(self._layer(layer, name, previous, outputs, randoms[index]))
+            if not last:
+                sizes = (row_count(small), row_count(large))
+                pairs = zip(outputs, first[index], second[index], strict=True)
+                specs += [_spec(output, name, self.names[index + 1], a, b, sizes) for output, a, b in pairs]
+            previous = outputs
+        return LayerGraph(
+            layers=tuple(layers),
+            tensors=(*reads, *specs),
+            inputs=self.batch_names,
+            outputs=previous,
+            loss="mean" if len(previous) == 1 else "sum_count",
+            portable=False,
+        )
+
+    def _forward(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[tuple[torch.Tensor, ...]], list[bool]]:
+        outputs: list[tuple[torch.Tensor, ...]] = []
+        randoms = []
+        for layer in self.wrapped:
+            inputs = tuple(tensors[name].clone() for name in layer.batch_names)
+            if not layer.first:
+                inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[-1])
+            state = torch.get_rng_state()
+            output = layer.compute(inputs)
+            randoms.append(not torch.equal(state, torch.get_rng_state()))
+            position = self.wrapped.index(layer)
+            if position + 1 < len(self.wrapped):
+                self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
+            outputs.append(tensors_of(output, layer.element))
+        return outputs, randoms
+
+    def _loss_names(self, count: int) -> tuple[str, ...]:
+        return ("loss",) if count == 1 else ("loss_sum", "loss_count")
+
+    def _layer(
+        self, module: _ListedLayer, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool
+    ) -> Layer:
+        parameters = {}
+        for attribute, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self.parameters:
+                raise ModelError(f"layers(): {name} holds the parameter {attribute}, which is none of the model's")
+            parameters[attribute] = self.parameters[id(parameter)]
+        buffers = {
+            attribute: self.buffers[id(buffer)]
+            for attribute, buffer in module.named_buffers(remove_duplicate=False)
+            if id(buffer) in self.buffers
+        }
+        # Nothing is known of what it computes: no two such layers are taken for equal.
+        fingerprint = hashlib.sha256(f"listed {name}".encode()).hexdigest()[:16]
+        inputs = module.batch_names + previous
+        return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module)
+
+    def _batch_specs(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+        specs = []
+        for name, tensor in tensors.items():
+            readers = (self.names[i] for i, layer in enumerate(self.wrapped) if name in layer.batch_names)
+            specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
+        return specs
+
+
+def _spec(
+    name: str, producer: str, consumer: str, small: torch.Tensor, large: torch.Tensor, rows: tuple[int, int]
+) -> TensorSpec:
+    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=True)) if pair[0] != pair[1]]
+    if len(differ) != 1 or (small.shape[differ[0]], large.shape[differ[0]]) != rows:
+        raise ModelError(
+            f"layers(): {producer} returns shape {tuple(small.shape)} for {rows[0]} samples and "
+            f"{tuple(large.shape)} for {rows[1]}; exactly one dimension must be the samples'"
+        )
+    sizes = tuple(int(size) for index, size in enumerate(small.shape) if index != differ[0])
+    return TensorSpec(name, producer, (consumer,), sizes, differ[0], small.dtype, small.requires_grad)

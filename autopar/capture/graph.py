@@ -1,0 +1,101 @@
+"""LayerGraph: the model as a chain of layers, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["Layer", "LayerGraph", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is made in one layer and read in later ones; or a model input that some layer reads."""
+
+    name: str
+    producer: str | None
+    """Name of the layer that makes it; none for a model input."""
+    consumers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """The shape of one sample: without the batch dimension."""
+    batch_dim: int
+    """Where the batch dimension is in the whole tensor: rows are sliced along it."""
+    dtype: torch.dtype
+    gradient: bool
+    """Whether a gradient flows back over it."""
+
+    @property
+    def bytes_per_sample(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Return the whole tensor's shape for that many samples."""
+        return (*self.sizes[: self.batch_dim], rows, *self.sizes[self.batch_dim :])
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A legal segment of the captured graph: the smallest unit the planner moves."""
+
+    name: str
+    """The path of its first module; a later call of the same module is ``path@2``."""
+    modules: tuple[str, ...]
+    """Named modules whose calls make up the layer, in call order."""
+    inputs: tuple[str, ...]
+    """Names of tensors, in the order ``module`` takes them after ``rows``."""
+    outputs: tuple[str, ...]
+    """Names of crossing tensors, then (in the last layer) of the loss outputs, in the order ``module`` returns them."""
+    parameters: Mapping[str, str]
+    """From an attribute path in ``module`` to the parameter's name in the model (a tied one has a single name)."""
+    buffers: Mapping[str, str]
+    """From an attribute path in ``module`` to the buffer's name in the model."""
+    random: bool
+    """Whether it draws random numbers."""
+    fingerprint: str
+    """Equal for layers that compute the same up to the identity of parameters."""
+    module: nn.Module
+    """Called ``module(rows, *inputs)``, gives a tuple of ``outputs``."""
+
+    def parameter(self, attribute: str) -> nn.Parameter:
+        """Return the parameter that ``module`` holds at an attribute path."""
+        return self.module.get_parameter(attribute)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGraph:
+    """Layers in execution order. The loss is inside the last layer."""
+
+    layers: tuple[Layer, ...]
+    tensors: tuple[TensorSpec, ...]
+    """Every tensor that a layer reads, model inputs first, each once."""
+    inputs: tuple[str, ...]
+    """Names of all tensors of a batch, in order (see ``batch.named_tensors``), also those that no layer reads."""
+    outputs: tuple[str, ...]
+    """Names of the loss outputs: ``("loss",)`` or ``("loss_sum", "loss_count")``."""
+    loss: Literal["mean", "sum_count"]
+    """What the loss outputs are: one mean over the samples, or a sum and what to divide it by."""
+    portable: bool = True
+    """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
+    exported: Any = None
+    """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
+
+    def layer(self, name: str) -> Layer:
+        """Return a layer by name."""
+        return next(layer for layer in self.layers if layer.name == name)
+
+    def tensor(self, name: str) -> TensorSpec:
+        """Return a tensor's description by name."""
+        return next(tensor for tensor in self.tensors if tensor.name == name)
+
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """Return, for every parameter that several layers use, their names in order."""
+        users: dict[str, list[str]] = {}
+        for layer in self.layers:
+            for name in dict.fromkeys(layer.parameters.values()):
+                users.setdefault(name, []).append(layer.name)
+        return {name: tuple(layers) for name, layers in users.items() if len(layers) > 1}

@@ -1,0 +1,263 @@
+"""Cut an exported graph into layers at legal boundaries.
+
+A layer begins at the call of a *unit*, a named module found by walking a node's module path from the root: the first
+element of a ``ModuleList`` or ``Sequential`` (``transformer.h.3``), else the outermost module without such elements in
+it (``transformer.wte``, ``head``). A module that is its parent's only child is a wrapper and is walked through.
+What runs between units (residual additions, the loss) belongs to the layer before it.
+
+Some values are *free*: they depend on inputs only or on parameters only, draw no random numbers and write nothing
+that outlives them (masks, positions, expanded tokens). They are computed again in every layer that reads them, so
+they neither cross boundaries nor form layers. All other nodes are *owned* by one layer.
+
+A boundary is legal where it separates none of these:
+
+1. an operator with several outputs and the outputs picked from it;
+2. the maker of a storage, everything that reads it, and the operator that writes it in place;
+3. users of a buffer (or parameter, or input) that some operator writes;
+4. the maker of a value and its last reader, where that value is not a tensor with the batch as exactly one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
+
+__all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment"]
+
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the placeholders of an exported graph are."""
+
+    parameters: Mapping[str, str]
+    """From placeholder to the parameter's name."""
+    buffers: Mapping[str, str]
+    constants: Mapping[str, str]
+    tensors: Mapping[str, str]
+    """From placeholder to the name of the batch's tensor."""
+    symbol: str
+    """The symbol of the batch dimension."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One layer, as names of nodes."""
+
+    name: str
+    modules: tuple[str, ...]
+    nodes: tuple[str, ...]
+    """All nodes it computes, free ones included, in graph order."""
+    owned: frozenset[str]
+    random: bool
+
+
+def is_size(node: fx.Node, symbol: str) -> bool:
+    """Tell whether a node is an integer computed from the batch size: every layer computes those from ``rows``."""
+    value: Any = node.meta.get("val")
+    return type(value) is torch.SymInt and {str(free) for free in value.node.expr.free_symbols} <= {symbol}
+
+
+def batch_dim(value: object, symbol: str) -> int | None:
+    """Return the only dimension of a tensor that is the batch; none if there is no such, or others depend on it."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes: list[Any] = list(value.shape)
+    varying = [(index, size) for index, size in enumerate(sizes) if type(size) is torch.SymInt]
+    if len(varying) != 1 or str(varying[0][1].node.expr) != symbol:
+        return None
+    return varying[0][0]
+
+
+def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment, ...]:
+    """Cut a graph into the layers described above."""
+    nodes = _Nodes(graph, inputs)
+    units = [_unit(node, model) for node in nodes.owned]
+    starts = _starts(units)
+    ends = _forbidden(nodes)
+    groups = _merge(len(nodes.owned), starts, ends)
+    return tuple(_describe(nodes, groups, units, model))
+
+
+class _Nodes:
+    """The live nodes of a graph, told apart into free and owned ones."""
+
+    def __init__(self, graph: fx.Graph, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.storages = Storages(graph.nodes)
+        calls = [node for node in graph.nodes if self._computes(node)]
+        self.writes = {node: written(node) for node in calls}
+        self.random = {node for node in calls if draws_random_numbers(node)}
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            self.members.setdefault(self.storages.root(node), []).append(node)
+        self.written_roots = {self.storages.root(target) for targets in self.writes.values() for target in targets}
+        live = self._live(calls)
+        self.live = [node for node in calls if node in live]
+        free = self._free(self.live)
+        self.free = [node for node in self.live if node in free]
+        self.owned = [node for node in self.live if node not in free]
+        self.index = {node: index for index, node in enumerate(self.owned)}
+
+    def _computes(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or is_size(node, self.inputs.symbol):
+            return False
+        return not any(part in str(node.target) for part in _ASSERTIONS)
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """Return the arguments that are not sizes."""
+        return [argument for argument in tensor_arguments(node) if not is_size(argument, self.inputs.symbol)]
+
+    def mates(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that share memory with a node, if someone writes that memory."""
+        root = self.storages.root(node)
+        return self.members[root] if root in self.written_roots else []
+
+    def _live(self, calls: Sequence[fx.Node]) -> set[fx.Node]:
+        stack = [*self.output.all_input_nodes, *self.random, *(node for node in calls if self.writes[node])]
+        live: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack.extend(self.reads(node))
+        return live
+
+    def _free(self, live: Sequence[fx.Node]) -> set[fx.Node]:
+        from_inputs = self._reached(live, self.inputs.tensors)
+        from_parameters = self._reached(live, self.inputs.parameters)
+        known = set(live)
+        free = known - self.random - (from_inputs & from_parameters)
+
+        def allowed(other: fx.Node) -> bool:
+            if other.op == "placeholder":
+                return not self.mates(other)
+            return other in free or other not in known
+
+        while bad := {node for node in free if not all(map(allowed, (*self.reads(node), *self.mates(node))))}:
+            free -= bad
+        return free
+
+    def _reached(self, live: Sequence[fx.Node], sources: Mapping[str, str]) -> set[fx.Node]:
+        reached: set[fx.Node] = set()
+        for node in live:
+            touched = (*self.reads(node), *(mate for mate in self.mates(node) if mate in reached))
+            if any(other.name in sources if other.op == "placeholder" else other in reached for other in touched):
+                reached.add(node)
+        return reached
+
+
+def _unit(node: fx.Node, model: nn.Module) -> str | None:
+    """Return the unit whose call a node belongs to, as ``path`` or, from its second call on, ``path@2``."""
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        _, _, inner = path.partition("model.")
+        if not path.startswith("model.") or not _is_unit(inner, model):
+            continue
+        _, _, again = key.rpartition("@") if "@" in key else ("", "", "0")
+        return inner if again == "0" else f"{inner}@{int(again) + 1}"
+    return None
+
+
+def _is_unit(path: str, model: nn.Module) -> bool:
+    module = model.get_submodule(path)
+    parent, _, last = path.rpartition(".")
+    has_children = any(True for _ in module.children())
+    if has_children and sum(1 for _ in model.get_submodule(parent).children()) == 1:
+        return False
+    return last.isdigit() or not any(part.isdigit() for name, _ in module.named_modules() for part in name.split("."))
+
+
+def _starts(units: Sequence[str | None]) -> list[int]:
+    starts, current = [], None
+    for index, unit in enumerate(units):
+        if unit is not None and unit != current:
+            if current is not None:
+                starts.append(index)
+            current = unit
+    return starts
+
+
+def _forbidden(nodes: _Nodes) -> list[tuple[int, int]]:
+    """Return pairs of owned nodes that no boundary may separate."""
+    pairs = []
+    for root in nodes.written_roots:
+        pinned = any(member.op == "placeholder" for member in nodes.members[root])
+        touching = nodes.members[root] + [node for node, targets in nodes.writes.items() if _hits(nodes, targets, root)]
+        if pinned:
+            touching += [user for member in nodes.members[root] for user in member.users]
+        places = [nodes.index[node] for node in touching if node in nodes.index]
+        writers = [nodes.index[node] for node in nodes.owned if _hits(nodes, nodes.writes[node], root)]
+        if places:
+            pairs.append((min(places), max(places) if pinned or not writers else max(writers)))
+    for node, place in nodes.index.items():
+        readers = [nodes.index[user] for user in node.users if user in nodes.index]
+        if nodes.output in node.users:
+            readers.append(len(nodes.owned) - 1)
+        if readers and batch_dim(node.meta.get("val"), nodes.inputs.symbol) is None:
+            pairs.append((place, max(readers)))
+    return pairs
+
+
+def _hits(nodes: _Nodes, targets: Sequence[fx.Node], root: fx.Node) -> bool:
+    return any(nodes.storages.root(target) is root for target in targets)
+
+
+def _merge(count: int, starts: Sequence[int], forbidden: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first and last-but-one owned node of every layer."""
+    illegal = [False] * (count + 1)
+    for low, high in forbidden:
+        illegal[low + 1 : high + 1] = [True] * (high - low)
+    edges = [0, *(start for start in starts if not illegal[start]), count]
+    return [(low, high) for low, high in pairwise(edges) if low < high]
+
+
+def _describe(
+    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], model: nn.Module
+) -> Iterator[Segment]:
+    free, taken = set(nodes.free), {unit for unit in units if unit is not None}
+    order = {node: index for index, node in enumerate(nodes.live)}
+    for number, (low, high) in enumerate(groups):
+        owned = nodes.owned[low:high]
+        outputs = nodes.output.all_input_nodes if number == len(groups) - 1 else []
+        added = _closure(nodes, free, owned, outputs)
+        everything = sorted((*owned, *added), key=order.__getitem__)
+        modules = dict.fromkeys(unit for unit in units[low:high] if unit is not None)
+        for node in everything:
+            # A free node that reads parameters is listed where it is first computed, unless its module has a layer.
+            unit = _unit(node, model) if node in added and _reads_parameter(nodes, node) else None
+            if unit is not None and unit not in taken:
+                taken.add(unit)
+                modules[unit] = None
+        names = tuple(modules) or ("model",)
+        yield Segment(
+            name=names[0],
+            modules=names,
+            nodes=tuple(node.name for node in everything),
+            owned=frozenset(node.name for node in owned),
+            random=any(node in nodes.random for node in owned),
+        )
+
+
+def _reads_parameter(nodes: _Nodes, node: fx.Node) -> bool:
+    return any(argument.name in nodes.inputs.parameters for argument in nodes.reads(node))
+
+
+def _closure(nodes: _Nodes, free: set[fx.Node], owned: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the free nodes that a layer needs: arguments of arguments, and whatever writes into their memory."""
+    stack = [argument for node in owned for argument in nodes.reads(node)] + list(outputs)
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in free and node not in needed:
+            needed.add(node)
+            stack.extend((*nodes.reads(node), *nodes.mates(node)))
+    return needed

@@ -1,0 +1,238 @@
+"""The user's model file: loaded once, its functions found, its mistakes named by file and line."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+from autopar.errors import AutoparError, ModelError, UsageError
+
+__all__ = ["UserModel", "load"]
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """What a model file defines, with the defaults filled in."""
+
+    spec: str
+    """As the user wrote it: a path, or ``package.module:factory``."""
+    path: Path
+    """The source file."""
+    sha256: str
+    """Of the source file's bytes."""
+    factory: Callable[[], object]
+    functions: dict[str, Callable[..., Any]]
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
+
+        Raises:
+            ModelError: ``model()`` raises, or returns something else than a module.
+        """
+        torch.manual_seed(seed)
+        built = self._call("model", self.factory)
+        if not isinstance(built, nn.Module):
+            raise ModelError(f"{self.path}: model() returned {_a(built)}; it must return a torch.nn.Module")
+        return built
+
+    def dataset(self) -> Dataset[Any]:
+        """Return the map-style dataset that ``dataset()`` gives.
+
+        Raises:
+            ModelError: there is no ``dataset``, it raises, or what it returns has no length or no items.
+        """
+        if "dataset" not in self.functions:
+            raise ModelError(f"{self.path}: defines no dataset(); add a function that returns a map-style dataset")
+        found = self._call("dataset", self.functions["dataset"])
+        if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+            raise ModelError(f"{self.path}: dataset() returned {_a(found)}; it needs __len__ and __getitem__")
+        return cast("Dataset[Any]", found)
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """``loss(output, batch)``, or none: then the model's output carries the loss."""
+        return self.functions.get("loss")
+
+    @property
+    def layers(self) -> Callable[..., Any] | None:
+        """``layers(model)``, the fallback for a model that cannot be captured."""
+        return self.functions.get("layers")
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``."""
+        if "optimizer" not in self.functions:
+            return torch.optim.AdamW(parameters, lr=1e-3)
+        made = self._call("optimizer", self.functions["optimizer"], parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ModelError(f"{self.path}: optimizer() returned {_a(made)}; it must return a torch.optim.Optimizer")
+        return made
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return ``scheduler(optimizer)``, or none if the file has none."""
+        if "scheduler" not in self.functions:
+            return None
+        made = self._call("scheduler", self.functions["scheduler"], optimizer)
+        if not isinstance(made, torch.optim.lr_scheduler.LRScheduler):
+            raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; it must return a torch LRScheduler")
+        return made
+
+    def collate(self, samples: Sequence[Any]) -> object:
+        """Make a batch of samples with ``collate(samples)``; a file without one gets torch's ``default_collate``."""
+        return self._call("collate", self.functions.get("collate", default_collate), list(samples))
+
+    def load_batch(self, dataset: Dataset[Any], indices: Sequence[int]) -> object:
+        """Read the samples at ``indices`` and collate them."""
+        return self.collate([self._call("dataset()[index]", dataset.__getitem__, index) for index in indices])
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        with user_code(self.path, f"{name} raised"):
+            return function(*arguments)
+
+
+_OPTIONAL = ("dataset", "loss", "optimizer", "scheduler", "collate", "layers")
+
+
+def load(spec: str) -> UserModel:
+    """Load a model file (``path/to/model.py``) or a factory (``package.module:factory``).
+
+    The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
+    to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module.
+
+    Raises:
+        UsageError: the spec is of a kind that autopar does not read.
+        ModelError: the file is missing or broken, or defines no ``model``; names file and line.
+    """
+    if spec.startswith("hf:"):
+        raise UsageError(f"{spec}: models of the transformers library are not read; give a Python file with model()")
+    if ":" in spec and not spec.endswith(".py"):
+        return _load_factory(spec)
+    path = Path(spec)
+    if path.suffix != ".py":
+        raise UsageError(f"{spec}: give a Python file (model.py) or package.module:factory")
+    source = _read(path)
+    return _describe(spec, path, source, _execute(path, source), "model")
+
+
+def _load_factory(spec: str) -> UserModel:
+    module_name, _, factory = spec.partition(":")
+    if not factory.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise UsageError(f"{spec}: expected package.module:factory")
+    here = os.getcwd()
+    with _import_folder(here):
+        try:
+            found = importlib.util.find_spec(module_name)
+        except (ImportError, ValueError) as error:
+            raise ModelError(f"{spec}: cannot find the module {module_name}: {error}") from error
+        if found is None or found.origin is None:
+            raise ModelError(f"{spec}: no module is called {module_name} (looked on sys.path and in this folder)")
+        path = Path(found.origin)
+        source = _read(path)
+        with user_code(path, "importing it raised"):
+            module = importlib.import_module(module_name)
+    return _describe(spec, path, source, module, factory)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such model file") from error
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _execute(path: Path, source: bytes) -> ModuleType:
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    name = f"_autopar_model_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None:
+        raise ModelError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ModelError(f"{path}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+    # Registered while it runs and after: classes of the file find their module by name (dataclasses, pickling).
+    sys.modules[name] = module
+    try:
+        with _import_folder(str(path.resolve().parent)), user_code(path, "importing it raised"):
+            exec(code, module.__dict__)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _import_folder(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def _describe(spec: str, path: Path, source: bytes, module: ModuleType, factory: str) -> UserModel:
+    model = getattr(module, factory, None)
+    if not callable(model):
+        raise ModelError(f"{path}: defines no {factory}(); add a function that returns a torch.nn.Module")
+    functions = {}
+    for name in _OPTIONAL:
+        function = getattr(module, name, None)
+        if function is not None and not callable(function):
+            raise ModelError(f"{path}: {name} is {_a(function)}; it must be a function")
+        if function is not None:
+            functions[name] = function
+    return UserModel(spec, path, hashlib.sha256(source).hexdigest(), model, functions)
+
+
+@contextlib.contextmanager
+def user_code(path: Path, what: str) -> Iterator[None]:
+    """Run the user's code: standard output goes to standard error, exceptions become a ModelError with the line.
+
+    Raises:
+        ModelError: the code raised, or called ``sys.exit``.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except AutoparError:
+        raise
+    except SystemExit as error:
+        raise ModelError(f"{_where(error, path)}: {what} SystemExit({error.code!r}); remove the exit") from error
+    except SyntaxError as error:
+        raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise ModelError(f"{_where(error, path)}: {what} {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """Return file and line: the innermost line of the user's file, else the file."""
+    names = {str(path), str(path.resolve())}
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["(no message)"])[0]
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,129 @@
+"""Save a layer graph without its weights, and load it where the user's code need not run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from autopar.capture.build import Values
+from autopar.capture.export import Exported, assemble, placeholders
+from autopar.capture.graph import LayerGraph
+from autopar.capture.segment import Segment
+from autopar.errors import CaptureError, FileError
+
+__all__ = ["load_graph", "save_graph"]
+
+_PROGRAM, _LAYERS = "graph.pt2", "layers.json"
+
+
+def save_graph(graph: LayerGraph, folder: str | Path) -> None:
+    """Write a layer graph into a folder (made if missing): parameters and buffers as shapes only.
+
+    Raises:
+        CaptureError: the graph is not portable (made of ``layers(model)``).
+        FileError: the folder cannot be written.
+    """
+    if not graph.portable:
+        raise CaptureError("a graph of layers(model) cannot be saved; every rank captures the model for itself")
+    exported: Exported = graph.exported
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.export.save(_hollow(exported), folder / _PROGRAM)
+        (folder / _LAYERS).write_text(json.dumps(_describe(graph, exported), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"cannot write the captured graph into {folder}: {error.strerror}") from error
+
+
+def load_graph(folder: str | Path) -> LayerGraph:
+    """Read a layer graph back; its parameters and buffers are on the meta device.
+
+    Raises:
+        FileError: the folder holds no layer graph, or a broken one.
+    """
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / _LAYERS).read_text(encoding="utf-8"))
+        program = torch.export.load(folder / _PROGRAM)
+        return _restore(program, content)
+    except OSError as error:
+        raise FileError(f"cannot read the captured graph in {folder}: {error.strerror or error}") from error
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise FileError(f"{folder}: not a captured graph of this autopar ({error}); capture it again") from error
+
+
+def _hollow(exported: Exported) -> ExportedProgram:
+    """Return the program with its parameters and buffers as shapes."""
+    program = exported.program
+    buffers = {
+        str(spec.target) for spec in program.graph_signature.input_specs if spec.arg.name in exported.inputs.buffers
+    }
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=program.graph,
+        graph_signature=program.graph_signature,
+        state_dict={name: _meta(value) for name, value in program.state_dict.items()},
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        constants={name: _meta(v) if name in buffers else v for name, v in program.constants.items()},
+        verifiers=program.verifiers,
+    )
+
+
+def _meta(value: Any) -> torch.Tensor:  # noqa: ANN401
+    shape = torch.empty_like(value, device="meta")
+    return nn.Parameter(shape, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else shape
+
+
+def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
+    targets = {spec.arg.name: str(spec.target) for spec in exported.program.graph_signature.input_specs}
+    names = {**exported.inputs.parameters, **exported.inputs.buffers}
+    trainable = {
+        name: layer.parameter(attribute).requires_grad
+        for layer in graph.layers
+        for attribute, name in layer.parameters.items()
+    }
+    return {
+        "tensors": list(graph.inputs),
+        "canonical": {targets[node]: name for node, name in names.items()},
+        "trainable": trainable,
+        "gradients": {tensor.name: tensor.gradient for tensor in graph.tensors},
+        "segments": [
+            {
+                "name": part.name,
+                "modules": part.modules,
+                "nodes": part.nodes,
+                "owned": sorted(part.owned),
+                "random": part.random,
+            }
+            for part in exported.segments
+        ],
+    }
+
+
+def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph:
+    inputs = placeholders(program, content["tensors"], content["canonical"])
+    segments = tuple(
+        Segment(part["name"], tuple(part["modules"]), tuple(part["nodes"]), frozenset(part["owned"]), part["random"])
+        for part in content["segments"]
+    )
+    known = {node.name for node in program.graph.nodes}
+    missing = [name for part in segments for name in part.nodes if name not in known]
+    if missing:
+        raise ValueError(f"node {missing[0]} is missing")
+    stored = {**program.constants, **program.state_dict}
+    parameters, buffers = {}, {}
+    for target, name in content["canonical"].items():
+        if name in content["trainable"]:
+            parameters[name] = nn.Parameter(stored[target].detach(), requires_grad=content["trainable"][name])
+        else:
+            buffers[name] = stored[target]
+    constants = {node: program.constants[target] for node, target in inputs.constants.items()}
+    values = Values(parameters, buffers, constants)
+    return assemble(Exported(program, inputs, segments), content["tensors"], values, content["gradients"])
