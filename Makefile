@@ -39,7 +39,7 @@ setup: $(STAMP)
 
 # torch comes first and alone, so that its pinned version is settled before anything else asks for a torch.
 $(STAMP): pyproject.toml constraints.txt
-	@if ! $(BIN)/python -c '$(IN_RANGE)' 2>/dev/null; then \
+	@found=""; if ! $(BIN)/python -c '$(IN_RANGE)' 2>/dev/null; then \
 	    for python in python3 python3.11 python3.12 python3.13; do \
 	        if "$$python" -c '$(IN_RANGE)' >/dev/null 2>&1; then found="$$python"; break; fi; \
 	    done; \
