@@ -1,0 +1,57 @@
+"""The examples are ordinary PyTorch: they train in a plain loop, and know nothing of autopar."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = ["gpt", "mlp", "resnet"]
+
+
+def _train(name: str, samples: int, steps: int) -> list[float]:
+    """Return the losses of steps on one mini-batch, in float64."""
+    example: dict[str, Any] = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    torch.manual_seed(0)
+    model = example["model"]().double()
+    optimizer = example["optimizer"](model.parameters())
+    dataset = example["dataset"]()
+    batch = default_collate([dataset[index] for index in range(samples)])
+    inputs = batch["tokens"] if isinstance(batch, dict) else batch[0].double()
+    losses = []
+    for _ in range(steps):
+        loss = example["loss"](model(inputs), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("name", "samples"), [("gpt", 2), ("mlp", 32), ("resnet", 32)])
+def test_a_few_steps_on_one_batch_lower_its_loss(name: str, samples: int) -> None:
+    losses = _train(name, samples, steps=8)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_imports_nothing_of_autopar(name: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    assert imported <= {"itertools", "math", "os", "pathlib", "sklearn", "torch"}
+
+
+def test_the_gpt_has_twelve_blocks_and_ties_its_head_to_its_embedding() -> None:
+    model = runpy.run_path(str(EXAMPLES / "gpt.py"))["model"]()
+    assert len(model.blocks) == 12
+    assert model.head.weight is model.wte.weight
