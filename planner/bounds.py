@@ -10,7 +10,7 @@ boundary behind a stage, M micro-batches, k in flight, and a from the last backw
 
 Of unequal replicas the fastest counts, but the busiest in M t, and the fullest queue in M c and M c'; only tensors
 that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no terms of what is behind; where
-none travels forth either, V(s+1) starts with the step. Tied parameters' reductions count nothing.
+none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters' reductions count 0.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class StageTerms(NamedTuple):
     """Exposed reduction of the replica where it is least, and the update."""
     warmup: int
 
+    def at(self, index: tuple[int | slice | None, ...]) -> StageTerms:
+        """Return the terms at an index of all arrays."""
+        forward, backward, busiest, closing = (np.asarray(each)[index] for each in self[:4])
+        return StageTerms(forward, backward, busiest, closing, self.warmup)
+
 
 class LinkTerms(NamedTuple):
     """The transfers of one micro-batch across the boundary behind a stage."""
@@ -64,12 +69,19 @@ class Terms(NamedTuple):
     trip_s: Value
     backward_s: Value
     done_s: Value
+    apart_s: Value
+    """The largest V of what is behind a boundary that nothing crosses: it may start with the step."""
+
+    @property
+    def step_s(self) -> Value:
+        """The bound, where these are the terms of all stages."""
+        return np.maximum(self.done_s, self.apart_s)
 
 
 def last(stage: StageTerms, micro_batches: int) -> Terms:
     """Return the terms of the last stage."""
     busy = micro_batches * stage.busiest_s
-    return Terms(stage.forward_s + stage.backward_s, busy, busy + stage.closing_s)
+    return Terms(stage.forward_s + stage.backward_s, busy, busy + stage.closing_s, np.zeros_like(busy))
 
 
 def fold(stage: StageTerms, link: LinkTerms, behind: Terms, micro_batches: int) -> Terms:
@@ -83,8 +95,9 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms, micro_batches: int) 
     ahead = np.maximum(around + behind.backward_s, own + behind.trip_s + queued)
     backward = np.maximum(micro_batches * stage.busiest_s, micro_batches / stage.warmup * trip)
     backward = np.maximum(backward, np.where(link.back, ahead, 0.0))
-    start = np.where(link.forth, stage.forward_s + link.forth_s, 0.0)
-    return Terms(trip, backward, np.maximum(backward + stage.closing_s, start + behind.done_s))
+    later = np.where(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
+    apart = np.where(link.forth, behind.apart_s, behind.step_s)
+    return Terms(trip, backward, np.maximum(backward + stage.closing_s, later), apart)
 
 
 def bound(costs: CostModel, candidate: Candidate) -> float:
@@ -94,7 +107,7 @@ def bound(costs: CostModel, candidate: Candidate) -> float:
     for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
         link = _link_terms(costs, before, after)
         terms = fold(_stage_terms(costs, before), link, terms, candidate.micro_batches)
-    return costs.profile.step_overhead_s + float(terms.done_s)
+    return costs.profile.step_overhead_s + float(terms.step_s)
 
 
 def _stage_terms(costs: CostModel, stage: Placed) -> StageTerms:

@@ -107,7 +107,7 @@ class CostModel:
                 if any(stage.first <= layer < stage.stop for layer in tied.layers)
             )
             if tied.trainable and len(holders) > 1:
-                found.append((tied.index, holders))
+                found.append((tied.number, holders))
         return found
 
     def _stage_peak(self, candidate: Candidate, index: int) -> int:

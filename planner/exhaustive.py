@@ -1,4 +1,7 @@
-"""Exhaustive: every plan simulated; the oracle on small problems. Shares with the search its costs and simulator only."""
+"""Exhaustive: every plan simulated; the oracle on small problems.
+
+Shares with the search its costs and its simulator only.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,12 @@ def _widths(stages: int, devices: int, rows: int, use_all: bool) -> Iterator[tup
 
 
 def _placed(
-    edges: tuple[int, ...], widths: tuple[int, ...], depths: tuple[int, ...], schedule: str, micro_batches: int, rows: int
+    edges: tuple[int, ...],
+    widths: tuple[int, ...],
+    depths: tuple[int, ...],
+    schedule: str,
+    micro_batches: int,
+    rows: int,
 ) -> Candidate:
     stages, device = [], 0
     for index, width in enumerate(widths):

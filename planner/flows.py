@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from autopar.formats.profile import Profile
 
-__all__ = ["Flow", "Flows", "NO_FLOW"]
+__all__ = ["NO_FLOW", "Flow", "Flows"]
 
 
 class Flow(NamedTuple):
@@ -31,7 +31,8 @@ class _Tensor(NamedTuple):
 
 
 class _Tied(NamedTuple):
-    index: int
+    number: int
+    """Index into ``Profile.tied``."""
     layers: tuple[int, ...]
     bytes: int
     trainable: bool

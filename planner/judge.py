@@ -39,9 +39,13 @@ class Best:
                 self.closest = (short, candidate)
             return None
         found = Found(simulator.step_s(candidate), candidate)
-        count = len(candidate.stages)
+        self.consider(found)
+        return found.step_s
+
+    def consider(self, found: Found) -> None:
+        """Keep a simulated candidate if it is the best, at large or of its number of stages."""
+        count = len(found.candidate.stages)
         if count not in self.by_stages or found.step_s < self.by_stages[count].step_s:
             self.by_stages[count] = found
         if found.step_s < self.step_s:
             self.found = found
-        return found.step_s

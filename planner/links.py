@@ -47,9 +47,7 @@ class LinkModel:
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
             if curve.level in self._bytes_per_s:
-                self._lines.setdefault(
-                    (curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level])
-                )
+                self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level]))
         self._reduced: dict[tuple[int, int, Level], float] = {}
         self._sent: dict[tuple[int, Level], float] = {}
 

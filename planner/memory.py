@@ -62,9 +62,7 @@ class MemoryModel:
             + 2 * rows * (self.received_bytes[first][stop] + self.returned_bytes[first][stop])
         )
 
-    def peak(
-        self, first: int, stop: int, rows: int, warmup: int, micro_batches: int, cuts: Sequence[int] = ()
-    ) -> int:
+    def peak(self, first: int, stop: int, rows: int, warmup: int, micro_batches: int, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``."""
         extra = 0
         for tensor in self._flows.crossing:

@@ -109,7 +109,7 @@ class _Search:
         terms = Terms(*tables.chosen[behind][:, offset, :widths, stop, :])
         for stage, link in self._prefix(node.steps, behind, tables):
             terms = fold(stage, link, terms, tables.sizes.micro_batches)
-        bounds = np.asarray(terms.done_s) + self.costs.profile.step_overhead_s
+        bounds = np.asarray(terms.step_s) + self.costs.profile.step_overhead_s
         trips = np.asarray(terms.trip_s)
         for width, next_stop in zip(*np.nonzero(bounds < self.best.step_s), strict=True):
             step = _Step(stop, int(next_stop), int(width) + 1, offset)
@@ -125,9 +125,8 @@ class _Search:
         for index in range(len(steps) - 1, -1, -1):
             step = steps[index]
             depth = tables.family.depths[len(steps) - index + behind]
-            arrays = sizes.stage(step.width, step.offset, depth)
             at = (step.first, step.stop)
-            stage = StageTerms(*(float(np.asarray(array)[at]) for array in arrays[:4]), depth)
+            stage = sizes.stage(step.width, step.offset, depth).at(at)
             if index == len(steps) - 1:
                 yield stage, sizes.links_after(step.first, step.stop, step.width, step.offset)
             else:
@@ -135,9 +134,7 @@ class _Search:
                 yield stage, sizes.link_to((*at, after.stop), step.width, step.offset, after.width)
 
 
-def search(
-    simulator: Simulator, families: Iterable[Family], options: PlanOptions, best: Best
-) -> float:
+def search(simulator: Simulator, families: Iterable[Family], options: PlanOptions, best: Best) -> float:
     """Improve on ``best`` until it is proved to be within the gap, or the candidates run out; return the lower bound.
 
     Best first: a heap holds families, stages chosen from the left, and whole plans, by their lower bounds, so whole

@@ -194,9 +194,7 @@ class Simulator:
         return self._rows[key]
 
 
-def _skeleton(
-    candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]
-) -> Program:
+def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Program:
     """Expand a candidate with one tensor per pair of stages; a message bundles its tensors anyway."""
     plan = Plan.model_construct(
         schedule=candidate.schedule,

@@ -1,7 +1,7 @@
 """Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (first, stop) and more.
 
 A suffix table holds, for the layers from ``first`` on, placed on devices from ``offset`` on with a given number of
-stages, the component-wise minimum of R, U and V over all that fit: as :func:`autopar.planner.bounds.fold` never falls
+stages, the component-wise minimum of their terms over all that fit: as :func:`autopar.planner.bounds.fold` never falls
 when one of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
 """
 
@@ -16,7 +16,7 @@ from autopar.planner.costs import CostModel
 from autopar.planner.links import Level
 from autopar.schedules.route import even_shares, routes
 
-__all__ = ["SizeTables", "SuffixTables"]
+__all__ = ["FlowTables", "SizeTables", "SuffixTables"]
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -69,12 +69,12 @@ class SizeTables:
             self._closing[key] = self._closing_array(width, level)
         return StageTerms(forward, backward, busiest, self._closing[key], warmup)
 
-    def fits(self, width: int, offset: int, warmup: int) -> Flags:
-        """Return which stages fit their devices, as ``[first, stop]``."""
+    def shortfall(self, width: int, offset: int, warmup: int) -> Numbers:
+        """Return by how many bytes stages exceed their smallest device, as ``[first, stop]``."""
         key = (width, warmup)
         if key not in self._peaks:
             self._peaks[key] = self._peak_array(width, warmup)
-        return self._peaks[key] <= min(self.costs.limits_bytes[offset : offset + width])
+        return self._peaks[key] - min(self.costs.limits_bytes[offset : offset + width])
 
     def link(self, width: int, offset: int, next_width: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return the quickest message forth and back and the slowest forth and back, ``[first, stop, next_stop]``."""
@@ -155,9 +155,7 @@ class SizeTables:
         shares = set(even_shares(self._size, width))
         for first in range(self.layers):
             for stop in range(first + 1, self.layers + 1):
-                found[first, stop] = max(
-                    memory.least(first, stop, rows, warmup, self.micro_batches) for rows in shares
-                )
+                found[first, stop] = max(memory.least(first, stop, rows, warmup, self.micro_batches) for rows in shares)
         return found
 
 
@@ -168,9 +166,9 @@ class SuffixTables:
         self.sizes, self.family = sizes, family
         self._use_all = use_all
         count, devices, widths = sizes.layers, sizes.devices, sizes.widths
-        shape = (3, devices + 1, widths, count + 1, count + 1)
+        shape = (4, devices + 1, widths, count + 1, count + 1)
         self.chosen = [np.full(shape, np.inf) for _ in range(most_stages)]
-        """By stages behind: least terms ``[R U V, offset, width - 1, first, stop]`` once the first stage is chosen."""
+        """By stages behind: least terms ``[term, offset, width - 1, first, stop]`` once the first stage is chosen."""
         self.least: list[Numbers] = []
         for behind in range(most_stages):
             for width in range(1, widths + 1):
@@ -181,7 +179,7 @@ class SuffixTables:
     def _fill(self, behind: int, width: int, offset: int) -> None:
         sizes, warmup = self.sizes, self.family.depths[behind]
         stage = sizes.stage(width, offset, warmup)
-        fits = sizes.fits(width, offset, warmup)
+        fits = sizes.shortfall(width, offset, warmup) <= 0
         count, after = sizes.layers, offset + width
         target = self.chosen[behind][:, offset, width - 1]
         if behind == 0:
@@ -193,7 +191,6 @@ class SuffixTables:
             return
         link = sizes.boundary(width, offset)
         suffix = self.least[behind - 1][:, after, : np.shape(link.forth_s)[2], :count].transpose(0, 2, 1)[:, None]
-        arrays = (np.asarray(value)[:, :count, None] for value in stage[:4])
-        terms = fold(StageTerms(*arrays, warmup), link, Terms(*suffix), self.family.micro_batches)
+        terms = fold(stage.at((slice(None), slice(count), None)), link, Terms(*suffix), self.family.micro_batches)
         for part, value in zip(target, terms, strict=True):
             part[:count, :count] = np.where(fits[:, :count], np.asarray(value).min(axis=2), np.inf)

@@ -72,6 +72,11 @@ class Predicted(Record):
     """Share of the ranks' time in a step in which they compute nothing."""
     peak_bytes: tuple[Bytes, ...]
     """Per stage, of its largest replica."""
+    limit_bytes: tuple[Bytes, ...] = ()
+    """Per stage, the memory of its smallest device; empty where unknown."""
+    forward_s: tuple[Seconds, ...] = ()
+    backward_s: tuple[Seconds, ...] = ()
+    """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
 
 
 class Alternative(Record):
@@ -109,6 +114,8 @@ class Plan(Document):
     threads: Count = 1
     """Intra-operator threads per rank (CPU), as profiled."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    bytes_per_s: float | None = Field(default=None, gt=0)
+    """Bandwidth that was assumed of every link in place of the cluster's, if any."""
     schedule: Literal["gpipe", "1f1b"]
     weight_policy: Literal["sync"] = "sync"
     micro_batches: Count
@@ -151,8 +158,10 @@ class Plan(Document):
             if stage.warmup > previous_warmup:
                 fault(f"{at}.warmup", f"{stage.warmup} is more than {previous_warmup}, the stage's before (deadlock)")
             previous_warmup = stage.warmup
-        if len(self.predicted.peak_bytes) != len(self.stages):
-            fault("predicted.peak_bytes", f"{len(self.predicted.peak_bytes)} numbers for {len(self.stages)} stages")
+        for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s"):
+            numbers = getattr(self.predicted, name)
+            if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
+                fault(f"predicted.{name}", f"{len(numbers)} numbers for {len(self.stages)} stages")
         return self
 
     @model_validator(mode="after")

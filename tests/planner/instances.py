@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor, Tied
@@ -136,10 +137,12 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
     """An embedding, blocks, and a head tied to the embedding, with a CPU's times."""
     names = ["wte", *(f"h.{index}" for index in range(blocks)), "head"]
     stream = context * width * 4
-    tensors = [Tensor(name="tokens", producer=None, consumers=("wte",), bytes_per_sample=1024, dtype="i64", gradient=False)]
+    tensors = [
+        Tensor(name="tokens", producer=None, consumers=("wte",), bytes_per_sample=1024, dtype="i64", gradient=False)
+    ]
     tensors += [
         Tensor(name=f"h{index}", producer=made, consumers=(read,), bytes_per_sample=stream, dtype="f32", gradient=True)
-        for index, (made, read) in enumerate(zip(names, names[1:], strict=False))
+        for index, (made, read) in enumerate(pairwise(names))
     ]
     layers = []
     for index, name in enumerate(names):
@@ -152,10 +155,12 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
                 saved[f"h{index - 1}"] = stream * rows
             time = scale * (2e-4 + 1.6e-3 * rows)
             costs.append(cost(rows, time, 2.1 * time, saved, 18 * stream * rows, stream * rows))
-        sizes = dict(parameters_bytes=parameters, trainable_bytes=parameters, gradient_bytes=parameters)
+        sizes = {f"{kind}_bytes": parameters for kind in ("parameters", "trainable", "gradient")}
         update = parameters * 2e-10
         layers.append(
-            Layer(name=name, modules=(name,), **sizes, optimizer_bytes=2 * parameters, update_s=update, costs=tuple(costs))
+            Layer(
+                name=name, modules=(name,), **sizes, optimizer_bytes=2 * parameters, update_s=update, costs=tuple(costs)
+            )
         )
     tied = (Tied(parameter="wte.weight", layers=("wte", "head"), bytes=4 * 256 * width),)
     return profile_of(layers, tensors, batch, tied, 0.001)
@@ -166,7 +171,9 @@ def local_cluster(devices: int = 2, memory_bytes: int = 8 * 2**30) -> Cluster:
     sizes = tuple(1024 << (2 * step) for step in range(8))
     curves = (
         Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=tuple(6e-5 + size / 2e9 for size in sizes)),
-        Curve(kind="all_reduce", ranks=2, level="node", sizes=sizes, seconds=tuple(2e-4 + size / 8e8 for size in sizes)),
+        Curve(
+            kind="all_reduce", ranks=2, level="node", sizes=sizes, seconds=tuple(2e-4 + size / 8e8 for size in sizes)
+        ),
     )
     link = Link(level="node", latency_s=6e-5, bytes_per_s=2e9, provenance="measured")
     return Cluster(devices=(Device(type="cpu", memory_bytes=memory_bytes),) * devices, links=(link,), curves=curves)

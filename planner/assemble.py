@@ -1,0 +1,116 @@
+"""Assemble: the chosen candidate becomes the plan file's content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.formats.plan import Alternative, Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.profile import Profile
+from autopar.formats.timeline import Timeline
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.costs import CostModel
+from autopar.planner.durations import durations
+from autopar.planner.options import PlanOptions
+from autopar.planner.simulate import trace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+__all__ = ["assemble", "candidate_of", "timeline_of"]
+
+
+def assemble(
+    costs: CostModel,
+    candidate: Candidate,
+    options: PlanOptions,
+    lower_bound_s: float,
+    alternatives: Iterable[Alternative],
+    notes: Iterable[str],
+) -> Plan:
+    """Return the plan of a candidate, its program checked and its step simulated."""
+    profile = costs.profile
+    plan = Plan(
+        model=profile.model,
+        batch=costs.batch,
+        precision=profile.precision,
+        seed=options.seed,
+        bytes_per_s=options.bytes_per_s,
+        schedule="gpipe" if candidate.schedule == "gpipe" else "1f1b",
+        micro_batches=candidate.micro_batches,
+        micro_batch_size=candidate.micro_batch_size,
+        stages=tuple(_stage(profile, stage) for stage in candidate.stages),
+        tensors=_crossings(costs, candidate),
+        tied=tuple(
+            SharedParameter(parameter=profile.tied[index].parameter, stages=holders, bytes=profile.tied[index].bytes)
+            for index, holders in costs.tied_between(candidate.stages)
+        ),
+        predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
+        alternatives=tuple(alternatives),
+        notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
+    )
+    check(expand(plan), plan)
+    timeline = timeline_of(plan, costs)
+    step_s = timeline.end_s
+    predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), timeline.bubble())
+    return plan.model_copy(update={"predicted": predicted})
+
+
+def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
+    """Simulate a plan's own program."""
+    return trace(expand(plan), durations(costs, candidate_of(plan, costs.profile)))
+
+
+def candidate_of(plan: Plan, profile: Profile) -> Candidate:
+    """Return the candidate that a plan was made of."""
+    position = {layer.name: index for index, layer in enumerate(profile.layers)}
+    stages = tuple(
+        Placed(position[stage.layers[0]], position[stage.layers[-1]] + 1, stage.devices, stage.shares, stage.warmup)
+        for stage in plan.stages
+    )
+    return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
+
+
+def _stage(profile: Profile, stage: Placed) -> Stage:
+    names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
+    return Stage(layers=names, devices=stage.devices, shares=stage.shares, warmup=stage.warmup)
+
+
+def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, bubble: float) -> Predicted:
+    stages = candidate.stages
+    return Predicted(
+        step_s=step_s,
+        lower_bound_s=lower_bound_s,
+        bubble=min(1.0, bubble),
+        peak_bytes=tuple(costs.peak_bytes(candidate)),
+        limit_bytes=tuple(min(costs.limits_bytes[device] for device in stage.devices) for stage in stages),
+        forward_s=tuple(max(costs.forward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
+        backward_s=tuple(max(costs.backward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
+    )
+
+
+def _crossings(costs: CostModel, candidate: Candidate) -> tuple[Crossing, ...]:
+    stage_of = [index for index, stage in enumerate(candidate.stages) for _ in range(stage.first, stage.stop)]
+    by_name = {tensor.name: tensor for tensor in costs.profile.tensors}
+    found = []
+    for tensor in costs.flows.crossing:
+        made = stage_of[tensor.producer]
+        readers = sorted({stage_of[consumer] for consumer in tensor.consumers} - {made})
+        if readers:
+            found.append(
+                Crossing(
+                    name=tensor.name,
+                    producer=made,
+                    consumers=tuple(readers),
+                    bytes_per_sample=tensor.bytes_per_sample,
+                    dtype=by_name[tensor.name].dtype,
+                    gradient=tensor.gradient,
+                )
+            )
+    return tuple(found)
+
+
+def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
+    groups = [stage.devices for stage in candidate.stages if len(stage.devices) > 1]
+    for _, holders in costs.tied_between(candidate.stages):
+        groups.append(tuple(device for index in holders for device in candidate.stages[index].devices))
+    notes = [costs.links.all_reduce_note(len(group), costs.links.level(group)) for group in groups]
+    return list(dict.fromkeys(note for note in notes if note))

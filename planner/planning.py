@@ -1,0 +1,160 @@
+"""Planning: profile, cluster and options become a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Alternative, Plan
+from autopar.formats.profile import Profile
+from autopar.formats.timeline import Timeline
+from autopar.planner.alternatives import Reference, record, references, try_stages
+from autopar.planner.assemble import assemble, timeline_of
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import Candidate, Family, families, place
+from autopar.planner.costs import CostModel
+from autopar.planner.dictated import Dictated, parse
+from autopar.planner.exhaustive import exhaust
+from autopar.planner.judge import Best
+from autopar.planner.options import PlanOptions
+from autopar.planner.search import search
+from autopar.planner.shortfall import infeasible
+from autopar.planner.simulate import Simulator
+
+__all__ = ["plan", "simulate"]
+
+
+def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
+    """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
+
+    Pure: the same arguments give the same plan, on any machine.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    options = options or PlanOptions()
+    dictated = None
+    if options.stages is not None:
+        dictated = parse(options.stages, [layer.name for layer in profile.layers])
+        options = _fitting(dictated, options)
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    most_stages = min(costs.layer_count, len(costs.devices))
+    if options.min_stages > most_stages:
+        raise UsageError(
+            f"--min-stages {options.min_stages}: {costs.layer_count} layers on {len(costs.devices)} devices make at "
+            f"most {most_stages} stages"
+        )
+    every = families(costs.batch, most_stages, options)
+    compared = references(simulator, every)
+    best, lower_bound_s = _search(simulator, every, options, compared)
+    if dictated is not None:
+        return _dictated(simulator, every, options, dictated, compared, best)
+    if best.found is None:
+        raise infeasible(costs, every, options, best.closest)
+    alternatives = _alternatives(compared, best)
+    notes = _notes(costs, best.found.candidate, best.step_s, lower_bound_s, options)
+    return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
+
+
+def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
+    """Return the predicted timeline of a plan.
+
+    Raises:
+        FileError: the plan's layers are not the profile's.
+    """
+    placed = [name for stage in plan.stages for name in stage.layers]
+    names = [layer.name for layer in profile.layers]
+    if placed != names:
+        index = next((at for at, pair in enumerate(zip(placed, names, strict=False)) if pair[0] != pair[1]), len(names))
+        found = placed[index] if index < len(placed) else "nothing"
+        raise FileError(
+            f"the plan is not of this profile: layer {index} is {found!r} in the plan and "
+            f"{names[index] if index < len(names) else 'nothing'!r} in the profile; run `autopar plan` again"
+        )
+    options = PlanOptions(gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s)
+    costs = CostModel(profile, cluster, options)
+    return timeline_of(plan, costs)
+
+
+def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
+    needed = sum(dictated.widths)
+    if options.gpus is not None and needed > options.gpus:
+        raise UsageError(f"--stages needs {needed} devices, but --gpus is {options.gpus}")
+    if options.use_all and options.gpus is not None and needed < options.gpus:
+        raise UsageError(f"--stages uses {needed} devices, but --use-all asks for all {options.gpus}")
+    if len(dictated.cuts) < options.min_stages:
+        raise UsageError(f"--stages has {len(dictated.cuts)} stages, but --min-stages is {options.min_stages}")
+    return replace(options, gpus=options.gpus or needed)
+
+
+def _search(
+    simulator: Simulator, every: Sequence[Family], options: PlanOptions, compared: Sequence[Reference]
+) -> tuple[Best, float]:
+    """Search from the references on, so that the plan is never worse than one of them."""
+    best = Best()
+    for reference in compared:
+        if reference.found is not None:
+            stages = reference.found.candidate.stages
+            used = sum(len(stage.devices) for stage in stages)
+            if len(stages) >= options.min_stages and (not options.use_all or used == len(simulator.costs.devices)):
+                best.consider(reference.found)
+    if options.solver == "exhaustive":
+        return best, exhaust(simulator, options, best)
+    return best, search(simulator, every, options, best)
+
+
+def _dictated(
+    simulator: Simulator,
+    every: Sequence[Family],
+    options: PlanOptions,
+    dictated: Dictated,
+    compared: Sequence[Reference],
+    best: Best,
+) -> Plan:
+    costs = simulator.costs
+    own = try_stages(simulator, every, *dictated)
+    if own.found is None:
+        if own.closest is None:
+            raise UsageError(
+                f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of "
+                f"the batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
+            )
+        raise infeasible(costs, (), options, own.closest)
+    placeable = [family for family in every if max(dictated.widths) <= family.micro_batch_size]
+    least = min(bound(costs, place(family, dictated.cuts, dictated.widths)) for family in placeable)
+    if best.found is None or own.step_s < best.step_s:
+        best = own
+    notes = ["the stages were dictated; the lower bound is that of these stages"]
+    return assemble(costs, own.found.candidate, options, least, _alternatives(compared, best), notes)
+
+
+def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative]:
+    rows = [record(reference.name, reference.found, reference.reason) for reference in compared]
+    rows.append(record("best", best.found))
+    for count, found in sorted(best.by_stages.items()):
+        if found is not best.found:
+            rows.append(record(f"best of {count} stage{'s' if count > 1 else ''} simulated", found))
+    return rows
+
+
+def _notes(
+    costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, options: PlanOptions
+) -> list[str]:
+    notes = []
+    idle = len(costs.devices) - sum(len(stage.devices) for stage in candidate.stages)
+    if idle:
+        notes.append(
+            f"{idle} of {len(costs.devices)} devices stay idle: no plan simulated with them is faster "
+            "(--use-all forbids this)"
+        )
+    if lower_bound_s > 0 and step_s > (1 + options.gap) * lower_bound_s * (1 + 1e-9):
+        notes.append(
+            f"the search stopped after {options.candidate_limit} simulated plans, {step_s / lower_bound_s - 1:.1%} "
+            "above its lower bound; --gap 0 searches on"
+        )
+    return notes
