@@ -38,7 +38,9 @@ class Failure:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = " ".join(str(error).split()) or "no message"
-        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, False, trace)
+        # A collective that fails, fails because of a peer.
+        consequence = bool(frames) and "/torch/distributed/" in frames[-1].filename
+        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, consequence, trace)
 
     def as_error(self, where: str = "") -> AutoparError:
         """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""

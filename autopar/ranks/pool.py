@@ -16,7 +16,7 @@ from typing import Self
 
 from autopar.errors import TrainingError
 from autopar.ranks.board import Board
-from autopar.ranks.watch import Describe, Link, Watch
+from autopar.ranks.watch import SET_UP_S, Describe, Link, Watch
 
 __all__ = ["RankPool", "terminate_on_signal"]
 
@@ -85,14 +85,14 @@ class RankPool:
         folder = self._folder / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
         limit = self._timeout_s if timeout_s is None else timeout_s
-        # Twice the limit, so that this process, which knows what every rank was doing, is the first to speak.
+        # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
         job = {
             "target": target,
             "arguments": arguments,
             "size": size,
             "board": str(folder / "board"),
             "rendezvous": str(folder / "rendezvous"),
-            "timeout_s": 2 * limit,
+            "timeout_s": 2 * max(limit, SET_UP_S),
             "device": self._device_type,
         }
         with Board(folder / "board", size) as board:

@@ -16,11 +16,13 @@ from autopar.errors import TrainingError
 from autopar.ranks.board import FINISHED, SETTING_UP, Board, Note
 from autopar.ranks.failure import Failure
 
-__all__ = ["Describe", "Doing", "Link", "Watch"]
+__all__ = ["SET_UP_S", "Describe", "Doing", "Link", "Watch"]
 
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
 POLL_S = 0.2
+SET_UP_S = 120.0
+"""Shortest time that setting up is given."""
 
 
 class Doing(NamedTuple):
@@ -134,12 +136,13 @@ class Watch:
             raise failure.as_error(f"{self._where(rank)}: ")
 
     def _check_progress(self) -> None:
-        limit_s = time.monotonic() - self._timeout_s
-        still = [(self._board.read(rank).time_s, rank) for rank in range(len(self._links)) if rank not in self._results]
-        if not still or max(min(still)[0], self._began_s) > limit_s:
+        now_s = time.monotonic()
+        notes = {rank: self._board.read(rank) for rank in range(len(self._links)) if rank not in self._results}
+        still = [(max(note.time_s, self._began_s), rank) for rank, note in notes.items()]
+        if not any(now_s - since_s > self._patience_s(notes[rank]) for since_s, rank in still):
             return
         # Ranks that wait are consequences: the cause is a stopped process, else one that stands still in a computation.
-        for _, rank in still:
+        for _, rank in sorted(still):
             if _is_stopped(self._links[rank].process.pid):
                 raise TrainingError(f"{self._where(rank)} is stopped; the others waited {self._timeout_s:g} s for it")
         busy = [(since_s, rank) for since_s, rank in still if not self._doing(rank).waiting]
@@ -147,6 +150,10 @@ class Watch:
         raise TrainingError(
             f"{self._where(rank)} made no progress for {self._timeout_s:g} s; raise --timeout if it is that slow"
         )
+
+    def _patience_s(self, note: Note) -> float:
+        """Setting up runs imports and user code once, and has no action to be late with."""
+        return max(self._timeout_s, SET_UP_S) if note.phase == SETTING_UP else self._timeout_s
 
     def _doing(self, rank: int) -> Doing:
         note = self._board.read(rank)
