@@ -14,10 +14,14 @@ from autopar.errors import FileError
 __all__ = ["materialize", "retarget"]
 
 
-def materialize(layer: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
+_CPU = torch.device("cpu")
+
+
+def materialize(layer: Layer, tensors: Mapping[str, torch.Tensor], device: torch.device = _CPU) -> None:
     """Set a layer's parameters and buffers to the caller's objects, by their names in the model.
 
-    Layers that are given the same ``nn.Parameter`` share it, so a parameter used twice in a stage is one.
+    Layers that are given the same ``nn.Parameter`` share it, so a parameter used twice in a stage is one. The tensors
+    are expected on ``device``; what the layer makes itself is made there too.
 
     Raises:
         FileError: one is missing or has another shape.
@@ -29,6 +33,8 @@ def materialize(layer: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
         _set(layer.module, attribute, value)
     for attribute, name in layer.buffers.items():
         _set(layer.module, attribute, _find(layer, name, tensors, layer.module.get_buffer(attribute)))
+    if device.type != "cpu":
+        retarget(layer, device)
 
 
 def _find(layer: Layer, name: str, tensors: Mapping[str, torch.Tensor], expected: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,121 @@
+"""Where layers begin, what crosses, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from capture_zoo import Chain, build, mean_square, regression
+from torch import nn
+
+from autopar.capture import capture_module
+
+
+def layers_of(name):
+    model, batch, loss = build(name)
+    return capture_module(model, batch, loss)
+
+
+def test_layers_begin_at_blocks_and_are_named_after_them():
+    graph = layers_of("language")
+    names = [layer.name for layer in graph.layers]
+    assert names == ["transformer.wte", *(f"transformer.h.{i}" for i in range(4)), "head"]
+    assert graph.layers[0].modules == ("transformer.wte", "transformer.wpe")
+
+
+def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross():
+    graph = layers_of("language")
+    assert all("batch.tokens" in layer.inputs for layer in graph.layers[:-1])
+    assert [tensor.name for tensor in graph.tensors if tensor.producer] == [
+        layer.outputs[0] for layer in graph.layers[:-1]
+    ]
+
+
+def test_a_tied_parameter_has_one_name():
+    graph = layers_of("language")
+    assert graph.tied() == {"transformer.wte.weight": ("transformer.wte", "head")}
+
+
+def test_values_without_a_batch_dimension_are_recomputed_and_their_parameters_shared():
+    graph = layers_of("shared bias")
+    steps = tuple(f"steps.{i}" for i in range(4))
+    assert [layer.name for layer in graph.layers] == list(steps)
+    assert graph.tied() == {"table.weight": steps, "temperature": steps}
+
+
+def test_a_wrapper_with_one_child_is_walked_through():
+    assert [layer.name for layer in layers_of("wrapped").layers] == ["net.0.0", "net.0.1", "net.0.2", "net.0.3"]
+
+
+def test_a_second_call_of_a_module_is_another_layer():
+    assert [layer.name for layer in layers_of("twice").layers] == ["first", "second", "first@2"]
+
+
+def test_an_in_place_operator_stays_with_what_it_writes():
+    graph = layers_of("norms")
+    assert [layer.name for layer in graph.layers] == ["stem.0", "stem.1", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert graph.layers[1].modules == ("stem.1", "stem.2")
+
+
+def test_a_skip_connection_goes_straight_to_its_reader():
+    graph = layers_of("skips")
+    first = next(tensor for tensor in graph.tensors if tensor.producer == "down1")
+    assert first.consumers == ("down2", "up2")  # what joins it runs behind up2 and ahead of up1
+    assert first.bytes_per_sample == 6 * 8
+
+
+def test_an_integer_crosses_without_gradient():
+    crossing = {tensor.dtype: tensor.gradient for tensor in layers_of("integers").tensors if tensor.producer}
+    assert crossing == {torch.float64: True, torch.int64: False}
+
+
+def test_the_batch_dimension_of_a_crossing_tensor_is_known():
+    specs = [tensor for tensor in layers_of("transformer").tensors if tensor.producer]
+    assert {tensor.batch_dim for tensor in specs} == {1}
+    assert specs[0].shape(7) == (5, 7, 8)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("dropout", True), ("chain", False)])
+def test_layers_that_draw_random_numbers_are_marked(name, expected):
+    assert all(layer.random == expected for layer in layers_of(name).layers[:-1])
+
+
+def test_dropout_of_zero_and_in_evaluation_draws_nothing():
+    class Zero(Chain):
+        def between(self, x):
+            return nn.functional.dropout(nn.functional.dropout(x, 0.0, True), 0.5, False)
+
+    graph = capture_module(Zero().double(), regression(), mean_square)
+    assert not any(layer.random for layer in graph.layers)
+
+
+def test_equal_layers_have_equal_fingerprints():
+    prints = [layer.fingerprint for layer in layers_of("language").layers]
+    assert len(set(prints[1:5])) == 1
+    assert len(set(prints)) == 3
+
+
+def test_a_frozen_parameter_makes_another_fingerprint_and_no_gradient_flows_before_it():
+    model, batch, loss = build("chain")
+    model.steps[0].requires_grad_(False)
+    graph = capture_module(model, batch, loss)
+    assert graph.layers[0].fingerprint != graph.layers[1].fingerprint
+    gradients = [tensor.gradient for tensor in graph.tensors if tensor.producer]
+    assert gradients == [False, True, True]
+
+
+def test_sum_and_count_are_two_loss_outputs():
+    model, batch, _ = build("chain")
+    graph = capture_module(model, batch, lambda output, batch: (output.square().sum(), output.shape[0] * 2))
+    assert (graph.loss, graph.outputs) == ("sum_count", ("loss_sum", "loss_count"))
+    assert graph.layers[-1].outputs == ("loss_sum", "loss_count")
+    known = dict(zip(graph.layers[-1].inputs, [torch.zeros(5, 8, dtype=torch.float64)], strict=True))
+    assert float(graph.layers[-1].module(5, *known.values())[1]) == 10
+
+
+def test_the_models_own_loss_is_used_without_a_loss_function():
+    class Own(Chain):
+        def forward(self, x):
+            return {"loss": super().forward(x).square().mean(), "extra": x}
+
+    graph = capture_module(Own().double(), regression()[0])
+    assert (graph.loss, graph.inputs) == ("mean", ("batch",))
