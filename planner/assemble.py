@@ -32,6 +32,8 @@ def assemble(
         model=profile.model,
         batch=costs.batch,
         precision=profile.precision,
+        device_type=profile.device.type,
+        threads=profile.device.threads,
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
         schedule="gpipe" if candidate.schedule == "gpipe" else "1f1b",

@@ -40,10 +40,11 @@ class CostModel:
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = list(cluster.devices)
+        plural = "s" if len(listed) > 1 else ""
         if count > len(listed):
             more = count - len(listed)
             self.notes.append(
-                f"the cluster lists {len(listed)} devices; planning for {count} assumes {more} more like them"
+                f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
             )
         return [listed[index % len(listed)] for index in range(count)]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import show
+from autopar.cli import plan, show, simulate
 from autopar.errors import AutoparError
 
 __all__ = ["app", "main"]
@@ -31,6 +31,8 @@ def _settings(
     context.obj = {"debug": debug}
 
 
+app.command("plan")(plan.command)
+app.command("simulate")(simulate.command)
 app.command("show")(show.command)
 
 

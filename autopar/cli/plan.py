@@ -1,0 +1,119 @@
+"""``autopar plan``: the fastest way to train what was profiled, within the memory of every device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.plan import FileReference, Plan
+    from autopar.formats.profile import Profile
+    from autopar.planner.options import PlanOptions
+
+__all__ = ["command"]
+
+_OUTPUT = Path("plan.json")
+
+
+def command(
+    profile: Annotated[Path, typer.Argument(help="What `autopar profile` measured.")] = Path("profile.json"),
+    gpus: Annotated[
+        int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Devices and links; default: cluster.json beside the profile, else estimated.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
+    schedule: Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")] = "auto",
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
+    stages: Annotated[
+        str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
+    ] = None,
+    min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
+    use_all: Annotated[bool, typer.Option("--use-all", help="Leave no device idle.")] = False,
+    solver: Annotated[str, typer.Option(help="dp, or exhaustive for small problems.")] = "dp",
+    seed: Annotated[int, typer.Option(help="Run seed that the plan records.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the plan.")] = _OUTPUT,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
+) -> None:
+    """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
+    from autopar.cli.references import check_output, rebase, reference
+    from autopar.cli.units import parse_bandwidth, parse_bytes
+    from autopar.formats.document import read_text
+    from autopar.formats.profile import Profile
+    from autopar.planner import PlanOptions, plan
+
+    options = PlanOptions(
+        gpus=gpus,
+        batch=batch,
+        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        schedule=schedule,
+        micro_batches=micro_batches,
+        gap=gap,
+        stages=stages,
+        min_stages=min_stages,
+        use_all=use_all,
+        solver=_solver(solver),
+        seed=seed,
+    )
+    links = cluster or profile.parent / "cluster.json"
+    check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, links))
+    text = read_text(profile, Profile.KIND)
+    measured = Profile.parse(text, profile)
+    machines, machines_reference = _cluster(links, cluster is not None, output, measured, options)
+    found = plan(measured, machines, options)
+    source = rebase(measured.model.source, profile, output)
+    update = {
+        "model": measured.model.model_copy(update={"source": source}),
+        "profile": reference(profile, text, output),
+        "cluster": machines_reference,
+        "notes": (*machines.notes, *found.notes),
+    }
+    _deliver(found.model_copy(update=update), output, as_json)
+
+
+def _cluster(
+    path: Path, named: bool, output: Path, profile: Profile, options: PlanOptions
+) -> tuple[Cluster, FileReference | None]:
+    """Return the cluster and its record; an estimated one if none was named and none lies beside the profile."""
+    from autopar.cli.references import reference
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.document import read_text
+    from autopar.planner.estimate import estimated_cluster
+
+    if not named and not path.exists():
+        return estimated_cluster(profile, options.gpus or 1), None
+    text = read_text(path, Cluster.KIND)
+    return Cluster.parse(text, path), reference(path, text, output)
+
+
+def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
+    from rich.console import Console
+
+    from autopar.report.plan import render
+
+    plan.save(output)
+    console = Console(stderr=True)
+    render(plan, console)
+    console.print(f"Written: {output}; `autopar run {output}` carries it out", highlight=False, markup=False)
+    if as_json:
+        sys.stdout.write(plan.dumps())
+
+
+def _solver(name: str) -> Literal["dp", "exhaustive"]:
+    if name == "dp":
+        return "dp"
+    if name == "exhaustive":
+        return "exhaustive"
+    raise UsageError(f"--solver must be dp or exhaustive, found {name!r}")

@@ -1,0 +1,64 @@
+"""References: how one file of autopar records another, and how it is found again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import FileReference
+
+__all__ = ["check_output", "rebase", "reference", "resolve"]
+
+
+def reference(path: Path, text: str, output: Path) -> FileReference:
+    """Return the record of a file that was read as ``text``, for a file to be written to ``output``."""
+    return FileReference(path=_relative(path, output.parent), sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
+    """Return where a recorded file is.
+
+    Raises:
+        FileError: it is missing, or no longer what it was when ``holder`` was written.
+    """
+    path = holder.parent / recorded.path
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise FileError(f"{holder}: $.{kind}.path: cannot read {path}: {error.strerror}; pass --{kind}") from error
+    if found != recorded.sha256:
+        raise FileError(
+            f"{holder}: $.{kind}.sha256: {path} has changed since the plan was made; run `autopar plan` again"
+        )
+    return path
+
+
+def rebase(source: str, origin: Path, output: Path) -> str:
+    """Return a model's source, recorded relative to ``origin``, relative to ``output``; a factory's name stays."""
+    if ":" in source and not source.endswith(".py"):
+        return source
+    return _relative(origin.parent / source, output.parent)
+
+
+def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
+    """Refuse an output that would replace a file nobody agreed to lose, before any work is done.
+
+    Raises:
+        UsageError: the file exists, is not the default one, and ``overwrite`` is false; or it is an input.
+        FileError: its folder does not exist.
+    """
+    if not output.parent.is_dir():
+        raise FileError(f"cannot write {output}: no such folder: {output.parent}")
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder; name a file")
+    for path in inputs:
+        if path.resolve() == output.resolve():
+            raise UsageError(f"{output} is read by this command and cannot be its output; name another file")
+    if output.exists() and output != default and not overwrite:
+        raise UsageError(f"{output} exists; pass --overwrite to replace it")
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()

@@ -1,0 +1,77 @@
+"""``autopar simulate``: the predicted timeline of a plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.errors import FileError
+
+if TYPE_CHECKING:
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.plan import Plan
+    from autopar.formats.profile import Profile
+
+__all__ = ["command"]
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster to use in place of the one the plan records.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
+) -> None:
+    """Predict when every action of a step runs."""
+    from rich.console import Console
+
+    from autopar.cli.references import check_output
+    from autopar.formats.plan import Plan
+    from autopar.planner import simulate
+    from autopar.report.timeline import render
+
+    if trace is not None:
+        inputs = tuple(path for path in (plan, profile, cluster) if path is not None)
+        check_output(trace, None, overwrite=overwrite, inputs=inputs)
+    planned = Plan.load(plan)
+    measured = _profile(planned, plan, profile)
+    timeline = simulate(planned, measured, _cluster(planned, plan, cluster, measured))
+    if trace is not None:
+        timeline.save(trace)
+    console = Console(stderr=True)
+    render(timeline, console)
+    if trace is not None:
+        console.print(
+            f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`", highlight=False, markup=False
+        )
+    if as_json:
+        figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:
+    from autopar.cli.references import resolve
+    from autopar.formats.profile import Profile
+
+    if given is not None:
+        return Profile.load(given)
+    if planned.profile is None:
+        raise FileError(f"{plan}: $.profile: the plan records no profile; pass --profile")
+    return Profile.load(resolve(planned.profile, plan, "profile"))
+
+
+def _cluster(planned: Plan, plan: Path, given: Path | None, profile: Profile) -> Cluster:
+    from autopar.cli.references import resolve
+    from autopar.formats.cluster import Cluster
+    from autopar.planner.estimate import estimated_cluster
+
+    if given is not None:
+        return Cluster.load(given)
+    if planned.cluster is None:
+        return estimated_cluster(profile, max(planned.devices) + 1)
+    return Cluster.load(resolve(planned.cluster, plan, "cluster"))

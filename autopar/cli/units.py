@@ -1,0 +1,54 @@
+"""Units: sizes and bandwidths as they are typed on the command line."""
+
+from __future__ import annotations
+
+import re
+
+from autopar.errors import UsageError
+
+__all__ = ["parse_bandwidth", "parse_bytes"]
+
+_BINARY = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_NUMBER = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Read bytes: a number with B, KiB .. TiB (powers of 1024) or KB .. TB (powers of 1000).
+
+    >>> parse_bytes("16GiB", "--memory"), parse_bytes("1.5 kb", "--memory"), parse_bytes("300", "--memory")
+    (17179869184, 1500, 300)
+
+    Raises:
+        UsageError: it is not a size, or none at all.
+    """
+    return int(_parse(text, flag, {**_DECIMAL, **_BINARY}, "16GiB"))
+
+
+def parse_bandwidth(text: str, flag: str) -> float:
+    """Read bytes per second: a size followed by /s.
+
+    >>> parse_bandwidth("25GB/s", "--bandwidth")
+    25000000000.0
+
+    Raises:
+        UsageError: it is not a bandwidth.
+    """
+    if not text.strip().endswith("/s"):
+        raise UsageError(f"{flag} {text!r}: write a bandwidth in bytes per second, such as 25GB/s")
+    return _parse(text.strip().removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
+
+
+def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    factor = units.get((match["unit"] or "B").upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{flag} {text!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}")
+    value = float(match["number"]) * factor
+    if not 1 <= value < 2**63:
+        raise UsageError(f"{flag} {text!r}: must be at least one byte and below 8 EiB")
+    return value
+
+
+def _names(units: dict[str, int]) -> list[str]:
+    return [unit.replace("IB", "iB") for unit in units]

@@ -1,0 +1,85 @@
+"""Plan as tables: its stages, what is predicted, and the alternatives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.report.quantity import duration, percentage, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.plan import Plan, Stage
+
+__all__ = ["render"]
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Print a plan's stages, its prediction, and the alternatives."""
+    count = len(plan.stages)
+    devices = len(plan.devices)
+    title = (
+        f"plan of {plan.model.source}: {count} stage{'s' if count > 1 else ''} on {devices} "
+        f"device{'s' if devices > 1 else ''}, {plan.schedule}, "
+        f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
+    )
+    console.print(title, highlight=False, markup=False)
+    console.print(_stages(plan))
+    console.print(_prediction(plan))
+    if plan.alternatives:
+        console.print(_alternatives(plan))
+    for note in plan.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _stages(plan: Plan) -> Table:
+    predicted = plan.predicted
+    table = Table(title="Stages (times of one micro-batch)", title_justify="left")
+    for name in ("stage", "layers", "devices", "shares", "in flight", "forward", "backward", "peak memory", "headroom"):
+        table.add_column(name, overflow="fold")
+    for index, stage in enumerate(plan.stages):
+        times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
+        peak = predicted.peak_bytes[index]
+        headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
+        shares = "+".join(map(str, stage.shares))
+        devices = ", ".join(map(str, stage.devices))
+        row = (str(index), escape(_layers(stage)), devices, shares, str(stage.warmup), *times, size(peak), headroom)
+        table.add_row(*row)
+    return table
+
+
+def _layers(stage: Stage) -> str:
+    if len(stage.layers) == 1:
+        return stage.layers[0]
+    return f"{stage.layers[0]} .. {stage.layers[-1]}"
+
+
+def _prediction(plan: Plan) -> Table:
+    predicted = plan.predicted
+    table = Table(title="Predicted", title_justify="left", show_header=False)
+    table.add_row("step", duration(predicted.step_s))
+    if predicted.step_s > 0:
+        table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
+    table.add_row("lower bound", duration(predicted.lower_bound_s))
+    if predicted.lower_bound_s > 0:
+        table.add_row("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1))
+    table.add_row("bubble", percentage(predicted.bubble))
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(title="Alternatives", title_justify="left")
+    for name in ("alternative", "step", "slower by", "schedule", "micro-batches", "stages, or why not"):
+        table.add_column(name, overflow="fold")
+    for each in plan.alternatives:
+        if each.step_s is None:
+            table.add_row(escape(each.name), "", "", "", "", escape(each.infeasible or ""))
+            continue
+        slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
+        count = "" if each.micro_batches is None else str(each.micro_batches)
+        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, each.stages or "")
+        table.add_row(*map(escape, row))
+    return table
