@@ -26,28 +26,31 @@ _PICTURE = Path("timeline.png")
 def command(
     file: Annotated[Path, typer.Argument(help="A profile, cluster, plan, program, report or trace.")],
     over: Annotated[
-        Path | None, typer.Option(help="A second trace: draw the measured one over the predicted one.")
+        Path | None, typer.Option(help="A second trace, or the plan: draw measured over predicted.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the trace into this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the trace, or the plan's predicted step, into this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the content on stdout as JSON.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture if it exists.")] = False,
 ) -> None:
-    """Show a file of autopar as tables, a trace also as a picture."""
+    """Show a file of autopar as tables; a trace, and the step that a plan predicts, also as a picture."""
     from rich.console import Console
 
     from autopar.formats.kind import kind_of
 
     console = Console(stderr=True)
     kind = kind_of(file)
-    if kind == "trace":
-        summary = _show_trace(file, over, png, overwrite, console)
+    if kind == "trace" or over is not None:
+        summary = _show_timeline(file, over, png, overwrite, console)
         if as_json:
             sys.stdout.write(json.dumps(summary, indent=1) + "\n")
         return
-    for option, value in (("--over", over), ("--png", png)):
-        if value is not None:
-            raise UsageError(f"{option} draws traces, and {file} is a {kind}; `autopar simulate --trace` writes one")
     text = _show_document(kind, file, console)
+    if png is not None:
+        from autopar.report.timeline import draw
+
+        _save(draw(_timeline(file)), png, overwrite, console)
     if as_json:
         sys.stdout.write(text)
 
@@ -90,20 +93,19 @@ def _show_document(kind: str, file: Path, console: Console) -> str:
     return program.dumps()
 
 
-def _show_trace(
+def _show_timeline(
     file: Path, over: Path | None, png: Path | None, overwrite: bool, console: Console
 ) -> dict[str, object]:
-    """Print a trace's tables, draw what was asked, and return its figures."""
-    from autopar.formats.timeline import Timeline
+    """Print one or two timelines as tables, draw what was asked, and return their figures."""
     from autopar.report.timeline import draw, draw_over, render
 
-    timeline = Timeline.load(file)
+    timeline = _timeline(file)
     if over is None:
         render(timeline, console)
         if png is not None:
             _save(draw(timeline), png, overwrite, console)
         return _summary(timeline)
-    other = Timeline.load(over)
+    other = _timeline(over)
     if timeline.origin == other.origin:
         remedy = "--over needs a measured one and a simulated one (`autopar run --trace`, `autopar simulate --trace`)"
         raise UsageError(f"{file} and {over} are both {timeline.origin}; {remedy}")
@@ -115,6 +117,22 @@ def _show_trace(
     _save(draw_over(measured, predicted), png or _PICTURE, overwrite or png is None, console)
     error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
     return {"measured": _summary(measured), "predicted": _summary(predicted), "error": error}
+
+
+def _timeline(file: Path) -> Timeline:
+    """Return the timeline of a trace, or the one that a plan predicts."""
+    from autopar.formats.kind import kind_of
+
+    kind = kind_of(file)
+    if kind == "trace":
+        from autopar.formats.timeline import Timeline
+
+        return Timeline.load(file)
+    if kind == "plan":
+        from autopar.cli.simulate import predict
+
+        return predict(file)
+    raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a trace or a plan")
 
 
 def _computations(timeline: Timeline) -> set[tuple[int, str]]:

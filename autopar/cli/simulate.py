@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
+    from autopar.formats.timeline import Timeline
 
-__all__ = ["command"]
+__all__ = ["command", "predict"]
 
 
 def command(
@@ -31,16 +32,12 @@ def command(
     from rich.console import Console
 
     from autopar.cli.references import check_output
-    from autopar.formats.plan import Plan
-    from autopar.planner import simulate
     from autopar.report.timeline import render
 
     if trace is not None:
         inputs = tuple(path for path in (plan, profile, cluster) if path is not None)
         check_output(trace, None, overwrite=overwrite, inputs=inputs)
-    planned = Plan.load(plan)
-    measured = _profile(planned, plan, profile)
-    timeline = simulate(planned, measured, _cluster(planned, plan, cluster, measured))
+    timeline = predict(plan, profile, cluster)
     if trace is not None:
         timeline.save(trace)
     console = Console(stderr=True)
@@ -52,6 +49,20 @@ def command(
     if as_json:
         figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def predict(plan: Path, profile: Path | None = None, cluster: Path | None = None) -> Timeline:
+    """Return the predicted timeline of a plan file; files not given are those that the plan records.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+    """
+    from autopar.formats.plan import Plan
+    from autopar.planner import simulate
+
+    planned = Plan.load(plan)
+    measured = _profile(planned, plan, profile)
+    return simulate(planned, measured, _cluster(planned, plan, cluster, measured))
 
 
 def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:

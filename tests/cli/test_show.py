@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
+from autopar.cli.simulate import predict
 from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Tensor
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Origin, Timeline
 
@@ -137,8 +139,7 @@ def test_only_what_has_a_timeline_is_drawn(run: Run) -> None:
     _cluster().save("cluster.json")
     code, _, err = run("cluster.json", "--png", "cluster.png")
     assert code == 2
-    assert "--png" in err
-    assert "is a cluster" in err
+    assert "cluster.json is a cluster, which has no timeline to draw" in err
 
 
 def test_showing_imports_no_torch_and_draws_only_when_asked(tmp_path: Path) -> None:
@@ -151,3 +152,55 @@ def test_showing_imports_no_torch_and_draws_only_when_asked(tmp_path: Path) -> N
     )
     found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert found.stdout == "[]\n", found.stderr
+
+
+def _profile() -> Profile:
+    cost = Cost(micro_batch=1, forward_s=0.01, backward_s=0.02, saved=(), peak_bytes=10, output_bytes=10)
+    sizes = {"parameters_bytes": 8, "trainable_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 0}
+    return Profile(
+        model=ModelSource(source="model.py", sha256="0" * 64),
+        batch=4,
+        device=DeviceKind(type="cpu", name="cpu", memory_bytes=2**30),
+        precision="fp32",
+        layers=tuple(Layer(name=name, modules=(name,), costs=(cost,), **sizes) for name in "ab"),
+        tensors=(Tensor(name="t", producer="a", consumers=("b",), bytes_per_sample=8, dtype="float32", gradient=True),),
+        noise=Noise(median_spread=0.0, max_spread=0.0),
+    )
+
+
+@pytest.fixture
+def plan_file(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A plan of two stages with its profile beside it, in the working folder."""
+    _profile().save("profile.json")
+    monkeypatch.setattr(sys, "argv", ["autopar", "plan", "profile.json", "--gpus", "2", "--stages", "a:1,b:1"])
+    with pytest.raises(SystemExit):
+        main()
+    capsys.readouterr()
+    return Path("plan.json")
+
+
+def test_a_plan_is_shown_with_its_predicted_step_as_a_picture(run: Run, plan_file: Path) -> None:
+    code, out, err = run(str(plan_file), "--json", "--png", "step.png")
+    assert code == 0, err
+    assert json.loads(out)["format"] == "autopar.plan"
+    assert Path("step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measured_trace_is_laid_over_the_plan(run: Run, plan_file: Path) -> None:
+    predicted = predict(plan_file)
+    measured = Timeline("measured")
+    for event in predicted:
+        measured.add(event.rank, event.action, event.start_s * 2, event.end_s * 2)
+    measured.save("trace.json")
+    code, out, err = run("trace.json", "--over", str(plan_file), "--json")
+    assert code == 0, err
+    assert json.loads(out)["error"] == pytest.approx(-0.5, abs=1e-6)
+    assert Path("timeline.png").exists()
+
+
+def test_a_plan_whose_profile_has_changed_is_not_drawn(run: Run, plan_file: Path) -> None:
+    Path("profile.json").write_text(Path("profile.json").read_text() + "\n")
+    code, _, err = run(str(plan_file), "--png", "step.png")
+    assert code == 4
+    assert "has changed since the plan was made" in err
+    assert not Path("step.png").exists()
