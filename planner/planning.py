@@ -138,7 +138,7 @@ def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative
     rows.append(record("best", best.found))
     for count, found in sorted(best.by_stages.items()):
         if found is not best.found:
-            rows.append(record(f"best of {count} stage{'s' if count > 1 else ''} simulated", found))
+            rows.append(record(f"best of {count} stage{'s' if count > 1 else ''}", found))
     return rows
 
 

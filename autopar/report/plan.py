@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -37,18 +38,41 @@ def render(plan: Plan, console: Console) -> None:
 
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
-    table = Table(title="Stages (times of one micro-batch)", title_justify="left")
-    for name in ("stage", "layers", "devices", "shares", "in flight", "forward", "backward", "peak memory", "headroom"):
-        table.add_column(name, overflow="fold")
+    columns = ("stage", "layers", "devices", "shares", "in\nflight", "forward", "backward", "peak\nmemory", "headroom")
+    table = _table("Stages (times of one micro-batch)", columns, folded="layers")
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
-        shares = "+".join(map(str, stage.shares))
-        devices = ", ".join(map(str, stage.devices))
-        row = (str(index), escape(_layers(stage)), devices, shares, str(stage.warmup), *times, size(peak), headroom)
-        table.add_row(*row)
+        numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
+        table.add_row(str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
     return table
+
+
+def _table(title: str, columns: tuple[str, ...], folded: str) -> Table:
+    """Return a table that fits 80 columns: only the column ``folded`` gives way."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name != folded)
+    return table
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return consecutive numbers as a range.
+
+    >>> _ranges((0, 1, 2)), _ranges((3,)), _ranges((0, 2))
+    ('0-2', '3', '0, 2')
+    """
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 and numbers == tuple(range(first, last + 1)):
+        return f"{first}-{last}"
+    return ", ".join(map(str, numbers))
+
+
+def _shares(shares: tuple[int, ...]) -> str:
+    if len(set(shares)) == 1:
+        return f"{len(shares)} x {shares[0]}"
+    return "+".join(map(str, shares))
 
 
 def _layers(stage: Stage) -> str:
@@ -59,7 +83,7 @@ def _layers(stage: Stage) -> str:
 
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
-    table = Table(title="Predicted", title_justify="left", show_header=False)
+    table = Table(title="Predicted", title_justify="left", show_header=False, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_row("step", duration(predicted.step_s))
     if predicted.step_s > 0:
         table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
@@ -71,9 +95,8 @@ def _prediction(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = Table(title="Alternatives", title_justify="left")
-    for name in ("alternative", "step", "slower by", "schedule", "micro-batches", "stages, or why not"):
-        table.add_column(name, overflow="fold")
+    columns = ("alternative", "step", "against\nplan", "schedule", "micro-\nbatches", "stages, or why not")
+    table = _table("Alternatives", columns, folded="stages, or why not")
     for each in plan.alternatives:
         if each.step_s is None:
             table.add_row(escape(each.name), "", "", "", "", escape(each.infeasible or ""))
