@@ -38,6 +38,7 @@ _LANE_HEIGHT = _COMPUTE + len(_STRIPS) * (_STRIP + _GAP)
 _GROUP_AIR = 0.3
 _OVER = 0.03
 _LEGIBLE = 5.0  # points
+_LEAST_WIDTH = 1.2  # points
 _DIGIT = 0.64  # width of a digit over the font's size
 _POINTS = 72
 
@@ -153,7 +154,9 @@ def _draw_row(sheet: _Sheet, row: _Row) -> None:
 
 
 def _bars(sheet: _Sheet, events: list[Event], top: float, height: float, colour: str, edge: str = "none") -> None:
-    spans = [(event.start_s * 1e3, (event.end_s - event.start_s) * 1e3) for event in events]
+    # A message may take less than a pixel, and would then be drawn or not by chance.
+    least_s = 0.0 if edge != "none" else _LEAST_WIDTH / sheet.points_per_s
+    spans = [(event.start_s * 1e3, max(event.end_s - event.start_s, least_s) * 1e3) for event in events]
     # Edges part neighbours, but must not swallow blocks that are only a few points wide.
     narrowest = min((event.end_s - event.start_s for event in events), default=0.0) * sheet.points_per_s
     line = min(0.8, narrowest / 8)
