@@ -62,6 +62,20 @@ def test_the_wheel_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: P
     assert sorted(names) == sorted(_modules())
 
 
+def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    # -S leaves out the .pth files of site-packages, and with them the editable install; the libraries come by path.
+    libraries = [str(tmp_path / "installed"), *(path for path in sys.path if path.endswith("site-packages"))]
+    names = sorted(package for package in _setuptools()["packages"])
+    script = (
+        f"import sys; sys.path += {libraries!r}; import autopar, {', '.join(names)}; print(autopar.planner.__file__)"
+    )
+    found = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert Path(found.stdout.strip()) == tmp_path / "installed" / "autopar" / "planner" / "__init__.py"
+
+
 def test_the_wheel_is_the_same_where_git_checks_out_no_symlinks(tree: Path, tmp_path: Path) -> None:
     links = [path for path in (tree / "autopar").iterdir() if path.is_symlink()]
     targets = {path: path.readlink() for path in links}
