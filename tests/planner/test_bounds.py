@@ -1,0 +1,52 @@
+"""The lower bound against simulation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from drawn import random_candidate
+from instances import random_cluster, random_profile
+
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.costs import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.simulate import Simulator
+from autopar.schedules import SCHEDULES
+
+
+def test_no_simulated_step_is_shorter_than_its_bound() -> None:
+    tight = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 8)
+        profile = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12))
+        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        simulator = Simulator(costs)
+        for _ in range(15):
+            candidate = random_candidate(rng, costs)
+            step_s, least_s = simulator.step_s(candidate), bound(costs, candidate)
+            assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
+            tight += least_s >= step_s * (1 - 1e-9)
+    assert tight >= 1000
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        profile = random_profile(seed, most_layers=8, batches=(4, 8))
+        costs = CostModel(profile, random_cluster(seed, 6), PlanOptions(gpus=6))
+        count = rng.randint(1, min(6, costs.layer_count))
+        cuts = (*sorted(rng.sample(range(1, costs.layer_count), count - 1)), costs.layer_count)
+        for depths in SCHEDULES[schedule].warmups(count, 4).values():
+            candidate = place(Family(4, costs.batch // 4, schedule, depths[::-1]), cuts, (1,) * count)
+            assert bound(costs, candidate) <= Simulator(costs).step_s(candidate) * (1 + 1e-9)
+
+
+def test_a_single_device_meets_its_bound_exactly() -> None:
+    for seed in range(50):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 1), PlanOptions(gpus=1))
+        candidate: Candidate = place(Family(1, costs.batch, "1f1b", (1,)), (costs.layer_count,), (1,))
+        assert bound(costs, candidate) == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)

@@ -1,0 +1,177 @@
+"""Costs against hand-made and step-by-step ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
+
+from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.profile import Layer, Tensor, Tied
+from autopar.planner.candidate import Candidate, Placed, families
+from autopar.planner.costs import CostModel
+from autopar.planner.layers import at_rows
+from autopar.planner.links import LinkModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.tables import FlowTables
+from autopar.schedules.buckets import BUCKET_BYTES, buckets
+
+MIB = 2**20
+
+
+def test_costs_outside_the_measured_sizes_follow_numpys_line_and_never_turn_negative() -> None:
+    sizes, values = (2, 4, 8), (3.0, 4.2, 7.0)
+    slope, start = np.polyfit(sizes, values, 1)
+    assert at_rows(sizes, values, 1) == pytest.approx(slope + start)
+    assert at_rows(sizes, values, 20) == pytest.approx(20 * slope + start)
+    assert at_rows(sizes, values, 4) == 4.2
+    assert at_rows(sizes, values, 6) == pytest.approx(5.6)
+    assert at_rows((8, 16), (1.0, 9.0), 1) == 0.0
+    assert at_rows((4,), (2.0,), 1) == 0.5
+
+
+def _cluster(*curves: Curve) -> Cluster:
+    link = Link(level="node", latency_s=1e-3, bytes_per_s=1e6)
+    return Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 2, links=(link,), curves=curves)
+
+
+def _all_reduce(ranks: int, *seconds: float) -> Curve:
+    return Curve(kind="all_reduce", ranks=ranks, level="node", sizes=(1000, 2000), seconds=seconds)
+
+
+def test_an_all_reduce_is_the_curve_where_measured_and_a_rings_scaling_elsewhere() -> None:
+    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
+    links = LinkModel(cluster, cluster.devices)
+    assert links.all_reduce_s(1500, 2, "node") == pytest.approx(0.011)
+    assert links.all_reduce_s(3000, 2, "node") == pytest.approx(0.014)
+    assert links.all_reduce_s(2000, 4, "node") == pytest.approx(0.010 * 3 + 0.002 * 1.5)
+    assert links.all_reduce_note(2, "node") is None
+    assert links.all_reduce_note(4, "node") == "all-reduce among 4 ranks is estimated from 2"
+    bare = LinkModel(_cluster(), cluster.devices)
+    assert bare.all_reduce_s(2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
+    assert bare.message_s(2000, "node") == pytest.approx(3e-3)
+    assert bare.all_reduce_s(0, 4, "node") == bare.all_reduce_s(2000, 1, "node") == 0.0
+
+
+def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> None:
+    curve = Curve(kind="p2p", ranks=2, level="node", sizes=(10, 20, 30), seconds=(3.0, 2.0, 4.0))
+    links = LinkModel(_cluster(curve), _cluster().devices)
+    times = [links.message_s(size, "node") for size in range(60)]
+    assert times == sorted(times)
+    assert links.message_s(40, "node") == pytest.approx(4.0 + 10 * 0.1)
+
+
+def test_a_bandwidth_that_is_given_replaces_curves_and_links() -> None:
+    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
+    links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
+    assert links.message_s(10**9, "node") == pytest.approx(1.001)
+    assert links.all_reduce_s(10**9, 2, "node") == pytest.approx(1.002)
+
+
+def test_devices_on_two_nodes_talk_over_the_network() -> None:
+    devices = tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1))
+    links = (Link(level="node", latency_s=0, bytes_per_s=1e9), Link(level="network", latency_s=0, bytes_per_s=1e6))
+    model = LinkModel(Cluster(devices=devices, links=links), devices)
+    assert [model.level(pair) for pair in ((0, 1), (1, 2), (2,))] == ["node", "network", "node"]
+
+
+def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
+    sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 30 * MIB, 1, 5]
+    found = buckets(sizes)
+    assert found == [[6, 5], [4], [2, 1], [0]]
+    assert all(sum(sizes[index] for index in bucket) <= BUCKET_BYTES or len(bucket) == 1 for bucket in found)
+    assert buckets([]) == buckets([0, 0]) == []
+
+
+def _layer(name: str, backward_s: float, trainable: int) -> Layer:
+    return Layer(
+        name=name,
+        modules=(name,),
+        parameters_bytes=trainable,
+        trainable_bytes=trainable,
+        gradient_bytes=trainable,
+        optimizer_bytes=2 * trainable,
+        buffers_bytes=10,
+        costs=(cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),),
+    )
+
+
+def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
+    layers = [_layer("a", 5.0, 20 * MIB), _layer("b", 7.0, 20 * MIB), _layer("c", 1.0, 20 * MIB)]
+    slow = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1, 20 * MIB), seconds=(0.0, 6.0))
+    costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
+    # c is ready at 1 and reduced at 7; b at 8 and 14; a at 13, reduced from 14 to 20: 7 after the backward's 13.
+    assert costs.exposed_s(0, 3, 1, 2, "node") == pytest.approx(7.0, rel=1e-5)
+    assert costs.reduce_s(0, 3, 2, "node") == pytest.approx(18.0, rel=1e-5)
+    assert costs.exposed_s(0, 3, 1, 1, "node") == 0.0
+
+
+def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apart() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 1000)]
+    tied = (Tied(parameter="w", layers=("a", "c"), bytes=1000),)
+    costs = CostModel(profile_of(layers, [], 1, tied), _cluster(), PlanOptions())
+    ring = 2e-3
+    assert costs.reduce_s(0, 3, 2, "node") == pytest.approx(ring + 1500 / 1e6)
+    assert costs.reduce_s(0, 2, 2, "node") == pytest.approx(ring + 500 / 1e6)
+    stages = (Placed(0, 2, (0,), (1,), 1), Placed(2, 3, (1,), (1,), 1))
+    assert costs.tied_between(stages) == [(0, (0, 1))]
+    assert costs.tied_between((Placed(0, 3, (0,), (1,), 1),)) == []
+    whole = costs.memory.states[0][3]
+    assert whole == 1500 * 4 + 3 * 10
+
+
+def test_memory_is_the_sum_the_docstring_says() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    tensors = [
+        Tensor(name="x", producer=None, consumers=("a",), bytes_per_sample=8, dtype="i64", gradient=False),
+        Tensor(name="ab", producer="a", consumers=("b", "c"), bytes_per_sample=40, dtype="f32", gradient=True),
+        Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
+    ]
+    costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions())
+    stages = tuple(Placed(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
+    peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
+    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Peak: 150 of the layer, and `ab`.
+    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (150 + 40) * 3 + 4 * 8 * 3 + 2 * 3 * (2 * 40)
+    # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`.
+    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (150 + 40 + 24) * 3 + 2 * 3 * (40 + 24)
+    third = 10 + (150 + 40 + 24) * 3 + 2 * 3 * (40 + 24)
+    assert peaks == [first, second, third]
+
+
+def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
+    for seed in range(40):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
+        memory, count = costs.memory, costs.layer_count
+        for first in range(count):
+            for stop in range(first + 1, count + 1):
+                peaks = [memory.peak(first, stop, 2, depth, 8) for depth in range(1, 9)]
+                grown = {after - before for before, after in pairwise(peaks)}
+                assert grown == {memory.activations(2)[first][stop]}
+                assert memory.peaks(2)[first][stop] >= memory.activations(2)[first][stop]
+
+
+def test_the_searchs_byte_tables_equal_the_flows_they_tabulate() -> None:
+    for seed in range(60):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 2), PlanOptions())
+        tables, count = FlowTables(costs), costs.layer_count
+        for first in range(count):
+            for stop in range(first + 1, count):
+                for after in range(stop + 1, count + 1):
+                    flow = costs.flows.between(first, stop, stop, after)
+                    at = (first, stop, after)
+                    found = (tables.forth[at], tables.forth_bytes[at], tables.back[at], tables.back_bytes[at])
+                    expected = (flow.tensors > 0, flow.bytes_per_sample, flow.gradients > 0)
+                    assert found == (*expected, flow.gradient_bytes_per_sample)
+
+
+def test_families_hold_every_divisor_once_per_order() -> None:
+    found = families(12, 4, PlanOptions())
+    assert {family.micro_batches for family in found} == {1, 2, 3, 4, 6, 12}
+    assert len(found) == len(set(found))
+    assert sum(family.micro_batches == 1 for family in found) == 1
+    assert sum(family.micro_batches == 12 for family in found) == 3
+    assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
+        "the cluster lists 2 devices; planning for 4 assumes 2 more like them"
+    ]
