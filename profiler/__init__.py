@@ -2,3 +2,8 @@
 
 if __name__ != "autopar.profiler":
     raise ImportError("import this package as autopar.profiler; profiler/ on its own is not a package")
+
+from autopar.profiler.links import local_cluster, measure_links
+from autopar.profiler.profile import ProfileOptions, profile
+
+__all__ = ["ProfileOptions", "local_cluster", "measure_links", "profile"]

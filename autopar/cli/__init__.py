@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import plan, show, simulate
+from autopar.cli import plan, profile, run, show, simulate, worker
 from autopar.errors import AutoparError
 
 __all__ = ["app", "main"]
@@ -31,8 +31,11 @@ def _settings(
     context.obj = {"debug": debug}
 
 
+app.command("profile")(profile.command)
 app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
+app.command("run")(run.command)
+app.command("worker")(worker.command)
 app.command("show")(show.command)
 
 

@@ -1,0 +1,55 @@
+"""The device that is measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.formats.profile import DeviceKind
+
+__all__ = ["choose", "count", "describe"]
+
+
+def choose(name: str) -> torch.device:
+    """Return the device for ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UsageError: another name, or ``cuda`` where there is none.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device must be auto, cpu or cuda, found {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine, or this build of torch, has no CUDA device; use --device cpu")
+    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def count(device: torch.device) -> int:
+    """Return how many such devices this machine has: GPUs, or cores that this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(device: torch.device, threads: int) -> DeviceKind:
+    """Return what the profile records; a CPU rank's memory is its equal share of the machine's."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceKind(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=threads)
+    return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=_memory_bytes() // count(device), threads=threads)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next((name for name in names if name), platform.processor() or platform.machine() or "cpu")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
