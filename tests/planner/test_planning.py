@@ -1,0 +1,177 @@
+"""Whole plans: what they record, when nothing fits, and that the same question has the same answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.plan import Plan
+from autopar.planner import PlanOptions, plan
+from autopar.planner.costs import CostModel
+from autopar.planner.exhaustive import everything
+from autopar.planner.simulate import Simulator
+from autopar.schedules.check import check, in_flight
+from autopar.schedules.expand import expand
+
+HERE = Path(__file__).parent
+MIB = 2**20
+
+
+def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
+    for seed in range(80):
+        devices = seed % 6 + 1
+        made = plan(random_profile(seed), random_cluster(seed, devices), PlanOptions(gpus=devices))
+        assert Plan.parse(made.dumps(), Path("plan.json")) == made
+        program = expand(made)
+        check(program, made)
+        assert [stage.warmup for stage in made.stages for _ in stage.devices] == [
+            in_flight(actions) for actions in program.ranks
+        ]
+        assert made.predicted.lower_bound_s <= made.predicted.step_s
+        assert [each.name for each in made.alternatives[:3]] == ["pure data parallelism", "equal split", "best"]
+        for each in made.alternatives:
+            assert each.step_s is None or each.step_s >= made.predicted.step_s
+        for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True):
+            assert peak <= limit
+
+
+def test_both_solvers_make_the_same_plan() -> None:
+    for seed in range(20):
+        cluster = random_cluster(seed, 3)
+        options = {solver: PlanOptions(gpus=3, gap=0.0, solver=solver) for solver in ("dp", "exhaustive")}  # type: ignore[arg-type]
+        steps = {solver: plan(random_profile(seed), cluster, each).predicted for solver, each in options.items()}
+        assert steps["dp"].step_s == pytest.approx(steps["exhaustive"].step_s, rel=1e-9)
+        assert steps["exhaustive"].lower_bound_s == steps["exhaustive"].step_s
+
+
+def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
+    checked = 0
+    for seed in range(60):
+        profile, cluster = random_profile(seed), random_cluster(seed, 3)
+        options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500)
+        costs = CostModel(profile, cluster, options)
+        plans = everything(costs.layer_count, 3, costs.batch, options)
+        least = min(max(costs.shortfalls(candidate)) for candidate in plans)
+        if least <= 0:
+            continue
+        checked += 1
+        with pytest.raises(InfeasibleError) as caught:
+            plan(profile, cluster, options)
+        assert f"({least} bytes)" in str(caught.value)
+        assert "stage " in str(caught.value)
+        assert "--gpus" in str(caught.value)
+    assert checked >= 40
+
+
+def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=60 * MIB))
+    data_parallel = made.alternatives[0]
+    assert data_parallel.infeasible is not None
+    assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 40.60 MiB more than 60.00 MiB")
+    assert len(made.stages) == 2
+
+
+def test_a_batch_too_small_for_data_parallelism_says_so() -> None:
+    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, batch=3))
+    assert made.alternatives[0].infeasible == "no micro-batch of a batch of 3 has a sample for each of 4"
+
+
+def test_devices_that_stay_idle_are_mentioned_and_use_all_forbids_them() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    slow = plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4))
+    assert len(slow.devices) == 1
+    assert slow.notes[0].startswith("1 of 2 devices stay idle")
+    assert len(plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4, use_all=True)).devices) == 2
+
+
+def test_more_devices_than_any_plan_can_use_are_infeasible_with_use_all() -> None:
+    with pytest.raises(InfeasibleError, match=r"no plan uses all 20 devices"):
+        plan(gpt_profile(blocks=1), local_cluster(2), PlanOptions(gpus=20, use_all=True, batch=1))
+
+
+def test_dictated_stages_are_priced_and_kept() -> None:
+    options = PlanOptions(stages="wte-h.2:2,4-13:1", schedule="gpipe", micro_batches=4)
+    made = plan(gpt_profile(), local_cluster(2), options)
+    assert [(stage.layers[0], stage.layers[-1], stage.devices) for stage in made.stages] == [
+        ("wte", "h.2", (0, 1)),
+        ("h.3", "head", (2,)),
+    ]
+    assert (made.schedule, made.micro_batches) == ("gpipe", 4)
+    best = next(each for each in made.alternatives if each.name == "best")
+    assert best.step_s is not None
+    assert best.step_s <= made.predicted.step_s
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"stages": "0-13:3", "gpus": 2}, "--stages needs 3 devices, but --gpus is 2"),
+        ({"stages": "0-13:2", "gpus": 4, "use_all": True}, "--use-all asks for all 4"),
+        ({"stages": "0-13:20"}, "use fewer replicas"),
+        ({"stages": "0-13:2", "min_stages": 2}, "--min-stages is 2"),
+        ({"gpus": 2, "micro_batches": 5}, "--micro-batches 5 does not divide the batch 16; near ones do: 2, 4, 8"),
+        ({"gpus": 20, "min_stages": 15}, "make at most 14 stages"),
+        ({"gpus": 1, "min_stages": 2}, "--min-stages 2 needs as many devices, but --gpus is 1"),
+        ({"gpus": 0}, "--gpus must be at least 1, found 0"),
+        ({"gpus": 2, "gap": -1.0}, "--gap must be 0 or more"),
+        ({"gpus": 2, "schedule": "zigzag"}, "--schedule must be one of auto, gpipe, 1f1b; found 'zigzag'"),
+        ({"gpus": 8, "solver": "exhaustive"}, "--solver exhaustive: more than"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(gpt_profile(), local_cluster(2), PlanOptions(**asked))  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2)).stages) == 1
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2)).stages) == 2
+
+
+def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3))
+    for each in made.alternatives:
+        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, schedule=each.schedule or "auto")
+        assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == each.step_s
+
+
+_SCRIPT = """
+import sys
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
+from autopar.planner import PlanOptions, plan
+for seed in range(12):
+    made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
+    sys.stdout.write(made.dumps())
+sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
+assert not {"torch", "pandas", "matplotlib", "networkx"} & set(sys.modules), "the planner must stay light"
+"""
+
+
+def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_torch() -> None:
+    answers = []
+    for hash_seed in ("0", "1", "4242"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE)}
+        command = [sys.executable, "-c", _SCRIPT]
+        done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        answers.append(done.stdout)
+    assert len(answers[0]) > 10_000
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() -> None:
+    costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
+    simulator = Simulator(costs)
+    candidates = list(everything(14, 2, 16, PlanOptions(min_stages=2, schedule="gpipe", micro_batches=4)))
+    for candidate in candidates:
+        simulator.step_s(candidate)
+    assert len(candidates) == 13
+    assert len(simulator._rows) == 1
