@@ -6,12 +6,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from autopar.report.quantity import bandwidth, duration, size
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from autopar.formats.cluster import Cluster
 
@@ -31,7 +32,7 @@ def render(cluster: Cluster, console: Console) -> None:
 
 
 def _devices(cluster: Cluster) -> Table:
-    table = Table("node", "devices", "type", "memory each", "price per hour", title="Devices", title_justify="left")
+    table = new_table("Devices", (">node", ">devices", "type", ">memory each", ">price per hour"), folded="type")
     kinds = Counter((each.node, each.type, each.memory_bytes, each.price_per_hour) for each in cluster.devices)
     for (node, kind, memory, price), count in kinds.items():
         table.add_row(str(node), str(count), escape(kind), size(memory), "" if price is None else f"{price:g}")
@@ -39,7 +40,7 @@ def _devices(cluster: Cluster) -> Table:
 
 
 def _links(cluster: Cluster) -> Table:
-    table = Table("level", "latency", "bandwidth", "duplex", "shared by", "known", title="Links", title_justify="left")
+    table = new_table("Links", ("level", ">latency", ">bandwidth", "duplex", ">shared by", "known"))
     for link in cluster.links:
         numbers = (duration(link.latency_s), bandwidth(link.bytes_per_s))
         table.add_row(link.level, *numbers, link.duplex, str(link.shared_by), link.provenance)
@@ -47,7 +48,7 @@ def _links(cluster: Cluster) -> Table:
 
 
 def _curves(cluster: Cluster) -> Table:
-    table = Table("operation", "ranks", "level", "from", "to", "known", title="Curves", title_justify="left")
+    table = new_table("Curves", ("operation", ">ranks", "level", ">from", ">to", "known"))
     for curve in cluster.curves:
         ends = [f"{size(curve.sizes[at])} in {duration(curve.seconds[at])}" for at in (0, -1)]
         table.add_row(curve.kind.replace("_", "-"), str(curve.ranks), curve.level, *ends, curve.provenance)

@@ -6,13 +6,14 @@ import pandas as pd
 
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.report.profile import crossing_bytes
 
 __all__ = ["alternatives", "layers", "stages"]
 
 
 def layers(profile: Profile) -> pd.DataFrame:
     """Return one row per layer and measured micro-batch size, with the bytes per sample that cross behind the layer."""
-    crossing = _crossing_bytes(profile)
+    crossing = crossing_bytes(profile)
     rows = [
         {
             "layer": layer.name,
@@ -54,15 +55,3 @@ def alternatives(plan: Plan) -> pd.DataFrame:
     rows = [alternative.model_dump() for alternative in plan.alternatives]
     columns = ["name", "step_s", "stages", "micro_batches", "schedule", "infeasible"]
     return pd.DataFrame(rows, columns=columns).sort_values("step_s", na_position="last", ignore_index=True)
-
-
-def _crossing_bytes(profile: Profile) -> list[int]:
-    """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""
-    order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    crossing = [0] * len(order)
-    for tensor in profile.tensors:
-        if tensor.producer is not None:
-            last = max(order[consumer] for consumer in tensor.consumers)
-            for boundary in range(order[tensor.producer], last):
-                crossing[boundary] += tensor.bytes_per_sample
-    return crossing

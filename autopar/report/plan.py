@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from autopar.report.quantity import duration, percentage, size
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from autopar.formats.plan import Plan, Stage
 
@@ -38,22 +38,15 @@ def render(plan: Plan, console: Console) -> None:
 
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
-    columns = ("stage", "layers", "devices", "shares", "in\nflight", "forward", "backward", "peak\nmemory", "headroom")
-    table = _table("Stages (times of one micro-batch)", columns, folded="layers")
+    computed = (">forward", ">backward")
+    columns = (">stage", "layers", "devices", "shares", ">in\nflight", *computed, ">peak\nmemory", ">headroom")
+    table = new_table("Stages (times of one micro-batch)", columns, folded="layers")
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
         table.add_row(str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
-    return table
-
-
-def _table(title: str, columns: tuple[str, ...], folded: str) -> Table:
-    """Return a table that fits 80 columns: only the column ``folded`` gives way."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name != folded)
     return table
 
 
@@ -83,7 +76,7 @@ def _layers(stage: Stage) -> str:
 
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
-    table = Table(title="Predicted", title_justify="left", show_header=False, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = new_table("Predicted", ("", ""))
     table.add_row("step", duration(predicted.step_s))
     if predicted.step_s > 0:
         table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
@@ -95,8 +88,8 @@ def _prediction(plan: Plan) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    columns = ("alternative", "step", "against\nplan", "schedule", "micro-\nbatches", "stages, or why not")
-    table = _table("Alternatives", columns, folded="stages, or why not")
+    columns = ("alternative", ">step", ">against\nplan", "schedule", ">micro-\nbatches", "stages, or why not")
+    table = new_table("Alternatives", columns, folded="stages, or why not")
     for each in plan.alternatives:
         if each.step_s is None:
             table.add_row(escape(each.name), "", "", "", "", escape(each.infeasible or ""))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from autopar.report.quantity import duration, percentage, size
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from autopar.formats.profile import Cost, Layer, Profile
 
-__all__ = ["render"]
+__all__ = ["crossing_bytes", "render"]
 
 
 def render(profile: Profile, console: Console) -> None:
@@ -36,37 +38,48 @@ def render(profile: Profile, console: Console) -> None:
 
 def _layers(profile: Profile) -> Table:
     rows = profile.layers[0].costs[-1].micro_batch
-    columns = ("layer", "parameters", "optimizer", "forward", "backward", "saved", "peak", "crosses", "measured")
-    table = Table(*columns, title=f"Layers (micro-batch of {rows})", title_justify="left", show_footer=True)
-    for index, layer in enumerate(profile.layers):
-        cost = layer.costs[-1]
+    columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
+    table = new_table(f"Layers (micro-batch of {rows}, each)", columns, folded="layer", footer=True)
+    crossing = crossing_bytes(profile)
+    for first, last in _alike(profile):
+        layer, cost = profile.layers[first], profile.layers[first].costs[-1]
         table.add_row(
-            escape(layer.name),
+            f"{first}-{last}" if last > first else str(first),
+            escape(layer.name) + (" .." if last > first else ""),
             size(layer.parameters_bytes),
-            size(layer.optimizer_bytes),
             duration(cost.forward_s),
             duration(cost.backward_s),
             size(_saved(cost)),
             size(cost.peak_bytes),
-            size(_crossing(profile, index) * rows) if index + 1 < len(profile.layers) else "",
-            f"{cost.repeats} x" if layer.measured_as is None else f"as {escape(layer.measured_as)}",
+            size(crossing[last] * rows) if last + 1 < len(profile.layers) else "",
         )
     for column, footer in zip(table.columns, _totals(profile), strict=True):
         column.footer = footer
-        column.justify = "left" if column.header in ("layer", "measured") else "right"
     return table
+
+
+def _alike(profile: Profile) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last index of every run of layers that share a measurement and a boundary's bytes."""
+    crossing = crossing_bytes(profile)
+    first = 0
+    for index, layer in enumerate(profile.layers):
+        leader = profile.layers[first]
+        alike = layer.measured_as == (leader.measured_as or leader.name) and crossing[index] == crossing[first]
+        if index > first and not alike:
+            yield first, index - 1
+            first = index
+    yield first, len(profile.layers) - 1
 
 
 def _totals(profile: Profile) -> tuple[str, ...]:
     costs = [layer.costs[-1] for layer in profile.layers]
     return (
+        "",
         f"{len(profile.layers)} layers",
         size(_parameters(profile.layers) - _shared(profile)),
-        size(sum(layer.optimizer_bytes for layer in profile.layers)),
         duration(sum(cost.forward_s for cost in costs)),
         duration(sum(cost.backward_s for cost in costs)),
         size(sum({saved.storage: saved.bytes for cost in costs for saved in cost.saved}.values())),
-        "",
         "",
         "",
     )
@@ -85,12 +98,13 @@ def _saved(cost: Cost) -> int:
     return sum(saved.bytes for saved in cost.saved)
 
 
-def _crossing(profile: Profile, index: int) -> int:
-    """Return the bytes per sample that cross the boundary behind a layer."""
-    order = {layer.name: place for place, layer in enumerate(profile.layers)}
-    return sum(
-        tensor.bytes_per_sample
-        for tensor in profile.tensors
-        if tensor.producer is not None
-        and order[tensor.producer] <= index < max(order[consumer] for consumer in tensor.consumers)
-    )
+def crossing_bytes(profile: Profile) -> list[int]:
+    """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""
+    order = {layer.name: index for index, layer in enumerate(profile.layers)}
+    crossing = [0] * len(order)
+    for tensor in profile.tensors:
+        if tensor.producer is not None:
+            last = max(order[consumer] for consumer in tensor.consumers)
+            for boundary in range(order[tensor.producer], last):
+                crossing[boundary] += tensor.bytes_per_sample
+    return crossing

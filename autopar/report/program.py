@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,10 +18,7 @@ _SHOWN_ACTIONS = 200
 
 def render(program: Program, console: Console) -> None:
     """Print every rank's actions, the first of them where there are many."""
-    table = Table(title=f"Program of {len(program.ranks)} ranks", title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("actions", justify="right")
-    table.add_column("in order", overflow="fold")
+    table = new_table(f"Program of {len(program.ranks)} ranks", (">rank", ">actions", "in order"), folded="in order")
     for rank, actions in enumerate(program.ranks):
         shown = " ".join(str(actions[index]) for index in range(min(len(actions), _SHOWN_ACTIONS)))
         left = len(actions) - _SHOWN_ACTIONS

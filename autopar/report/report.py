@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from autopar.report.quantity import duration, percentage, size
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from autopar.formats.report import Report
 
@@ -31,19 +31,17 @@ def render(report: Report, console: Console) -> None:
 
 
 def _loss(report: Report) -> Table:
-    table = Table("step", title="Loss", title_justify="left")
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
-    for index in shown:
-        table.add_column(str(index + 1), justify="right")
+    table = new_table("Loss", ("step", *(f">{index + 1}" for index in shown)))
     table.add_row("loss", *(f"{report.loss[index]:.4g}" for index in shown))
     return table
 
 
 def _times(report: Report) -> Table:
-    table = Table("", "step time", title="Prediction and measurement", title_justify="left")
+    table = new_table("Prediction and measurement", ("", ""))
     spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
-    table.add_row("measured median", f"{duration(report.step_s.median)} {spread}")
-    table.add_row("predicted", duration(report.predicted_step_s))
+    table.add_row("measured step (median)", f"{duration(report.step_s.median)} {spread}")
+    table.add_row("predicted step", duration(report.predicted_step_s))
     table.add_row("error", percentage(report.error, signed=True))
     table.add_row("samples per second", f"{report.samples_per_s:.4g}")
     table.add_row("bubble", percentage(report.bubble))
@@ -51,10 +49,8 @@ def _times(report: Report) -> Table:
 
 
 def _ranks(report: Report) -> Table:
-    heads = ("rank", "stage", "replica", "compute", "update", "waiting", f"peak ({report.peak_kind})")
-    table = Table(title="Ranks, median step", title_justify="left")
-    for head in heads:
-        table.add_column(head, justify="right")
+    heads = (">rank", ">stage", ">replica", ">compute", ">update", ">waiting", f">peak ({report.peak_kind})")
+    table = new_table("Ranks, in the median step", heads)
     for times in report.rank_times:
         spent = [duration(seconds) for seconds in (times.compute_s, times.update_s, times.waiting_s)]
         peak = size(report.peak_bytes[times.rank]) if times.rank < len(report.peak_bytes) else ""

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.table import Table
-
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE
 from autopar.formats.timeline import Event, Timeline, track_of
+from autopar.report.quantity import duration, percentage
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,18 +89,15 @@ def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
 
 def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step."""
-    table = Table(title=f"{timeline.origin} step: {_milliseconds(timeline.end_s)} ms", title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("stage", justify="right")
-    for name in ("forward", "backward", "update", "bubble"):
-        table.add_column(f"{name} (ms)", justify="right")
+    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">bubble")
+    table = new_table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
     for row in _rows([timeline], [""]):
         spent = {kind: sum(e.end_s - e.start_s for e in row.events if e.action.kind == kind) for kind in _NAMES}
         idle = timeline.end_s - sum(spent.values())
-        times = [_milliseconds(seconds) for seconds in (*spent.values(), idle)]
+        times = [duration(seconds) for seconds in (*spent.values(), max(0.0, idle))]
         table.add_row(str(row.rank), _stages(row.events), *times)
     console.print(table)
-    console.print(f"bubble {timeline.bubble():.1%} of {timeline.rank_count()} ranks' time", highlight=False)
+    console.print(f"bubble: {percentage(timeline.bubble())} of the ranks' time", highlight=False)
 
 
 def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:

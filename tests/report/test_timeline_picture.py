@@ -87,5 +87,5 @@ def test_the_same_timeline_gives_the_same_bytes() -> None:
 def test_the_table_sums_what_each_rank_computes() -> None:
     stream = io.StringIO()
     render(play(small_plan((1, 1), 4)), Console(file=stream, width=120))
-    row = next(line for line in stream.getvalue().splitlines() if line.startswith("│    0 "))
-    assert row.replace("│", " ").split() == ["0", "0", "40", "80", "2", "38"]
+    rows = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["0", "0", "40", "ms", "80", "ms", "2", "ms", "38", "ms"] in rows
