@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,9 @@ __all__ = ["SIZES", "local_cluster", "measure", "measure_links"]
 
 # Twelve sizes from 1 KiB to 64 MiB, evenly on a logarithmic scale, whole numbers of 64 bytes.
 SIZES = tuple(round(2 ** (10 + 16 * index / 11) / 64) * 64 for index in range(12))
-WARM_UP = 2
+WARM_UP, ROUNDS = 2, 25
+# Messages from here on take long enough to be measured well in a few rounds.
+LARGE_BYTES, LARGE_ROUNDS = 4 * 2**20, 5
 
 
 def measure_links(ranks: int, device: str, threads: int) -> dict[str, Any]:
@@ -33,45 +36,44 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> dict[str, Any
     """Measure, in every rank: one-way times between ranks 0 and 1, all-reduce times among 2, 3 ... all ranks."""
     sizes = [int(size) for size in arguments["sizes"]]
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(2, context.size + 1)}
-    one_way = [_ping_pong(context, size) for size in sizes]
+    one_way = _in_rounds(context, sizes, lambda tensor: _ping_pong(context, tensor)) if context.rank < 2 else []
+    context.barrier()
     reduced: dict[str, list[float]] = {}
     for ranks, group in groups.items():
         if context.rank < ranks:
-            reduced[str(ranks)] = [_all_reduce(context, size, group) for size in sizes]
+            reduced[str(ranks)] = _in_rounds(context, sizes, partial(_all_reduce, group=group))
         context.barrier()
-    return {"sizes": sizes, "p2p": one_way, "all_reduce": reduced}
+    return {"sizes": sizes, "p2p": [seconds / 2 for seconds in one_way], "all_reduce": reduced}
 
 
-def _repeats(size: int) -> int:
-    return 5 if size >= 8 * 2**20 else 15
+def _in_rounds(context: RankContext, sizes: Sequence[int], work: Callable[[torch.Tensor], None]) -> list[float]:
+    """Return the median time at every size; rounds over all sizes spread the machine's drift evenly."""
+    tensors = [torch.zeros(size // 4, device=context.device) for size in sizes]
+    times: list[list[float]] = [[] for _ in sizes]
+    for number in range(WARM_UP + ROUNDS):
+        for tensor, found in zip(tensors, times, strict=True):
+            if number < WARM_UP + LARGE_ROUNDS or tensor.nbytes < LARGE_BYTES:
+                found.append(_timed(context, work, tensor))
+    return [statistics.median(found[WARM_UP:]) for found in times]
 
 
-def _ping_pong(context: RankContext, size: int) -> float:
-    """Return half of a round trip between ranks 0 and 1; other ranks wait."""
-    tensor = torch.zeros(size // 4, device=context.device)
-    times = []
-    context.barrier()
-    for _ in range(WARM_UP + _repeats(size)):
-        if context.rank == 0:
-            times.append(_timed(context, lambda: (dist.send(tensor, 1), dist.recv(tensor, 1))))
-        elif context.rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-    return statistics.median(times[WARM_UP:]) / 2 if times else 0.0
+def _ping_pong(context: RankContext, tensor: torch.Tensor) -> None:
+    """Make a round trip between ranks 0 and 1."""
+    if context.rank == 0:
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
 
 
-def _all_reduce(context: RankContext, size: int, group: dist.ProcessGroup) -> float:
-    tensor = torch.zeros(size // 4, device=context.device)
-    times = []
-    for _ in range(WARM_UP + _repeats(size)):
-        dist.barrier(group)
-        times.append(_timed(context, lambda: dist.all_reduce(tensor, group=group)))
-    return statistics.median(times[WARM_UP:])
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
 
 
-def _timed(context: RankContext, work: Callable[[], object]) -> float:
+def _timed(context: RankContext, work: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     started = time.perf_counter()
-    work()
+    work(tensor)
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)
     return time.perf_counter() - started
@@ -96,10 +98,16 @@ def local_cluster(measured: Mapping[str, Any], kind: DeviceKind, count: int) -> 
     )
 
 
-def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """Return the times without falls: a larger message is never faster."""
-    highest, rising = 0.0, []
+def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the nearest times that never fall as messages grow: neighbours that fall are replaced by their mean.
+
+    >>> _rising([1.0, 4.0, 2.0, 5.0])
+    (1.0, 3.0, 3.0, 5.0)
+    """
+    pools: list[tuple[float, int]] = []
     for value in seconds:
-        highest = max(highest, float(value))
-        rising.append(highest)
-    return tuple(rising)
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, many), (other, more) = pools.pop(-2), pools.pop(-1)
+            pools.append(((one * many + other * more) / (many + more), many + more))
+    return tuple(mean for mean, count in pools for _ in range(count))

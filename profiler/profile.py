@@ -64,7 +64,7 @@ def profile(
         progress("building the model", 0.0)
         module = model.build(options.seed)
         precision = _precision(module, model)
-        samples: int = len(model.dataset())  # type: ignore[arg-type]
+        samples = model.sample_count(model.dataset())
         if samples < options.batch:
             raise UsageError(f"{model.path}: the dataset has {samples} samples, --batch asks for {options.batch}")
         progress("capturing the model", 0.0)
@@ -188,7 +188,7 @@ def _sizes(batch: int) -> list[int]:
     """Return at most five micro-batch sizes: powers of two from 1 up, spread evenly.
 
     >>> _sizes(64), _sizes(6), _sizes(1)
-    ([1, 4, 8, 32, 64], [1, 2, 4], [1])
+    ([1, 4, 8, 16, 64], [1, 2, 4], [1])
     """
     powers = [2**exponent for exponent in range(batch.bit_length())]
     if len(powers) <= MAX_SIZES:

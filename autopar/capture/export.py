@@ -43,7 +43,7 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
         CaptureError: as :func:`capture_module`.
     """
     dataset = model.dataset()
-    samples: int = len(dataset)  # type: ignore[arg-type]
+    samples = model.sample_count(dataset)
     if samples < 2:
         raise ModelError(f"{model.path}: capturing needs a dataset of at least 2 samples, found {samples}")
     return capture_module(module, model.load_batch(dataset, range(2)), model.loss, model.layers)

@@ -62,6 +62,10 @@ class UserModel:
             raise ModelError(f"{self.path}: dataset() returned {_a(found)}; it needs __len__ and __getitem__")
         return cast("Dataset[Any]", found)
 
+    def sample_count(self, dataset: Dataset[Any]) -> int:
+        """Return the dataset's length."""
+        return int(self._call("len(dataset())", len, dataset))
+
     @property
     def loss(self) -> Callable[..., Any] | None:
         """``loss(output, batch)``, or none: then the model's output carries the loss."""

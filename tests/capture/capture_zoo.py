@@ -1,4 +1,5 @@
 """Small models, each with one difficulty of capturing, and a batch for each."""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
 
 from __future__ import annotations
 
@@ -19,14 +20,12 @@ def cross_entropy(output, batch):
 
 def regression(rows=6, width=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    make = lambda: torch.randn(rows, width, generator=generator, dtype=torch.float64)
-    return [make(), make()]
+    return [torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
 def text(rows=6, length=5, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda: torch.randint(0, 11, (rows, length), generator=generator)
-    return {"tokens": draw(), "targets": draw()}
+    return {name: torch.randint(0, 11, (rows, length), generator=generator) for name in ("tokens", "targets")}
 
 
 def images(rows=6):

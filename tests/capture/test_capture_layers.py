@@ -1,4 +1,5 @@
 """Where layers begin, what crosses, and what does not."""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""Models and files that cannot be used are refused in one line that says what, where, and what to do."""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from capture_zoo import Chain, build, mean_square, regression
+from torch import nn
+
+from autopar.capture import capture, capture_module, load
+from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.store import load_graph, save_graph
+from autopar.errors import AutoparError, CaptureError, FileError, ModelError, UsageError
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
+class OwnFunction(Chain):
+    def between(self, x):
+        return Doubled.apply(x)
+
+
+class Checkpointed(Chain):
+    def between(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+class Branching(Chain):
+    def between(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class Fixed(Chain):
+    def between(self, x):
+        return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "construct", "line"),
+    [
+        (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
+        (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),
+        (Branching, "values decide what runs", "if x.sum() > 0"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line):
+    with pytest.raises(CaptureError) as caught:
+        capture_module(kind().double(), regression(), mean_square)
+    message = str(caught.value)
+    assert construct in message
+    assert "layers(model)" in message
+    source = Path(__file__).read_text().splitlines()
+    number = next(index for index, text in enumerate(source, 1) if line in text and "return" in text)
+    assert f"{__file__}:{number}" in message
+
+
+def test_a_model_for_one_number_of_samples_is_refused():
+    with pytest.raises(CaptureError, match=r"number of samples|samples only"):
+        capture_module(Fixed().double(), regression(), mean_square)
+
+
+@pytest.mark.parametrize("kind", [OwnFunction, Checkpointed, Branching])
+def test_the_layers_fallback_runs_what_cannot_be_captured(kind):
+    torch.manual_seed(0)
+    model, batch = kind().double(), regression()
+
+    class Between(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def forward(self, x):
+            return model.between(self.step(x))
+
+    graph = capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    assert not graph.portable
+    assert len(graph.layers) == 4
+    check_gradients(model, graph, batch, mean_square)
+    assert [tensor.sizes for tensor in graph.tensors] == [(8,)] * 5
+    assert graph.tensors[2].gradient
+
+
+def test_a_wrong_gradient_is_found():
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss)
+    other = Chain().double()
+    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
+        check_gradients(other, graph, batch, loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "additive"),
+    [
+        (mean_square, True),
+        (lambda output, batch: output.sum(), False),
+        (lambda output, batch: (output.sum(), output.numel()), True),
+        (lambda output, batch: output[batch[1] > 0].mean(), False),
+    ],
+)
+def test_a_loss_of_another_kind_differs_between_whole_and_parts(loss, additive):
+    model, batch, _ = build("chain")
+    assert (split_difference(model, batch, loss) < 1e-6) == additive
+
+
+def test_a_listed_graph_cannot_be_saved_and_a_broken_one_not_loaded(tmp_path):
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss, lambda model: [nn.Sequential(*model.steps)])
+    with pytest.raises(CaptureError, match="cannot be saved"):
+        save_graph(graph, tmp_path)
+    with pytest.raises(FileError, match="cannot read"):
+        load_graph(tmp_path)
+    save_graph(capture_module(model, batch, loss), tmp_path)
+    (tmp_path / "layers.json").write_text("{}")
+    with pytest.raises(FileError, match="capture it again"):
+        load_graph(tmp_path)
+
+
+def _captured(path):
+    user = load(str(path))
+    return capture(user, user.build())
+
+
+GOOD = """
+import torch
+def model():
+    return torch.nn.Linear(2, 1)
+def dataset():
+    return torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def model(:\n", "model.py:1: invalid syntax"),
+        ("import math\n\nmath.sqrt(-1)\n", "model.py:3: importing it raised ValueError: math domain error"),
+        ("import sys\nsys.exit(3)\n", "model.py:2: importing it raised SystemExit(3)"),
+        ("x = 1\n", "model.py: defines no model()"),
+        ("def model():\n    return 3\n", "model() returned a int"),
+        ("def model():\n    raise KeyError('a')\n", "model.py:2: model raised KeyError"),
+        ("def model():\n    return None\nloss = 3\n", "loss is a int"),
+        (GOOD.replace("(output - batch[1]).square().mean()", "output"), "it must be a scalar"),
+        (
+            GOOD.replace("(output - batch[1])", "(output - batch[7])"),
+            "model.py:8: the model's forward raised IndexError",
+        ),
+        (GOOD.replace("output - ", "output.detach() - "), "nothing to train"),
+        (GOOD.replace("ones(4", "ones(1"), "at least 2 samples"),
+        (GOOD.replace("def dataset", "def other"), "defines no dataset()"),
+    ],
+)
+def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    with pytest.raises(ModelError) as caught:
+        _captured(path)
+    assert message in str(caught.value)
+
+
+def test_other_specs_are_refused(tmp_path):
+    with pytest.raises(UsageError):
+        load("hf:config.json")
+    with pytest.raises(UsageError):
+        load(str(tmp_path))
+    with pytest.raises(ModelError, match="no such model file"):
+        load(str(tmp_path / "none.py"))
+    with pytest.raises(ModelError, match="no module is called"):
+        load("autopar_has_no_such_module:model")
+
+
+def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, capsys):
+    (tmp_path / "capture_neighbour.py").write_text("WIDTH = 2\n")
+    path = tmp_path / "model.py"
+    path.write_text("import capture_neighbour\nprint('hello')\n" + GOOD.replace("2, 1", "capture_neighbour.WIDTH, 1"))
+    before = list(sys.path)
+    user = load(str(path))
+    one, other = user.build(3), user.build(3)
+    assert torch.equal(one.weight, other.weight)
+    assert len(capture(user, one).layers) == 1
+    assert sys.path == before
+    assert capsys.readouterr().out == ""
+    assert isinstance(user.make_optimizer(one.parameters()), torch.optim.AdamW)
+    assert user.make_scheduler(user.make_optimizer(one.parameters())) is None
+
+
+def test_a_factory_is_found_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "capture_factory.py").write_text(GOOD.replace("def model", "def make"))
+    monkeypatch.syspath_prepend(tmp_path)
+    user = load("capture_factory:make")
+    assert user.path.name == "capture_factory.py"
+    assert len(capture(user, user.build()).layers) == 1
+    with pytest.raises(AutoparError, match=r"defines no model\(\)"):
+        load("capture_factory:model")

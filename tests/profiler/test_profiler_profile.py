@@ -1,0 +1,110 @@
+"""A whole profile, of a model small enough for a second."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.capture import load, named_tensors
+from autopar.capture.batch import StepModule
+from autopar.formats.profile import Profile
+from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(256, 10)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def model():
+    return Net()
+
+def dataset():
+    return torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randint(0, 10, (64,)))
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters)
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(textwrap.dedent(MODEL))
+    return path
+
+
+def test_a_profile_validates_and_comes_back_from_its_file(model_file: Path, tmp_path: Path) -> None:
+    measured = profile(load(str(model_file)), ProfileOptions(batch=32, device="cpu", budget_s=0.5))
+    measured.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == measured
+    assert [layer.measured_as for layer in measured.layers] == [None, *["blocks.0"] * 3, None]
+    assert [cost.micro_batch for cost in measured.layers[0].costs] == [1, 2, 4, 16, 32]
+    block = measured.layers[1]
+    assert block.parameters_bytes == block.gradient_bytes == (256 * 256 + 256) * 4
+    # AdamW: two moments and one step count for each of two parameters.
+    assert block.optimizer_bytes == 2 * block.parameters_bytes + 2 * 4
+    assert block.costs[-1].output_bytes == 32 * 256 * 4
+    assert {saved.storage for saved in block.costs[-1].saved} == {measured.tensors[2].name, measured.tensors[3].name}
+    assert measured.step_overhead_s > 0
+    assert measured.notes == ()
+
+
+def test_the_layers_times_add_up_to_a_whole_step_roughly(model_file: Path) -> None:
+    user = load(str(model_file))
+    measured = profile(user, ProfileOptions(batch=32, device="cpu", budget_s=1.0))
+    total = sum(layer.costs[-1].forward_s + layer.costs[-1].backward_s for layer in measured.layers)
+    model = user.build(0).train()
+    batch = user.load_batch(user.dataset(), range(32))
+    step, tensors = StepModule(model, batch, user.loss), named_tensors(batch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        step(*tensors.values())[0].backward()
+        times.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    # Only an order of magnitude: other work may be running on the machine.
+    assert min(times) / 5 < total < 10 * sorted(times)[len(times) // 2]
+
+
+def test_a_loss_that_does_not_add_up_is_noted(model_file: Path) -> None:
+    text = model_file.read_text().replace("return nn.functional.cross_entropy(output, batch[1])", "return output.std()")
+    model_file.write_text(text)
+    measured = profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
+    assert "the loss is not a mean over samples" in measured.notes[0]
+
+
+def test_links_between_two_ranks_make_a_cluster() -> None:
+    measured = measure_links(2, "cpu", 1)
+    kind = profile_device()
+    cluster = local_cluster(measured, kind, 4)
+    assert [curve.kind for curve in cluster.curves] == ["p2p", "all_reduce"]
+    for curve in cluster.curves:
+        assert list(curve.seconds) == sorted(curve.seconds)
+        assert curve.seconds[0] > 0
+        assert (len(curve.sizes), curve.sizes[0], curve.sizes[-1]) == (12, 1024, 64 * 2**20)
+    assert len(cluster.devices) == 4
+    assert "estimated" in cluster.notes[0]
+
+
+def profile_device():  # noqa: ANN201
+    from autopar.profiler.device import choose, describe
+
+    return describe(choose("cpu"), 1)
