@@ -80,7 +80,7 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read the canonical text form back; anything else is a ``ValueError``."""
         match = _TEXT.fullmatch(text)
-        if match:
+        if match and _is_sound(match):
             groups = match.groupdict()
             number = {key: int(groups[key]) if groups[key] else -1 for key in ("index", "peer", "peer_stage")}
             version = int(groups["version"] or 0)
@@ -89,6 +89,15 @@ class Action(NamedTuple):
             if str(action) == text:
                 return action
         raise ValueError(f"not an action: {text!r}")
+
+
+def _is_sound(match: re.Match[str]) -> bool:
+    """Whether an action has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
+    kind, groups = match["kind"], match.groupdict()
+    counted = kind not in (REDUCE, UPDATE)
+    carried = kind in (SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT)
+    numbers = [int(groups[key] or 0) for key in ("index", "stage", "peer", "peer_stage", "version")]
+    return counted == bool(groups["index"]) and carried == (groups["peer"] is not None) and max(numbers) < 2**31
 
 
 @dataclass(frozen=True, eq=True)

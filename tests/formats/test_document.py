@@ -1,0 +1,122 @@
+"""The file border: strict reading, atomic writing, byte-equal text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.document import MAX_DEPTH, parse_json, write_text
+
+GOOD = {
+    "format": "autopar.cluster",
+    "version": 1,
+    "devices": [{"type": "cpu", "memory_bytes": 1024}],
+    "links": [{"level": "node", "latency_s": 0.0, "bytes_per_s": 1e9}],
+}
+
+
+def _text(**changes: object) -> str:
+    return json.dumps({**GOOD, **changes})
+
+
+def _refusal(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(FileError) as caught:
+        Cluster.load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message.removeprefix(str(path))
+
+
+def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    link = Link(level="node", latency_s=1e-5, bytes_per_s=1 / 3)
+    cluster = Cluster(name="größe", devices=(Device(type="cpu", memory_bytes=2**62),), links=(link,))
+    cluster.save(tmp_path / "c.json")
+    again = Cluster.load(tmp_path / "c.json")
+    assert again == cluster
+    assert again.dumps() == cluster.dumps() == (tmp_path / "c.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_text(extra=1), ": $.extra: Extra inputs are not permitted"),
+        (_text(devices=[{"type": "cpu", "memory_bytes": 1, "colour": 2}]), ": $.devices[0].colour: Extra"),
+        (_text(devices=[{"type": "cpu", "memory_bytes": True}]), ": $.devices[0].memory_bytes: "),
+        (_text(devices=[{"type": "cpu", "memory_bytes": 1.5}]), ": $.devices[0].memory_bytes: "),
+        (_text(devices=[{"type": "cpu", "memory_bytes": "1"}]), ": $.devices[0].memory_bytes: "),
+        (_text(devices=[{"type": "cpu", "memory_bytes": -1}]), ": $.devices[0].memory_bytes: "),
+        (_text(devices=[{"type": "cpu", "memory_bytes": 2**63}]), ": $.devices[0].memory_bytes: "),
+        (_text(devices=[{"type": "a\nb", "memory_bytes": 1}]), ": $.devices[0].type: holds control characters"),
+        (_text(devices=[{"memory_bytes": 1}]), ": $.devices[0].type: Field required"),
+        (_text(devices=[]), ": $.devices: "),
+        (_text(links=[{"level": "node", "latency_s": 0, "bytes_per_s": 0}]), ": $.links[0].bytes_per_s: "),
+        (_text(links=[{"level": "network", "latency_s": 0, "bytes_per_s": 1}]), ': $.links: no link of level "node"'),
+        (_text(format="autopar.plan"), ': $.format: expected "autopar.cluster", found "autopar.plan"'),
+        (_text(version=2), ": $.version: this autopar reads version 1, found 2"),
+        (_text(version=True), ": $.version: this autopar reads version 1, found true"),
+        (_text(version=None), ": $.version: this autopar reads version 1, found null"),
+        ("[]", ": $: expected an object"),
+        ("{", ":1:2: not JSON: "),
+        ("", ":1:1: not JSON: "),
+        ('{"a": 1, "a": 2}', ": $.a: key is given twice"),
+        ('{"a": [{"b": 1, "b": 1}]}', ": $.a[0].b: key is given twice"),
+        ('{"a": NaN}', ": $.a: NaN is not a JSON number"),
+        ('{"a": [1, -Infinity]}', ": $.a[1]: -Infinity is not a JSON number"),
+        ('{"a": 1e999}', ": $.a: number is too large"),
+        ("[" * 100_000, ": $: nested deeper"),
+        ("[" * (MAX_DEPTH + 3) + "]" * (MAX_DEPTH + 3), "nested deeper"),
+    ],
+)
+def test_what_is_not_strictly_the_schema_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
+    assert message in _refusal(tmp_path, text)
+
+
+def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no such cluster file"):
+        Cluster.load(tmp_path / "none.json")
+    with pytest.raises(FileError, match="cannot read"):
+        Cluster.load(tmp_path)
+    (tmp_path / "b.json").write_bytes(b"{}\xff")
+    with pytest.raises(FileError, match="not UTF-8 at byte 2"):
+        Cluster.load(tmp_path / "b.json")
+
+
+def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError, match=r"cannot write .*No space left on device"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["c.json"]
+
+
+def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    write_text(path, "one", overwrite=False)
+    with pytest.raises(UsageError, match="--overwrite"):
+        write_text(path, "two", overwrite=False)
+    assert path.read_text() == "one"
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    with pytest.raises(FileError, match="cannot write"):
+        write_text(tmp_path / "none" / "c.json", "x")
+
+
+def test_parse_json_returns_what_json_says() -> None:
+    text = '{"a": [1, 2.5, null, true, "x"], "b": {"c": -0.0}}'
+    assert parse_json(text, Path("x")) == json.loads(text)
