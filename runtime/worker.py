@@ -8,9 +8,9 @@ from typing import TypedDict
 
 import torch
 
-from autopar.capture.source import load
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
-from autopar.formats.program import Program
 from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
@@ -22,7 +22,7 @@ from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["RankResult", "TrainArguments", "train"]
+__all__ = ["RankResult", "TrainArguments", "build", "shard_name", "train"]
 
 RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
@@ -66,11 +66,10 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         AutoparError: an action failed; names it.
     """
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    program = expand(plan)
-    check(program, plan)
-    torch.set_num_threads(plan.threads)
     peak = PeakMemory(context.device)
-    job = _build(context, plan, program, arguments)
+    model = load(arguments["model"])
+    workspace = Workspace(Path(arguments["workspace"]))
+    job = build(context, plan, model, workspace.graph(model, plan), workspace)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -103,16 +102,17 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     )
 
 
-def _build(context: RankContext, plan: Plan, program: Program, arguments: TrainArguments) -> Job:
-    model = load(arguments["model"])
-    workspace = Workspace(Path(arguments["workspace"]))
+def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph, workspace: Workspace) -> Job:
+    """Build this rank's job from what was prepared on its host."""
+    torch.set_num_threads(plan.threads)
+    program = expand(plan)
+    check(program, plan)
     transport = GroupTransport(context.size, reduction_groups(plan), context.device)
 
     def note(step: int, position: int) -> None:
         if context.board is not None:
             context.board.write(context.rank, STEPPING, step, position)
 
-    graph = workspace.graph(model, plan)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
 
 

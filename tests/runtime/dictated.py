@@ -1,0 +1,85 @@
+"""Plans dictated by tests, made from a captured graph without any measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.profile import ModelSource
+from autopar.schedules import SCHEDULES
+from autopar.schedules.route import even_shares
+
+
+def dictate(
+    graph: LayerGraph,
+    model: UserModel,
+    widths: Sequence[int],
+    micro_batches: int,
+    rows: int,
+    schedule: str = "1f1b",
+    warmup: str | Sequence[int] | None = None,
+    cuts: Sequence[int] | None = None,
+    shares: Sequence[Sequence[int]] | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where."""
+    names = [layer.name for layer in graph.layers]
+    stages = len(widths)
+    edges = [0, *(cuts or [len(names) * index // stages for index in range(1, stages)]), len(names)]
+    depths = SCHEDULES[schedule].warmups(stages, micro_batches)
+    if warmup is None or isinstance(warmup, str):
+        warmup = depths[warmup] if warmup else next(iter(depths.values()))
+    placed, device, stage_of = [], 0, {}
+    for index, width in enumerate(widths):
+        mine = tuple(names[edges[index] : edges[index + 1]])
+        stage_of.update(dict.fromkeys(mine, index))
+        devices = tuple(range(device, device + width))
+        device += width
+        share = tuple(shares[index]) if shares else even_shares(rows, width)
+        placed.append(Stage(layers=mine, devices=devices, shares=share, warmup=warmup[index]))
+    return Plan(
+        model=ModelSource(source=str(model.path), sha256=model.sha256),
+        batch=micro_batches * rows,
+        precision="fp64",
+        seed=seed,
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+        micro_batch_size=rows,
+        stages=tuple(placed),
+        tensors=tuple(_crossings(graph, stage_of)),
+        tied=tuple(_tied(graph, stage_of)),
+        predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
+    )
+
+
+def _crossings(graph: LayerGraph, stage_of: dict[str, int]) -> list[Crossing]:
+    found = []
+    for tensor in graph.tensors:
+        if tensor.producer is None:
+            continue
+        made = stage_of[tensor.producer]
+        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+        if readers:
+            size, dtype = tensor.bytes_per_sample, str(tensor.dtype).removeprefix("torch.")
+            found.append(
+                Crossing(
+                    name=tensor.name,
+                    producer=made,
+                    consumers=readers,
+                    bytes_per_sample=size,
+                    dtype=dtype,
+                    gradient=tensor.gradient,
+                )
+            )
+    return found
+
+
+def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:
+    found = []
+    for name, layers in graph.tied().items():
+        stages = tuple(sorted({stage_of[layer] for layer in layers}))
+        if len(stages) > 1:
+            found.append(SharedParameter(parameter=name, stages=stages, bytes=0))
+    return found

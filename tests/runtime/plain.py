@@ -1,0 +1,137 @@
+"""The truth that training is held against: one process, one model, an ordinary loop. Imports nothing of autopar."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Trained(NamedTuple):
+    """What five plain steps give."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    """Of the first step."""
+    parameters: dict[str, torch.Tensor]
+    """After the last."""
+    buffers: dict[str, torch.Tensor]
+
+
+def load_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"plain_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seed_of(seed: int, layer: str, step: int, micro_batch: int, share: int) -> int:
+    """As docs/seeds.md defines it."""
+    text = f"{seed}/{layer}/{step}/{micro_batch}/{share}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def train(
+    file: Path,
+    micro_batches: int,
+    rows: int,
+    shares_of: Callable[[str], Sequence[int]],
+    random_layers: Sequence[str] = (),
+    steps: int = 5,
+    seed: int = 0,
+) -> Trained:
+    """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
+
+    ``shares_of`` says, for a module's name, how its stage divides a micro-batch: batch statistics and random numbers
+    are per share, as the design says.
+    """
+    source = load_file(file)
+    torch.manual_seed(seed)
+    model: nn.Module = source.model().train()
+    moment = {"step": 0, "micro_batch": 0}
+    _divide_batch_norms(model, shares_of)
+    for name in random_layers:
+        _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment)
+    optimizer = source.optimizer(model.parameters())
+    data = source.dataset()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    losses, first = [], {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        moment["step"] = step
+        picked = order[step * micro_batches * rows : (step + 1) * micro_batches * rows].split(rows)
+        batches = [torch.utils.data.default_collate([data[i] for i in part.tolist()]) for part in picked]
+        total = _accumulate(model, source, batches, moment)
+        losses.append(total)
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Trained(losses, first, parameters, dict(model.named_buffers()))
+
+
+def _accumulate(model: nn.Module, source: ModuleType, batches: Sequence[object], moment: dict[str, int]) -> float:
+    total, counted = 0.0, 0.0
+    for moment["micro_batch"], batch in enumerate(batches):
+        if isinstance(batch, dict):
+            output = model(*(value for key, value in batch.items() if key not in ("targets", "mask")))
+        else:
+            output = model(*batch[:-1])
+        loss = source.loss(output, batch)
+        if isinstance(loss, tuple):
+            loss, count = loss
+            counted += float(count)
+        else:
+            loss = loss / len(batches)
+        loss.backward()
+        total += loss.item()
+    if counted:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= counted
+        total /= counted
+    return total
+
+
+def _divide_batch_norms(model: nn.Module, shares_of: Callable[[str], Sequence[int]]) -> None:
+    """Normalise every share by its own statistics; the running ones are those of the first share."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.forward = _divided_norm(module, shares_of(name))  # type: ignore[method-assign]
+
+
+def _divided_norm(module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int]) -> Callable[..., torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for index, part in enumerate(x.split(list(shares))):
+            running = (module.running_mean, module.running_var) if index == 0 else (None, None)
+            momentum = module.momentum if module.momentum is not None else 0.0
+            parts.append(F.batch_norm(part, *running, module.weight, module.bias, True, momentum, module.eps))
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked += 1
+        return torch.cat(parts)
+
+    return forward
+
+
+def _divide_random(module: nn.Module, name: str, shares: Sequence[int], seed: int, moment: dict[str, int]) -> None:
+    """Run a layer that draws random numbers share by share, seeded before each."""
+    inner = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for share, part in enumerate(x.split(list(shares))):
+            torch.default_generator.manual_seed(seed_of(seed, name, moment["step"], moment["micro_batch"], share))
+            parts.append(inner(part))
+        return torch.cat(parts)
+
+    module.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,52 @@
+"""What rank processes of the training tests run: some steps, keeping gradients and parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.capture.store import load_graph
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.runtime.job import Job
+from autopar.runtime.worker import build
+from autopar.runtime.workspace import GRAPH, Workspace
+
+
+def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Train, and write ``gradients-R``, ``parameters-R`` and ``buffers-R`` files; return this rank's losses."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+    return keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))
+
+
+@cache
+def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
+    """Load a model and its graph once a process; every job puts its own weights into the layers."""
+    loaded = load(model)
+    return loaded, load_graph(Path(workspace) / GRAPH)
+
+
+def keep(job: Job, rank: int, steps: int, folder: Path) -> list[float]:
+    losses = []
+    for step in range(steps):
+        record = job.step(step)
+        losses.append(record.loss)
+        if step == 0:
+            gradients = {name: p.grad for name, p in job.parameters.items() if p.grad is not None}
+            _write(folder / f"gradients-{rank}", gradients)
+    job.finish()
+    _write(folder / f"parameters-{rank}", job.parameters)
+    _write(folder / f"buffers-{rank}", job.buffers)
+    return losses
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
