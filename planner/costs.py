@@ -28,6 +28,7 @@ class CostModel:
             raise UsageError(f"--batch must be below {2**31}, found {self.batch}")
         self.notes: list[str] = []
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
+        self.notes += self._other_types()
         limit = options.memory_bytes
         self.limits_bytes = [device.memory_bytes if limit is None else limit for device in self.devices]
         self.layers = LayerCosts(profile)
@@ -47,6 +48,15 @@ class CostModel:
                 f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
             )
         return [listed[index % len(listed)] for index in range(count)]
+
+    def _other_types(self) -> list[str]:
+        measured = self.profile.device.type
+        others = sorted({device.type for device in self.devices} - {measured})
+        if not others:
+            return []
+        return [
+            f"the layers were measured on {measured}, but the cluster has {', '.join(others)}: times are {measured}'s"
+        ]
 
     def forward_s(self, first: int, stop: int, rows: int) -> float:
         """Return the seconds of one forward of layers ``first:stop`` on ``rows`` samples."""

@@ -57,7 +57,10 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest)
     alternatives = _alternatives(compared, best)
-    notes = _notes(costs, best.found.candidate, best.step_s, lower_bound_s, options)
+    notes = [
+        *_excluded(compared, best.step_s),
+        *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
+    ]
     return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
 
 
@@ -140,6 +143,15 @@ def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative
         if found is not best.found:
             rows.append(record(f"best of {count} stage{'s' if count > 1 else ''}", found))
     return rows
+
+
+def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
+    """Say which reference is faster, as it is only where an option forbids it."""
+    return [
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --min-stages or --use-all excludes it"
+        for each in compared
+        if each.found is not None and each.found.step_s < step_s
+    ]
 
 
 def _notes(

@@ -136,6 +136,18 @@ def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:
     assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2)).stages) == 2
 
 
+def test_a_reference_that_an_option_excludes_is_mentioned_where_it_is_faster() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2))
+    assert made.notes[0].startswith("pure data parallelism is faster (-")
+
+
+def test_devices_of_another_type_than_measured_are_mentioned() -> None:
+    cluster = local_cluster(2)
+    other = cluster.devices[0].model_copy(update={"type": "cuda"})
+    made = plan(gpt_profile(), cluster.model_copy(update={"devices": (other, other)}), PlanOptions(gpus=2))
+    assert made.notes[0] == "the layers were measured on cpu, but the cluster has cuda: times are cpu's"
+
+
 def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3))
     for each in made.alternatives:
