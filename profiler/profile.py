@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +62,7 @@ def profile(
     if options.batch < 1 or options.threads < 1:
         raise UsageError("--batch and --threads must be at least 1")
     device = devices.choose(options.device)
-    with _threads(options.threads):
+    with _threads(options.threads), contextlib.redirect_stdout(sys.stderr):
         progress("building the model", 0.0)
         module = model.build(options.seed)
         precision = _precision(module, model)

@@ -202,9 +202,9 @@ def _shape(value: object) -> str:
 
 
 def tensor_specs(
-    graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], layers: Sequence[Layer], gradients: Mapping[str, bool]
+    graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], layers: Sequence[Layer]
 ) -> list[TensorSpec]:
-    """Describe every tensor that a layer reads; ``gradients`` says over which a gradient flows back."""
+    """Describe every tensor that a layer reads."""
     nodes = {node.name: node for node in graph.nodes}
     known = {name: (None, nodes[node]) for node, name in inputs.tensors.items()}
     producers = {output: layer.name for layer in layers for output in layer.outputs}
@@ -213,14 +213,12 @@ def tensor_specs(
     for name, (producer, node) in {**known, **made}.items():
         consumers = tuple(layer.name for layer in layers if name in layer.inputs)
         if consumers:
-            specs.append(_spec(name, producer, consumers, node.meta["val"], inputs.symbol, gradients.get(name, False)))
+            specs.append(_spec(name, producer, consumers, node.meta["val"], inputs.symbol))
     return specs
 
 
-def _spec(
-    name: str, producer: str | None, consumers: tuple[str, ...], value: torch.Tensor, symbol: str, gradient: bool
-) -> TensorSpec:
+def _spec(name: str, producer: str | None, consumers: tuple[str, ...], value: torch.Tensor, symbol: str) -> TensorSpec:
     dim = batch_dim(value, symbol)
     assert dim is not None
     sizes = tuple(int(size) for index, size in enumerate(value.shape) if index != dim)
-    return TensorSpec(name, producer, consumers, sizes, dim, value.dtype, gradient)
+    return TensorSpec(name, producer, consumers, sizes, dim, value.dtype, gradient=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +19,13 @@ from autopar.capture import chain
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
 from autopar.capture.fallback import listed_layers
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, user_line, watch
 from autopar.errors import AutoparError, CaptureError, ModelError
 
-__all__ = ["Exported", "assemble", "capture", "capture_module", "placeholders", "unchanged"]
+__all__ = ["Exported", "assemble", "capture", "capture_module", "placeholders", "unchanged", "with_gradients"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +99,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def _watched(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> None:
     """Run one ordinary forward, so that the user's mistakes are told from those of capturing."""
     try:
-        with watch():
+        with watch(), contextlib.redirect_stdout(sys.stderr):
             outputs = step(*(tensor.clone() for tensor in tensors.values()))
     except AutoparError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line, _ = user_line(error.__traceback__)
         raise ModelError(f"{line}: the model's forward raised {type(error).__name__}: {_first_line(error)}") from error
     if not outputs[0].requires_grad:
@@ -111,7 +113,7 @@ def _watched(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> None:
 def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
     shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             # export warns of attributes that LSTM and its kin set while running; they are set back.
             warnings.simplefilter("ignore")
             return torch.export.export(
@@ -153,12 +155,26 @@ def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch
         dict(model.named_buffers()),
         {node: program.constants[target] for node, target in inputs.constants.items()},
     )
-    graph = assemble(Exported(program, inputs, segments), list(tensors), values, {})
+    graph = assemble(Exported(program, inputs, segments), list(tensors), values)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     gradients = {
         name: tensor.requires_grad for run in chain.forward(graph, copies) for name, tensor in run.outputs.items()
     }
-    return replace(graph, tensors=tuple(replace(t, gradient=gradients.get(t.name, False)) for t in graph.tensors))
+    return with_gradients(graph, gradients)
+
+
+def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
+    """Note over which tensors a gradient flows back; layers that differ in this are no longer alike."""
+
+    def marked(layer: Layer) -> Layer:
+        text = f"{layer.fingerprint} {[gradients.get(name, False) for name in layer.inputs]}"
+        return replace(layer, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    return replace(
+        graph,
+        layers=tuple(map(marked, graph.layers)),
+        tensors=tuple(replace(tensor, gradient=gradients.get(tensor.name, False)) for tensor in graph.tensors),
+    )
 
 
 def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> Inputs:
@@ -185,11 +201,11 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     return Inputs(**tables, symbol=str(rows.node.expr))
 
 
-def assemble(exported: Exported, tensors: Sequence[str], values: Values, gradients: Mapping[str, bool]) -> LayerGraph:
+def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> LayerGraph:
     """Build the layer graph of an exported program that was cut into segments."""
     graph = exported.program.graph
     layers = build_layers(graph, exported.inputs, exported.segments, values)
-    specs = tensor_specs(graph, exported.inputs, exported.segments, layers, gradients)
+    specs = tensor_specs(graph, exported.inputs, exported.segments, layers)
     outputs = tuple(name for name in layers[-1].outputs if name in ("loss", "loss_sum", "loss_count"))
     return LayerGraph(
         layers=tuple(layers),

@@ -173,7 +173,9 @@ def _is_unit(path: str, model: nn.Module) -> bool:
     has_children = any(True for _ in module.children())
     if has_children and sum(1 for _ in model.get_submodule(parent).children()) == 1:
         return False
-    return last.isdigit() or not any(part.isdigit() for name, _ in module.named_modules() for part in name.split("."))
+    # torch keeps a parametrised weight's functions in a list called parametrizations; they are no elements of a model.
+    paths = [name.split(".") for name, _ in module.named_modules()]
+    return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
 
 
 def _starts(units: Sequence[str | None]) -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from autopar.capture.build import Values
-from autopar.capture.export import Exported, assemble, placeholders
+from autopar.capture.export import Exported, assemble, placeholders, with_gradients
 from autopar.capture.graph import LayerGraph
 from autopar.capture.segment import Segment
 from autopar.errors import CaptureError, FileError
@@ -126,4 +126,5 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
             buffers[name] = stored[target]
     constants = {node: program.constants[target] for node, target in inputs.constants.items()}
     values = Values(parameters, buffers, constants)
-    return assemble(Exported(program, inputs, segments), content["tensors"], values, content["gradients"])
+    graph = assemble(Exported(program, inputs, segments), content["tensors"], values)
+    return with_gradients(graph, content["gradients"])

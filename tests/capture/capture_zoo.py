@@ -1,5 +1,5 @@
 """Small models, each with one difficulty of capturing, and a batch for each."""
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+# ruff: noqa: ANN001, ANN201, ANN204
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 
 def mean_square(output, batch):
@@ -241,7 +242,87 @@ class Wrapped(nn.Module):
         return self.net(x)
 
 
+class StochasticDepth(Chain):
+    def between(self, x):
+        return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
+
+
+class Filled(Chain):
+    """A tensor is made empty and written piece by piece."""
+
+    def forward(self, x):
+        both = torch.zeros(x.shape[0], 2, 8, dtype=x.dtype)
+        both[:, 0] = self.steps[0](x)
+        both[:, 1] = self.steps[1](x)
+        return self.steps[3](self.steps[2](both.sum(1)))
+
+
+class MaskInPlace(Chain):
+    """A mask is written in place, then read by every layer."""
+
+    def forward(self, x):
+        mask = torch.ones(8, 8, dtype=x.dtype)
+        mask[2:, 3] = 0
+        mask.tril_()
+        for step in self.steps:
+            x = torch.tanh(step(x)) @ mask
+        return x
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))
+        self.third = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+class Queries(nn.Module):
+    """Learned tokens are expanded over the batch and read by every layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, 8))
+        self.embed, self.head = nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 11)
+        self.steps = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        queries = self.queries.expand(tokens.shape[0], -1, -1)
+        x = torch.cat((queries, self.embed(tokens)), 1)
+        for step in self.steps:
+            x = torch.tanh(step(x)) + F.pad(queries, (0, 0, 0, tokens.shape[1]))
+        return self.head(x[:, 3:])
+
+
+class NormTwice(nn.Module):
+    """A module with buffers is called twice: what updates them stays together."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+        self.first, self.second, self.third = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.third(self.norm(self.second(self.norm(self.first(x)))))
+
+
+class Autocast(Chain):
+    def between(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x.float(), self.steps[0].weight.float())
+        return torch.tanh(x + y.to(x.dtype))
+
+
 MODELS = {
+    "stochastic depth": (StochasticDepth, regression, mean_square),
+    "filled": (Filled, regression, mean_square),
+    "mask in place": (MaskInPlace, regression, mean_square),
+    "parametrized": (Parametrized, regression, mean_square),
+    "queries": (Queries, text, cross_entropy),
+    "norm twice": (NormTwice, images, mean_square),
+    "autocast": (Autocast, regression, mean_square),
     "chain": (Chain, regression, mean_square),
     "in place": (InPlace, regression, mean_square),
     "views": (Views, regression, mean_square),

@@ -1,5 +1,5 @@
 """Layers run one after another give the plain model's loss, gradients and buffers."""
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+# ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 

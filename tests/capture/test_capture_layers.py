@@ -1,5 +1,5 @@
 """Where layers begin, what crosses, and what does not."""
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def test_an_in_place_operator_stays_with_what_it_writes():
     assert graph.layers[1].modules == ("stem.1", "stem.2")
 
 
+def test_what_writes_a_buffer_stays_with_all_that_reads_it():
+    assert [layer.modules for layer in layers_of("norm twice").layers] == [
+        ("first",),
+        ("norm", "second", "norm@2"),
+        ("third",),
+    ]
+
+
+def test_a_parametrised_weight_belongs_to_its_module():
+    assert [layer.name for layer in layers_of("parametrized").layers] == ["first", "second", "third"]
+
+
 def test_a_skip_connection_goes_straight_to_its_reader():
     graph = layers_of("skips")
     first = next(tensor for tensor in graph.tensors if tensor.producer == "down1")
@@ -102,6 +114,8 @@ def test_a_frozen_parameter_makes_another_fingerprint_and_no_gradient_flows_befo
     assert graph.layers[0].fingerprint != graph.layers[1].fingerprint
     gradients = [tensor.gradient for tensor in graph.tensors if tensor.producer]
     assert gradients == [False, True, True]
+    # The second layer's backward has no input gradient to compute, the third's has.
+    assert graph.layers[1].fingerprint != graph.layers[2].fingerprint
 
 
 def test_sum_and_count_are_two_loss_outputs():
