@@ -48,6 +48,7 @@ def train(
     random_layers: Sequence[str] = (),
     steps: int = 5,
     seed: int = 0,
+    model_seed: int | None = None,
 ) -> Trained:
     """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
 
@@ -55,7 +56,7 @@ def train(
     are per share, as the design says.
     """
     source = load_file(file)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed if model_seed is None else model_seed)
     model: nn.Module = source.model().train()
     moment = {"step": 0, "micro_batch": 0}
     _divide_batch_norms(model, shares_of)

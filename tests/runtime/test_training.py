@@ -95,6 +95,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cas
     return found
 
 
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    file = tmp_path_factory.mktemp("dropout") / "dropout.py"
+    file.write_bytes((Path(__file__).parent / "models" / "dropout.py").read_bytes())
+    return _case(file)
+
+
 def _case(file: Path) -> Case:
     model = load(str(file))
     graph = capture(model, model.build(0))
@@ -192,3 +199,19 @@ def test_training_equals_the_plain_loop(
     truth = plain.train(case.file, 3, rows, lambda name: _shares_of(case.graph, plan, name))
     _check(plan, truth, tmp_path, losses)
     _check_buffers(plan, truth, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("widths", "schedule", "cuts"), [((1,), "gpipe", []), ((1, 2), "1f1b", [3]), ((2, 1, 1), "gpipe", [2, 4])]
+)
+def test_dropout_depends_on_the_division_and_on_nothing_else(
+    widths: tuple[int, ...], schedule: str, cuts: list[int], dropout: Case, pool: RankPool, tmp_path: Path
+) -> None:
+    random = [layer.name for layer in dropout.graph.layers if layer.random]
+    assert random == ["1", "2", "3", "4"]
+    plan = dictate(dropout.graph, dropout.model, widths, 3, 5, schedule, cuts=cuts, seed=3)
+    losses = _train(pool, dropout, plan, tmp_path)
+    truth = plain.train(
+        dropout.file, 3, 5, lambda name: _shares_of(dropout.graph, plan, name), random, seed=3, model_seed=0
+    )
+    _check(plan, truth, tmp_path, losses)

@@ -1,0 +1,66 @@
+"""Run every rank of a plan as a thread of this process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from rank_jobs import keep
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Plan
+from autopar.runtime.in_process import Exchange, InProcessTransport
+from autopar.runtime.job import Job
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+
+def train_in_threads(
+    plan: Plan, graph: LayerGraph, model: UserModel, state: Mapping[str, torch.Tensor], folder: Path, steps: int
+) -> list[float]:
+    """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
+
+    Where the loss counts, parts are plain sums.
+    """
+    program = expand(plan)
+    check(program, plan)
+    exchange = Exchange()
+    losses: dict[int, list[float]] = {}
+    errors: list[BaseException] = []
+
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: state[name].detach().clone() for name in names}
+
+    def work(rank: int) -> None:
+        try:
+            transport = InProcessTransport(exchange, rank)
+            device = torch.device("cpu")
+            job = Job(plan, program, rank, _own(graph), model, read, transport, device, lambda step, position: None)
+            losses[rank] = keep(job, rank, steps, folder)
+        except BaseException as error:
+            errors.append(error)
+            exchange.break_off()
+
+    _together(len(plan.devices), work)
+    if errors:
+        raise errors[0]
+    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def _own(graph: LayerGraph) -> LayerGraph:
+    """Copy a graph, so that a rank may put its own weights into it."""
+    layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
+    return dataclasses.replace(graph, layers=tuple(layers))
+
+
+def _together(count: int, work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
