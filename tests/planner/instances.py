@@ -38,7 +38,9 @@ def profile_of(
     )
 
 
-def random_profile(seed: int, most_layers: int = 7, batches: tuple[int, ...] = (1, 2, 3, 4, 6)) -> Profile:
+def random_profile(
+    seed: int, most_layers: int = 7, batches: tuple[int, ...] = (1, 2, 3, 4, 6), skips: float = 0.12
+) -> Profile:
     """Skips, side entrances, missing gradients, tied parameters, layers without time or parameters, single layers."""
     rng = random.Random(seed)
     count = rng.randint(1, most_layers)
@@ -47,7 +49,7 @@ def random_profile(seed: int, most_layers: int = 7, batches: tuple[int, ...] = (
     tensors = [Tensor(name="x", producer=None, consumers=(names[0],), bytes_per_sample=64, dtype="i64", gradient=False)]
     for index in range(count - 1):
         readers = {index + 1} if rng.random() < 0.93 else set()
-        readers |= {reader for reader in range(index + 2, count) if rng.random() < 0.12}
+        readers |= {reader for reader in range(index + 2, count) if rng.random() < skips}
         if readers:
             consumers = tuple(names[reader] for reader in sorted(readers))
             size, gradient = rng.choice([0, 1000, 40_000, 100_000]), rng.random() < 0.93
