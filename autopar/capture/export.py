@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from autopar.capture import chain
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
-from autopar.capture.fallback import listed_layers
+from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
@@ -74,8 +74,12 @@ def capture_module(
     step = StepModule(model, batch, loss).train()
     with unchanged(model):
         if layers is not None:
-            return listed_layers(model, batch, loss, layers)
-        _watched(step, tensors)
+            with _told_apart("running the modules of layers(model)"):
+                return listed_layers(model, batch, loss, layers)
+        with _told_apart("the model's forward"), watch():
+            outputs = step(*(tensor.clone() for tensor in tensors.values()))
+        if not outputs[0].requires_grad:
+            raise ModelError(NOTHING_TO_TRAIN)
     with unchanged(model):
         program = _export(step, tensors)
     with unchanged(model):
@@ -96,18 +100,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(buffers[name])
 
 
-def _watched(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run one ordinary forward, so that the user's mistakes are told from those of capturing."""
+@contextlib.contextmanager
+def _told_apart(what: str) -> Iterator[None]:
+    """Run the user's code as it is, so that the user's mistakes are told from those of capturing."""
     try:
-        with watch(), contextlib.redirect_stdout(sys.stderr):
-            outputs = step(*(tensor.clone() for tensor in tensors.values()))
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except AutoparError:
         raise
     except (Exception, SystemExit) as error:
         line, _ = user_line(error.__traceback__)
-        raise ModelError(f"{line}: the model's forward raised {type(error).__name__}: {_first_line(error)}") from error
-    if not outputs[0].requires_grad:
-        raise ModelError("the loss depends on no parameter that requires a gradient; there is nothing to train")
+        raise ModelError(f"{line}: {what} raised {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:

@@ -13,7 +13,9 @@ from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.errors import ModelError
 
-__all__ = ["listed_layers"]
+__all__ = ["NOTHING_TO_TRAIN", "listed_layers"]
+
+NOTHING_TO_TRAIN = "the loss depends on no parameter that requires a gradient; there is nothing to train"
 
 
 class _ListedLayer(nn.Module):
@@ -117,6 +119,8 @@ class _Listing:
 
     def run(self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor]) -> LayerGraph:
         first, randoms = self._forward(small)
+        if not first[-1][0].requires_grad:
+            raise ModelError(NOTHING_TO_TRAIN)
         second, _ = self._forward(large)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()

@@ -93,6 +93,23 @@ def test_the_layers_fallback_runs_what_cannot_be_captured(kind):
     assert graph.tensors[2].gradient
 
 
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda model: [], "a list of modules"),
+        (lambda model: [torch.tanh], "a list of modules"),
+        (lambda model: [nn.Linear(8, 8).double()], "none of the model's"),
+        (lambda model: [model.steps[0], nn.Linear(3, 3)], "raised RuntimeError"),
+        (lambda model: [model.steps[0], nn.Flatten(0), nn.Unflatten(0, (-1, 8))], "exactly one dimension"),
+        (lambda model: [nn.Identity()], "nothing to train"),
+    ],
+)
+def test_a_wrong_list_of_layers_is_refused(layers, message):
+    model, batch, loss = build("chain")
+    with pytest.raises(ModelError, match=message):
+        capture_module(model, batch, loss, layers)
+
+
 def test_a_wrong_gradient_is_found():
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
