@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import NamedTuple
 
 from autopar.errors import UsageError
@@ -9,7 +10,11 @@ from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
 
-__all__ = ["Candidate", "Family", "Placed", "families", "place"]
+__all__ = ["MOST_MICRO_BATCHES", "Candidate", "Family", "Placed", "divisors", "families", "place"]
+
+
+MOST_MICRO_BATCHES = 4096
+"""Counts above are searched only when asked for: a step of theirs is mostly latency, and long to simulate."""
 
 
 class Placed(NamedTuple):
@@ -66,25 +71,37 @@ def place(family: Family, cuts: tuple[int, ...], widths: tuple[int, ...]) -> Can
     return Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(stages))
 
 
+def divisors(batch: int) -> list[int]:
+    """Return every micro-batch count of a batch, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [count for count in range(1, isqrt(batch) + 1) if batch % count == 0]
+    return sorted({*small, *(batch // count for count in small)})
+
+
 def families(batch: int, most_stages: int, options: PlanOptions) -> list[Family]:
     """Return every family that the options admit; those that hold less in flight stand first, so that they win ties.
 
     Raises:
         UsageError: the micro-batches asked for do not divide the batch.
     """
-    if options.micro_batches is not None and batch % options.micro_batches:
-        near = [count for count in range(1, batch + 1) if batch % count == 0]
-        near = sorted(sorted(near, key=lambda count: abs(count - (options.micro_batches or 1)))[:3])
+    every = divisors(batch)
+    if options.micro_batches is not None and options.micro_batches not in every:
+        asked = options.micro_batches
+        near = sorted(sorted(every, key=lambda count: abs(count - asked))[:3])
         raise UsageError(
-            f"--micro-batches {options.micro_batches} does not divide the batch {batch}; near ones do: "
-            + ", ".join(map(str, near))
+            f"--micro-batches {asked} does not divide the batch {batch}; near ones do: {', '.join(map(str, near))}"
         )
-    counts = range(1, batch + 1) if options.micro_batches is None else [options.micro_batches]
+    counts = [count for count in every if count <= MOST_MICRO_BATCHES]
+    if options.micro_batches is not None:
+        counts = [options.micro_batches]
     names = sorted(SCHEDULES) if options.schedule == "auto" else [options.schedule]
     found: list[Family] = []
     for count in counts:
         seen: set[tuple[str, tuple[int, ...]]] = set()
-        for name in names if batch % count == 0 else ():
+        for name in names:
             for depths in SCHEDULES[name].warmups(most_stages, count).values():
                 # In every schedule the depth depends on the stages behind alone; one micro-batch has a single order.
                 backwards = depths[::-1]

@@ -11,7 +11,7 @@ from math import comb
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.candidate import Candidate, Placed, divisors
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulate import Simulator
@@ -59,8 +59,8 @@ def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> float:
 
 
 def _groups(layers: int, devices: int, batch: int, options: PlanOptions) -> Iterator[_Group]:
-    for micro_batches in range(1, batch + 1):
-        if batch % micro_batches or options.micro_batches not in (None, micro_batches):
+    for micro_batches in divisors(batch):
+        if options.micro_batches not in (None, micro_batches):
             continue
         rows = batch // micro_batches
         for name, schedule in sorted(SCHEDULES.items()):

@@ -13,7 +13,7 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, record, references, try_stages
 from autopar.planner.assemble import assemble, timeline_of
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import Candidate, Family, families, place
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
@@ -158,6 +158,8 @@ def _notes(
     costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, options: PlanOptions
 ) -> list[str]:
     notes = []
+    if options.micro_batches is None and costs.batch > MOST_MICRO_BATCHES:
+        notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; --micro-batches asks for one")
     idle = len(costs.devices) - sum(len(stage.devices) for stage in candidate.stages)
     if idle:
         notes.append(
