@@ -1,8 +1,8 @@
 """Time layers: in rounds over all of them, so that the machine's drift spreads evenly.
 
-Of identical layers (equal fingerprints) a few are run, so that their weights are as cold in the caches as in a real
-step, and their times are pooled. Within a round all forwards precede all backwards, as in a real step, and
-backwards add to gradients that are already there, as all but a step's first micro-batch do.
+Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
+the caches and memory as freshly mapped as in a real step. Within a round all forwards precede all backwards, as in a
+real step, and backwards add to gradients that are already there, as all but a step's first micro-batch do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.profiler.passes import Inputs, LayerPass
 
 __all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
 
-REPRESENTATIVES = 4
+REPRESENTATIVES = 16
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 
 
@@ -32,7 +32,7 @@ class Timing:
 
 
 def representatives(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers to run: at most four of each kind, spread evenly, in order."""
+    """Return the layers to run: at most sixteen of each kind, spread evenly, in order."""
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
         kinds.setdefault(layer.fingerprint, []).append(layer)

@@ -31,6 +31,8 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done."""
 
 MAX_SIZES = 5
+# On an idle machine the spread is below a tenth.
+BUSY_SPREAD = 0.25
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ def profile(
             overhead = _overhead(model, module, options.batch)
     layers = describe_layers(graph, costs)
     spreads = [s for layer in layers for cost in layer.costs for s in (cost.forward_spread, cost.backward_spread)]
+    noise = formats.Noise(median_spread=statistics.median(spreads), max_spread=max(spreads))
+    if noise.median_spread > BUSY_SPREAD:
+        share = f"{noise.median_spread:.0%}"
+        notes.append(f"times of the same layer spread by {share} of their median: other work ran on this machine")
     return formats.Profile(
         model=formats.ModelSource(source=model.spec, sha256=model.sha256),
         batch=options.batch,
@@ -86,7 +92,7 @@ def profile(
         layers=layers,
         tensors=describe_tensors(graph),
         tied=describe_ties(graph),
-        noise=formats.Noise(median_spread=statistics.median(spreads), max_spread=max(spreads)),
+        noise=noise,
         step_overhead_s=overhead,
         notes=tuple(notes),
     )
