@@ -28,6 +28,7 @@ from autopar.runtime.gradients import Reducer
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.seeds import seed_generator, seed_of
 from autopar.runtime.stage import Stage
+from autopar.schedules.expand import rank_of
 
 __all__ = ["Executor", "StepRecord"]
 
@@ -86,6 +87,7 @@ class Executor:
         self._stage_index, self._replica = place
         self._stage, self._mailbox, self._reducer = stage, mailbox, reducer
         self._update, self._clock, self._device, self._note = update, clock, device, note
+        self._rank = rank_of(plan, *place)
         self._rows = plan.stages[self._stage_index].shares[self._replica]
         self._last = max(i for i, action in enumerate(self._actions) if action.kind == BACKWARD)
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
@@ -118,14 +120,21 @@ class Executor:
             marks.append(self._clock.mark())
             try:
                 self._perform(position, action)
-            except AutoparError as error:
-                raise type(error)(f"step {step}, {action}: {error}") from error
-            except torch.OutOfMemoryError as error:
-                raise TrainingError(f"step {step}, {action}: out of memory; plan with a smaller --memory") from error
+            except Exception as error:
+                raise self._placed(error, action) from error
             marks.append(self._clock.mark())
         times = self._clock.resolve(marks)
         self._record.times_s = list(zip(times[::2], times[1::2], strict=True))
         return self._record
+
+    def _placed(self, error: Exception, action: Action) -> AutoparError:
+        """Say of an error where it happened."""
+        place = f"rank {self._rank} (stage {self._stage_index}, step {self._step}, {action})"
+        if isinstance(error, AutoparError):
+            return type(error)(f"{place}: {error}")
+        if isinstance(error, torch.OutOfMemoryError):
+            return TrainingError(f"{place}: out of memory; plan with a smaller --memory")
+        return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
     def _perform(self, position: int, action: Action) -> None:
         if action.kind == FORWARD:

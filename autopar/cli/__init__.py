@@ -7,11 +7,14 @@ import traceback
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
-from autopar.cli import plan, profile, run, show, simulate, worker
-from autopar.errors import AutoparError
+from autopar.cli import demo, plan, profile, run, show, simulate, worker
+from autopar.errors import AutoparError, UsageError
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="autopar",
@@ -36,19 +39,30 @@ app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
 app.command("run")(run.command)
 app.command("worker")(worker.command)
+app.command("demo")(demo.command)
 app.command("show")(show.command)
 
 
 def main() -> None:
-    """Run a command; an error of autopar becomes one line on stderr and its exit code."""
-    debug = "--debug" in sys.argv[1:]
+    """Run a command; an error becomes one line on stderr and its exit code."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except AutoparError as error:
-        if debug:
+        if "--debug" in sys.argv[1:]:
             traceback.print_exc()
         sys.stderr.write(f"autopar: {' '.join(str(error).split())}\n")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+        code = error.exit_code
+    except TyperException as error:
+        code = _usage(error)
+    except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("autopar: interrupted\n")
-        sys.exit(130)
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _usage(error: TyperException) -> int:
+    """Say what is wrong with a command line; without any arguments, its help has been shown already."""
+    message = " ".join(error.format_message().split())
+    if message:
+        sys.stderr.write(f"autopar: {message} (try --help)\n")
+    return UsageError.exit_code

@@ -38,7 +38,7 @@ def command(
     The same program runs under torchrun with `autopar worker`.
     """
     reports = Reports(report, trace, save, overwrite)
-    reports.check()
+    reports.check(plan)
     chosen = read_plan(plan, seed)
     model = model_of(chosen, plan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.cli.references import check_output
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
@@ -24,20 +25,16 @@ class Reports:
     save: Path | None
     overwrite: bool
 
-    def check(self) -> None:
+    def check(self, plan: Path) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
         Raises:
-            UsageError: a file exists and may not be replaced.
+            UsageError: a file exists and may not be replaced, or is the plan itself.
             FileError: a folder is missing.
         """
-        for path in (self.report, self.trace):
-            if path is None:
-                continue
-            if path.exists() and not self.overwrite and path != DEFAULT_REPORT:
-                raise UsageError(f"{path} exists; pass --overwrite to replace it")
-            if not path.parent.is_dir():
-                raise FileError(f"{path}: the folder {path.parent} does not exist")
+        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=(plan,))
+        if self.trace is not None:
+            check_output(self.trace, None, overwrite=self.overwrite, inputs=(plan, self.report))
         if self.save is not None and self.save.exists() and not self.overwrite:
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")

@@ -34,7 +34,7 @@ def command(
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
         reports = Reports(report, trace, save, overwrite)
-        reports.check()
+        reports.check(plan)
         chosen = read_plan(plan, seed)
         model = model_of(chosen, plan)
 

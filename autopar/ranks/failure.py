@@ -26,6 +26,8 @@ class Failure:
     exit_code: int
     consequence: bool
     """Whether another rank's failure is the likely cause."""
+    placed: bool
+    """Whether the message says where by itself."""
     trace: str
     """The traceback, for ``--debug``."""
 
@@ -34,13 +36,13 @@ class Failure:
         """Describe an error raised in this process."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, AutoparError):
-            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), trace)
+            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), True, trace)
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = " ".join(str(error).split()) or "no message"
         # A collective that fails, fails because of a peer.
         consequence = bool(frames) and "/torch/distributed/" in frames[-1].filename
-        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, consequence, trace)
+        return cls(f"{type(error).__name__}: {message}{where}", TrainingError.exit_code, consequence, False, trace)
 
     def as_error(self, where: str = "") -> AutoparError:
         """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""

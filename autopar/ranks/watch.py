@@ -125,7 +125,7 @@ class Watch:
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
             return
-        raise failure.as_error(f"{self._where(rank)}: " if failure.exit_code == TrainingError.exit_code else "")
+        raise failure.as_error("" if failure.placed else f"{self._where(rank)}: ")
 
     def _check_grace(self) -> None:
         if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
@@ -133,7 +133,7 @@ class Watch:
                 if link.process.poll() is not None:
                     raise TrainingError(self._lost(rank))
             rank, failure = next(iter(self._consequences.items()))
-            raise failure.as_error(f"{self._where(rank)}: ")
+            raise failure.as_error("" if failure.placed else f"{self._where(rank)}: ")
 
     def _check_progress(self) -> None:
         now_s = time.monotonic()

@@ -1,0 +1,88 @@
+"""``autopar demo``: profile, plan and run a bundled example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["command"]
+
+BATCH = 16
+
+
+def command(
+    folder: Annotated[Path, typer.Option(help="Where the files go; made if missing.")] = Path("autopar-demo"),
+    ranks: Annotated[int, typer.Option(help="Ranks to plan for.", min=2)] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to train.", min=2)] = 20,
+) -> None:
+    """Profile, plan and run the bundled GPT in about a minute: pipelined over processes of this machine."""
+    from rich.console import Console
+
+    from autopar.cli import plan as plan_command
+    from autopar.cli import profile as profile_command
+    from autopar.cli import run as run_command
+    from autopar.cli import show as show_command
+    from autopar.cli import simulate as simulate_command
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; --folder takes a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    files = {name: folder / name for name in ("profile.json", "plan.json", "report.json")}
+    traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
+    picture = folder / "timeline.png"
+
+    _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
+    profile_command.command(_example("gpt"), batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
+    _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
+    plan_command.command(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
+    _say(console, f"autopar run --steps {steps}", "train it that way")
+    run_command.command(
+        files["plan.json"], steps, report=files["report.json"], trace=traces["measured"], overwrite=True
+    )
+    _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
+    simulate_command.command(files["plan.json"], trace=traces["predicted"], overwrite=True)
+    show_command.command(traces["measured"], traces["predicted"], picture, overwrite=True)
+    _conclude(console, files, picture)
+
+
+def _example(name: str) -> str:
+    import autopar.examples
+
+    (folder,) = autopar.examples.__path__
+    return str(Path(folder) / f"{name}.py")
+
+
+def _say(console: Console, what: str, why: str) -> None:
+    console.rule(f"[bold]{what}[/bold]: {why}", align="left")
+
+
+def _conclude(console: Console, files: dict[str, Path], picture: Path) -> None:
+    from autopar.formats.plan import Plan
+    from autopar.formats.report import Report
+    from autopar.report.quantity import duration, percentage
+    from autopar.report.table import new_table
+
+    plan, report = Plan.load(files["plan.json"]), Report.load(files["report.json"])
+    widths = " + ".join(str(stage.replicas) for stage in plan.stages)
+    table = new_table("What happened", ("", ""), folded="")
+    table.add_row(
+        "pipeline",
+        f"{len(plan.stages)} stages on {widths} ranks, {plan.schedule}, {plan.micro_batches} x "
+        f"{plan.micro_batch_size} samples a step",
+    )
+    table.add_row("loss", f"{report.loss[0]:.3f} -> {report.loss[-1]:.3f} in {report.steps} steps")
+    table.add_row("step, predicted", duration(report.predicted_step_s))
+    table.add_row("step, measured", f"{duration(report.step_s.median)} (median)")
+    table.add_row("error", percentage(report.error, signed=True))
+    for name, path in {**files, "timeline": picture}.items():
+        table.add_row(name, str(path))
+    console.rule()
+    console.print(table)

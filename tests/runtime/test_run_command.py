@@ -1,0 +1,224 @@
+"""``autopar run`` and ``autopar worker``, as a user meets them: outcome, files, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dictated import dictate
+from safetensors.torch import load_file
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from autopar.formats.report import Report
+from autopar.formats.timeline import Timeline
+from autopar.runtime.weights import read
+
+MODELS = Path(__file__).parent / "models"
+Run = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a model file in it."""
+    (tmp_path / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan_for(here: Path, widths: list[int], name: str = "words", rows: int = 4) -> Plan:
+    model = load(f"{name}.py")
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, widths, 2, rows, cuts=[1, 2, 3][: len(widths) - 1])
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": f"{name}.py"})})
+    plan.save(here / "plan.json")
+    return plan
+
+
+def autopar(*arguments: str) -> Run:
+    command = [sys.executable, "-m", "autopar", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+
+def torchrun(count: int, *arguments: str) -> Run:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "autopar", "worker", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, *start], capture_output=True, text=True, check=False, timeout=200, env=environment
+    )
+
+
+def last_line(run: Run) -> str:
+    return run.stderr.strip().splitlines()[-1]
+
+
+def rank_processes(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                arguments = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(above) == parent and state != "Z" and b"autopar.ranks.entry" in arguments:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(here: Path) -> None:
+    plan = plan_for(here, [1, 2])
+    done = autopar("run", "--steps", "4", "--trace", "t.json", "--save", "trained", "--json")
+    assert done.returncode == 0, done.stderr
+    report = Report.load(here / "report.json")
+    assert json.loads(done.stdout) == json.loads((here / "report.json").read_text())
+    assert report.steps == len(report.loss) == 4
+
+    assert len(report.peak_bytes) == report.ranks == 3
+    assert all(peak > 0 for peak in report.peak_bytes)
+    timeline = Timeline.load(here / "t.json")
+    assert timeline.origin == "measured"
+    assert timeline.rank_count() == 3
+    state = dict(load("words.py").build(0).named_parameters())
+    trained = read(here / "trained", state)
+    assert trained.keys() == state.keys()
+    assert sorted(path.name for path in (here / "trained").iterdir()) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+    again = autopar("run", "--steps", "1", "--weights", "trained", "--save", "more")
+    assert again.returncode == 0, again.stderr
+    moved = load_file(here / "more" / "model-00001-of-00002.safetensors")
+    assert not any(value.equal(state[name]) for name, value in moved.items())
+    assert Report.load(here / "report.json").initial_weights == "files in trained"
+    assert plan.predicted.step_s == 0
+
+
+def test_torchrun_starts_the_same_ranks(here: Path) -> None:
+    plan_for(here, [1, 1])
+    local = autopar("run", "--steps", "3")
+    assert local.returncode == 0, local.stderr
+    expected = Report.load(here / "report.json").loss
+    started = torchrun(2, "plan.json", "--steps", "3", "--report", "other.json")
+    assert started.returncode == 0, started.stderr
+    assert Report.load(here / "other.json").loss == expected
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
+def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: int, words: str) -> None:
+    plan_for(here, [1, 1])
+    started = torchrun(count, "plan.json", "--steps", "3")
+    assert started.returncode != 0
+    assert started.stderr.count(f"{count} ranks were started, {words} that the plan needs") == 1
+    assert not (here / "report.json").exists()
+
+
+def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path) -> None:
+    text = (here / "words.py").read_text().replace("UNKNOWN_AT = -1", "UNKNOWN_AT = 7")
+    (here / "words.py").write_text(text)
+    plan_for(here, [1, 1])
+    done = autopar("run", "--steps", "9", "--trace", "t.json")
+    assert done.returncode == 5
+    where = r"rank 0 \(stage 0, step \d, F\d@0\): layer 0"
+    assert re.match(rf"autopar: {where}: IndexError: index out of range", last_line(done))
+    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGKILL, 5, r"rank 1 \(stage 1, step \d+, \S+\) was killed by SIGKILL"),
+        (signal.SIGSTOP, 5, r"rank 1 \(stage 1, step \d+, \S+\) is stopped"),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
+    here: Path, number: signal.Signals, code: int, said: str
+) -> None:
+    plan_for(here, [1, 1])
+    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000", "--timeout", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        ranks = _wait_for_steps(run)
+        os.kill(ranks[1], number)
+        began_s = time.monotonic()
+        rest = run.communicate(timeout=100)[1]
+        # The timeout of 3 s, and what a busy machine adds.
+        assert time.monotonic() - began_s < 30
+    assert run.returncode == code
+    assert re.search(said, rest.strip().splitlines()[-1])
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not (here / "report.json").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_no_process_and_no_file(here: Path, number: signal.Signals, code: int) -> None:
+    plan_for(here, [1, 1])
+    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        ranks = _wait_for_steps(run)
+        run.send_signal(number)
+        rest = run.communicate(timeout=100)[1]
+    assert run.returncode == code
+    assert "Traceback" not in rest
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+
+
+def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step "):
+            return rank_processes(run.pid)
+    raise AssertionError(f"the run ended with {run.wait()}")
+
+
+def edited(here: Path, **changes: object) -> None:
+    content = json.loads((here / "plan.json").read_text())
+    content.update(changes)
+    (here / "plan.json").write_text(json.dumps(content))
+
+
+def test_what_does_not_fit_is_one_line_and_the_right_exit_code(here: Path) -> None:
+    plan_for(here, [1, 1])
+    content = json.loads((here / "plan.json").read_text())
+    stages = content["stages"]
+
+    def refused(code: int, said: str, *arguments: str) -> None:
+        done = autopar("run", "--steps", "1", *arguments)
+        assert done.returncode == code, done.stderr
+        assert re.search(said, last_line(done)), done.stderr
+        assert not (here / "report.json").exists()
+
+    refused(4, r"no-plan.json: no such plan file", "no-plan.json")
+    refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
+    refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
+    refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
+    refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
+    edited(here, batch=True)
+    refused(4, r"plan.json: \$.batch: .*found true")
+    edited(here, batch=7)
+    refused(4, r"plan.json: \$.micro_batches: micro_batches x micro_batch_size must be the batch 7")
+    edited(here, batch=8, stages=[{**stages[0], "layers": ["0", "x"]}, stages[1]])
+    refused(4, r"the plan does not fit .*words.py: layer 1 is 'x', the model '1'")
+    edited(here, stages=[stages[0], {**stages[1], "devices": [0]}])
+    refused(4, r"\$.stages\[1\].devices: device 0 is used twice")
+    edited(here, stages=stages, tensors=[])
+    refused(4, r"the plan does not fit .*words.py: tensor '0:embedding' .* absent in the plan")
+    edited(here, tensors=content["tensors"], device_type="cuda")
+    refused(2, r"the plan needs 2 GPUs, this host has \d+")
+    edited(here, device_type="cpu")
+    with (here / "words.py").open("a") as file:
+        file.write("# changed\n")
+    refused(4, r"words.py has changed since it was profiled; run `autopar profile` and `autopar plan` again")
+    (here / "words.py").unlink()
+    refused(4, r"plan.json: \$.model.source: no such file: words.py")
