@@ -16,7 +16,7 @@ from autopar.planner.layers import at_rows
 from autopar.planner.links import LinkModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.tables import FlowTables
-from autopar.schedules.buckets import BUCKET_BYTES, buckets
+from autopar.schedules.buckets import bucket_limit_bytes, buckets
 
 MIB = 2**20
 
@@ -78,10 +78,15 @@ def test_devices_on_two_nodes_talk_over_the_network() -> None:
 
 
 def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
-    sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 30 * MIB, 1, 5]
+    sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 300 * MIB, 1, 5]
+    limit = bucket_limit_bytes(sum(sizes))
     found = buckets(sizes)
+    assert limit == 25 * MIB
     assert found == [[6, 5], [4], [2, 1], [0]]
-    assert all(sum(sizes[index] for index in bucket) <= BUCKET_BYTES or len(bucket) == 1 for bucket in found)
+    assert all(sum(sizes[index] for index in bucket) <= limit or len(bucket) == 1 for bucket in found)
+    small = [MIB] * 16
+    assert buckets(small) == [[index, index - 1] for index in range(15, 0, -2)]
+    assert bucket_limit_bytes(100) == MIB
     assert buckets([]) == buckets([0, 0]) == []
 
 
