@@ -80,11 +80,10 @@ def batch_dim(value: object, symbol: str) -> int | None:
 def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment, ...]:
     """Cut a graph into the layers described above."""
     nodes = _Nodes(graph, inputs)
-    units = [_unit(node, model) for node in nodes.owned]
-    starts = _starts(units)
-    ends = _forbidden(nodes)
-    groups = _merge(len(nodes.owned), starts, ends)
-    return tuple(_describe(nodes, groups, units, model))
+    finder = _Units(model)
+    units = [finder.of(node) for node in nodes.owned]
+    groups = _merge(len(nodes.owned), _starts(units), _forbidden(nodes))
+    return tuple(_describe(nodes, groups, units, finder))
 
 
 class _Nodes:
@@ -156,26 +155,37 @@ class _Nodes:
         return reached
 
 
-def _unit(node: fx.Node, model: nn.Module) -> str | None:
-    """Return the unit whose call a node belongs to, as ``path`` or, from its second call on, ``path@2``."""
-    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-        _, _, inner = path.partition("model.")
-        if not path.startswith("model.") or not _is_unit(inner, model):
-            continue
-        _, _, again = key.rpartition("@") if "@" in key else ("", "", "0")
-        return inner if again == "0" else f"{inner}@{int(again) + 1}"
-    return None
+class _Units:
+    """Finds the unit whose call a node belongs to."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[str, bool] = {}
 
-def _is_unit(path: str, model: nn.Module) -> bool:
-    module = model.get_submodule(path)
-    parent, _, last = path.rpartition(".")
-    has_children = any(True for _ in module.children())
-    if has_children and sum(1 for _ in model.get_submodule(parent).children()) == 1:
-        return False
-    # torch keeps a parametrised weight's functions in a list called parametrizations; they are no elements of a model.
-    paths = [name.split(".") for name, _ in module.named_modules()]
-    return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
+    def of(self, node: fx.Node) -> str | None:
+        """Return the unit as ``path`` or, from its second call on, ``path@2``; none between units."""
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            inner = path.removeprefix("model.")
+            if inner == path or not self._is_unit(inner):
+                continue
+            again = key.rpartition("@")[2] if "@" in key else "0"
+            return inner if again == "0" else f"{inner}@{int(again) + 1}"
+        return None
+
+    def _is_unit(self, path: str) -> bool:
+        if path not in self._known:
+            self._known[path] = self._decide(path)
+        return self._known[path]
+
+    def _decide(self, path: str) -> bool:
+        module = self._model.get_submodule(path)
+        parent, _, last = path.rpartition(".")
+        has_children = any(True for _ in module.children())
+        if has_children and sum(1 for _ in self._model.get_submodule(parent).children()) == 1:
+            return False
+        # torch keeps a parametrised weight's functions in a list called parametrizations; they are no elements.
+        paths = [name.split(".") for name, _ in module.named_modules()]
+        return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
 
 
 def _starts(units: Sequence[str | None]) -> list[int]:
@@ -223,7 +233,7 @@ def _merge(count: int, starts: Sequence[int], forbidden: Iterable[tuple[int, int
 
 
 def _describe(
-    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], model: nn.Module
+    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: _Units
 ) -> Iterator[Segment]:
     free, taken = set(nodes.free), {unit for unit in units if unit is not None}
     order = {node: index for index, node in enumerate(nodes.live)}
@@ -235,7 +245,7 @@ def _describe(
         modules = dict.fromkeys(unit for unit in units[low:high] if unit is not None)
         for node in everything:
             # A free node that reads parameters is listed where it is first computed, unless its module has a layer.
-            unit = _unit(node, model) if node in added and _reads_parameter(nodes, node) else None
+            unit = finder.of(node) if node in added and _reads_parameter(nodes, node) else None
             if unit is not None and unit not in taken:
                 taken.add(unit)
                 modules[unit] = None
