@@ -1,0 +1,92 @@
+"""Sends are let go only when the program proves that they have arrived, and receives are posted before their use."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.formats.plan import Crossing, Plan, Predicted, Stage
+from autopar.formats.profile import ModelSource
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.runtime.retire import receives_ahead, retirements
+from autopar.schedules import SCHEDULES
+from autopar.schedules.expand import expand
+from autopar.schedules.route import even_shares
+
+ANSWERS = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}
+
+
+def program_of(widths: list[int], micro_batches: int, schedule: str) -> Program:
+    """Every stage sends to the next, and the first to the last."""
+    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), micro_batches).values()))
+    stages, device = [], 0
+    for index, width in enumerate(widths):
+        devices = tuple(range(device, device + width))
+        device += width
+        shares = even_shares(6, width)
+        stages.append(Stage(layers=(f"l{index}",), devices=devices, shares=shares, warmup=depths[index]))
+    last = len(widths) - 1
+    pairs = [(index, (index + 1,)) for index in range(last)] + ([(0, (last,))] if last > 1 else [])
+    crossing = [
+        Crossing(name=f"t{i}", producer=p, consumers=c, bytes_per_sample=4, dtype="float32", gradient=True)
+        for i, (p, c) in enumerate(pairs)
+    ]
+    return expand(
+        Plan(
+            model=ModelSource(source="m.py", sha256="0" * 64),
+            batch=6 * micro_batches,
+            precision="fp32",
+            schedule=schedule,  # type: ignore[arg-type]
+            micro_batches=micro_batches,
+            micro_batch_size=6,
+            stages=tuple(stages),
+            tensors=tuple(crossing),
+            predicted=Predicted(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(widths)),
+        )
+    )
+
+
+def mirror(action: Action, rank: int) -> Action:
+    """Return the receive, on the peer, of a send of ``rank``; or the send that a receive takes."""
+    kinds = ANSWERS | {answer: ask for ask, answer in ANSWERS.items()}
+    return Action(kinds[action.kind], action.peer_stage, action.micro_batch, rank, action.stage)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("widths", [[1, 1], [1, 1, 1, 1], [2, 3], [3, 1, 2]])
+def test_a_send_is_let_go_once_and_only_behind_a_proof(widths: list[int], schedule: str) -> None:
+    program = program_of(widths, 6, schedule)
+    for rank, actions in enumerate(program.ranks):
+        found = retirements(program, rank)
+        retired = [position for positions in found.values() for position in positions]
+        assert len(retired) == len(set(retired))
+        for proof, positions in found.items():
+            peer = list(program.ranks[actions[proof].peer])
+            answered = peer.index(mirror(actions[proof], rank))
+            for position in positions:
+                assert position < proof
+                assert actions[position].peer == actions[proof].peer
+                assert peer.index(mirror(actions[position], rank)) < answered
+
+
+def test_activations_are_let_go_when_their_gradients_return() -> None:
+    program = program_of([1, 1], 4, "1f1b")
+    actions = list(program.ranks[0])
+    found = retirements(program, 0)
+    for micro_batch in range(4):
+        sent, back = Action(SEND, 0, micro_batch, 1, 1), Action(RECEIVE_GRADIENT, 0, micro_batch, 1, 1)
+        assert actions.index(sent) in found[actions.index(back)]
+
+
+@pytest.mark.parametrize("widths", [[1, 1], [2, 3], [1, 1, 1]])
+def test_receives_are_posted_two_computations_ahead_in_order(widths: list[int]) -> None:
+    program = program_of(widths, 6, "1f1b")
+    for rank, actions in enumerate(program.ranks):
+        posted: list[int] = []
+        kinds = [action.kind for action in actions]
+        for position, due in sorted(receives_ahead(program, rank).items()):
+            for receive in due:
+                between = kinds[position:receive]
+                assert sum(kind in "FB" for kind in between) <= 2
+                posted.append(receive)
+        receives = [i for i, kind in enumerate(kinds) if kind in (RECEIVE, RECEIVE_GRADIENT)]
+        assert posted == receives

@@ -1,0 +1,75 @@
+"""Weights on disk, and the samples of a share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dictated import dictate
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import FileError
+from autopar.runtime import weights
+from autopar.runtime.data import ShareLoader, sample_order
+
+MODELS = Path(__file__).parent / "models"
+
+
+def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.randn(2, i + 1) for i in range(4)}
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    many.mkdir()
+    weights.write(one / weights.SINGLE, tensors)
+    weights.write(many / "a.safetensors", {name: tensors[name] for name in ("w0", "w2")})
+    weights.write(many / "b.safetensors", {name: tensors[name] for name in ("w1", "w3")})
+    weights.write_index(many, {"a.safetensors": ["w0", "w2"], "b.safetensors": ["w1", "w3"]})
+    for folder in (one, many):
+        found = weights.read(folder, ["w1", "w2", "absent"])
+        assert sorted(found) == ["w1", "w2"]
+        assert all(torch.equal(found[name], tensors[name]) for name in found)
+    assert sorted(path.name for path in one.iterdir()) == [weights.SINGLE]
+
+
+def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / weights.SINGLE).write_bytes(b"not safetensors")
+    with pytest.raises(FileError, match=r"cannot read weights .*model.safetensors"):
+        weights.read(tmp_path, ["w"])
+    (tmp_path / weights.SINGLE).unlink()
+    for text, said in (
+        ("{", r"not JSON"),
+        ('{"weight_map": 3}', r"\$.weight_map: expected an object"),
+        ('{"weight_map": {"w": "../x"}}', r"\$.weight_map.w: expected the name of a file"),
+    ):
+        (tmp_path / weights.INDEX).write_text(text)
+        with pytest.raises(FileError, match=said):
+            weights.read(tmp_path, ["w"])
+
+
+def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> None:
+    model = load(str(MODELS / "dropout.py"))
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, [3, 1], 2, 7, seed=5)
+    device = torch.device("cpu")
+    loaders = [ShareLoader(model, plan, 0, i, ("batch.0",), device) for i in range(3)]
+    whole = ShareLoader(model, plan, 1, 0, ("batch.0", "batch.1"), device)
+    data = model.dataset()
+    # 100 samples make 7 mini-batches of 14; the last 2 are dropped.
+    for step, epoch, first in ((0, 0, 0), (6, 0, 84), (7, 1, 0), (15, 2, 14)):
+        order = sample_order(100, 5, epoch)
+        expected = torch.stack([data[int(index)][0] for index in order[first : first + 14]])
+        parts = [loader.load(step) for loader in loaders]
+        rows = [torch.cat([part[m]["batch.0"] for part in parts]) for m in range(2)]
+        assert torch.equal(torch.cat(rows), expected)
+        assert torch.equal(torch.cat([m["batch.0"] for m in whole.load(step)]), expected)
+    assert not torch.equal(sample_order(100, 5, 0), sample_order(100, 5, 1))
+    assert ShareLoader(model, plan, 1, 0, (), device).load(3) == [{}, {}]
+
+
+def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
+    model = load(str(MODELS / "dropout.py"))
+    plan = dictate(capture(model, model.build(0)), model, [1], 2, 51)
+    with pytest.raises(FileError, match=r"dropout.py: the dataset has 100 samples, a mini-batch takes 102"):
+        ShareLoader(model, plan, 0, 0, ("batch.0",), torch.device("cpu"))
