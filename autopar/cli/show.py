@@ -159,4 +159,4 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
     content = io.BytesIO()
     figure.savefig(content, format="png")
     write_bytes(path, content.getvalue(), overwrite=overwrite)
-    console.print(f"wrote {path}", highlight=False, markup=False)
+    console.print(f"Written: {path}", highlight=False, markup=False)
