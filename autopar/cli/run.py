@@ -8,29 +8,36 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.training import Reports, model_of, print_outcome, read_plan
+from autopar.cli.training import (
+    DEFAULT_REPORT,
+    Overwrite,
+    PlanFile,
+    ReportFile,
+    Reports,
+    Save,
+    Seed,
+    Steps,
+    Timeout,
+    TraceFile,
+    Weights,
+    model_of,
+    print_outcome,
+    read_plan,
+)
 
 __all__ = ["command"]
 
 
 def command(
-    plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json"),
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)] = 20,
-    seed: Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0)] = None,
-    weights: Annotated[
-        Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", help="Folder for the trained weights (safetensors with an index).")
-    ] = None,
-    report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = Path("report.json"),
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
-    ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
-    ] = 300.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
+    plan: PlanFile = Path("plan.json"),
+    steps: Steps = 20,
+    seed: Seed = None,
+    weights: Weights = None,
+    save: Save = None,
+    report: ReportFile = DEFAULT_REPORT,
+    trace: TraceFile = None,
+    timeout_s: Timeout = 300.0,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
     """Train on processes of this host, one per rank, and compare the step time with the prediction.

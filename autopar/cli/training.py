@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autopar.cli.references import check_output
 from autopar.errors import FileError, UsageError
@@ -11,9 +14,43 @@ from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
-__all__ = ["Reports", "model_of", "print_outcome", "read_plan"]
+__all__ = [
+    "DEFAULT_REPORT",
+    "Overwrite",
+    "PlanFile",
+    "ReportFile",
+    "Reports",
+    "Save",
+    "Seed",
+    "Steps",
+    "Timeout",
+    "TraceFile",
+    "Weights",
+    "model_of",
+    "print_outcome",
+    "read_plan",
+]
 
 DEFAULT_REPORT = Path("report.json")
+
+PlanFile = Annotated[Path, typer.Argument(help="The plan to carry out.")]
+Steps = Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)]
+Seed = Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0)]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
+]
+Save = Annotated[
+    Path | None,
+    typer.Option("--save", help="Folder for the trained weights (safetensors with an index); all hosts must see it."),
+]
+ReportFile = Annotated[Path, typer.Option("--report", help="Where to write the report.")]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")]
 
 
 @dataclass(frozen=True)

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from autopar.cli.training import Reports, model_of, print_outcome, read_plan
+from autopar.cli.training import (
+    DEFAULT_REPORT,
+    Overwrite,
+    PlanFile,
+    ReportFile,
+    Reports,
+    Save,
+    Seed,
+    Steps,
+    Timeout,
+    TraceFile,
+    Weights,
+    model_of,
+    print_outcome,
+    read_plan,
+)
 from autopar.errors import UsageError
 
 __all__ = ["command"]
 
 
 def command(
-    plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json"),
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)] = 20,
-    seed: Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0)] = None,
-    weights: Annotated[
-        Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", help="Folder for the trained weights; all hosts must see it.")
-    ] = None,
-    report: Annotated[Path, typer.Option("--report", help="Where rank 0 writes the report.")] = Path("report.json"),
-    trace: Annotated[Path | None, typer.Option("--trace", help="Where rank 0 writes the measured timeline.")] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds to wait for another rank before the run is given up.")
-    ] = 300.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
+    plan: PlanFile = Path("plan.json"),
+    steps: Steps = 20,
+    seed: Seed = None,
+    weights: Weights = None,
+    save: Save = None,
+    report: ReportFile = DEFAULT_REPORT,
+    trace: TraceFile = None,
+    timeout_s: Timeout = 300.0,
+    overwrite: Overwrite = False,
 ) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
