@@ -119,7 +119,11 @@ class Executor:
             self._mailbox.post(position)
             marks.append(self._clock.mark())
             try:
-                self._perform(position, action)
+                if action.kind == REDUCE:
+                    # It began while the last backward ran.
+                    marks[-1] = self._reducer.finish() or marks[-1]
+                else:
+                    self._perform(position, action)
             except Exception as error:
                 raise self._placed(error, action) from error
             marks.append(self._clock.mark())
@@ -148,8 +152,6 @@ class Executor:
         elif action.kind in (SEND, SEND_GRADIENT):
             self._mailbox.send(position, self._outgoing[action.kind, action.micro_batch])
             self._forget(position, action)
-        elif action.kind == REDUCE:
-            self._reducer.finish()
         elif action.kind == REDUCE_TIED:
             self._reducer.reduce_shared(action.micro_batch)
         elif action.kind == UPDATE:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,7 +20,9 @@ class _Bucket:
         self.parameters = list(parameters)
         sample = self.parameters[0]
         total = sum(parameter.numel() for parameter in self.parameters)
-        self.buffer = torch.zeros(total, dtype=sample.dtype, device=sample.device)
+        # Behind the gradients, a mark for each parameter: on how many ranks a backward reached it.
+        self.buffer = torch.zeros(total + len(self.parameters), dtype=sample.dtype, device=sample.device)
+        self._marks = self.buffer[total:]
         self.missing = len(self.parameters)
 
     def attach(self) -> None:
@@ -32,6 +33,17 @@ class _Bucket:
             parameter.grad = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
         self.missing = len(self.parameters)
+
+    def mark(self, touched: set[int]) -> None:
+        """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
+        reached = [float(id(parameter) in touched) for parameter in self.parameters]
+        self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
+
+    def release_untouched(self) -> None:
+        """Take the gradient from parameters that no rank's backward reached."""
+        for parameter, reached in zip(self.parameters, self._marks.tolist(), strict=True):
+            if not reached:
+                parameter.grad = None
 
 
 class Reducer:
@@ -48,6 +60,7 @@ class Reducer:
         replicas: tuple[int, ...],
         shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
+        mark: Callable[[], object],
     ) -> None:
         """Lay the gradients out.
 
@@ -56,8 +69,9 @@ class Reducer:
             replicas: the ranks of this stage, this one among them.
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
+            mark: marks the present moment, for :meth:`finish` to return.
         """
-        self._replicas, self._transport = replicas, transport
+        self._replicas, self._transport, self._mark = replicas, transport, mark
         apart = {id(parameter) for parameter, _ in shared.values()}
         seen: set[int] = set()
         groups: list[list[torch.nn.Parameter]] = []
@@ -71,7 +85,7 @@ class Reducer:
         self._touched: set[int] = set()
         self._pending: list[Pending] = []
         self._last_backward = False
-        self._began_s: float | None = None
+        self._began: object = None
         owner = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for bucket in [*self._buckets, *(bucket for bucket, _ in self._shared.values())]:
             for parameter in bucket.parameters:
@@ -85,23 +99,24 @@ class Reducer:
             bucket.attach()
         self._touched.clear()
         self._pending.clear()
-        self._last_backward, self._began_s = False, None
+        self._last_backward, self._began = False, None
 
     def begin_last_backward(self) -> None:
         """Say that the next backward completes the gradients: buckets are reduced as they fill."""
         self._last_backward = True
 
-    def finish(self) -> float | None:
-        """Wait until the stage's replicas have each other's gradients; return when the first reduction began."""
+    def finish(self) -> object:
+        """Wait until the stage's replicas have each other's gradients; return the mark of the first one's beginning."""
         while len(self._pending) < len(self._buckets):
             self._launch()
         for pending in self._pending:
             pending.wait()
-        return self._began_s
+        return self._began
 
     def reduce_shared(self, index: int) -> None:
         """Sum one shared parameter's gradient over all ranks that hold it."""
         bucket, ranks = self._shared[index]
+        bucket.mark(self._touched)
         self._transport.all_reduce(bucket.buffer, ranks).wait()
 
     def scale(self, factor: float) -> None:
@@ -113,11 +128,12 @@ class Reducer:
             bucket.buffer.mul_(factor)
 
     def release_untouched(self) -> None:
-        """Take the gradient from parameters that no backward reached: plain training would not update them."""
+        """Take the gradient from parameters that no backward reached: plain training would not update them.
+
+        All ranks decide alike, whichever of them reached a parameter, or its copies would differ from then on.
+        """
         for bucket in self._all_buckets():
-            for parameter in bucket.parameters:
-                if id(parameter) not in self._touched:
-                    parameter.grad = None
+            bucket.release_untouched()
 
     def _all_buckets(self) -> list[_Bucket]:
         return [*self._buckets, *(bucket for bucket, _ in self._shared.values())]
@@ -134,9 +150,10 @@ class Reducer:
         return note
 
     def _launch(self) -> None:
-        if self._began_s is None:
-            self._began_s = time.perf_counter()
+        if self._began is None:
+            self._began = self._mark()
         bucket = self._buckets[len(self._pending)]
+        bucket.mark(self._touched)
         self._pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
 
 

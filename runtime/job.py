@@ -71,11 +71,13 @@ class Job:
         self._place(layers, weights, device)
         crossing = [tensor for tensor in graph.tensors if tensor.producer is not None]
         self.stage = Stage(layers, crossing, graph.inputs, graph.outputs)
+        clock = clock_of(device)
         self._reducer = Reducer(
             [list(layer.module.parameters()) for layer in layers],
             _ranks(plan, [self.stage_index]),
             {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
             transport,
+            clock.mark,
         )
         trained = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
         self.optimizer = model.make_optimizer(trained) if trained else None
@@ -93,7 +95,7 @@ class Job:
             self._mailbox,
             self._reducer,
             self._update,
-            clock_of(device),
+            clock,
             device,
             note,
         )

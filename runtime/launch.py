@@ -24,7 +24,7 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.outcome import Outcome, outcome_of, write_weights_index
 from autopar.runtime.worker import RankResult, TrainArguments, train
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.workspace import Workspace, check_source
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
@@ -72,21 +72,19 @@ def run(
     program = expand(plan)
     check(program, plan)
     _check_devices(plan)
-    # Folder and processes are in place before anything slow: whatever ends this process, they go with it.
-    with _folder() as folder:
-        user_model = load(model)
+    user_model = load(model)
+    check_source(user_model, plan)
+    # The ranks start while this process captures the model.
+    with _folder() as folder, _ranks(plan, pool) as ranks:
         Workspace(folder).prepare(user_model, plan, options.weights)
-        arguments = _arguments(plan, model, folder, options)
-        losses = _Losses(plan, progress)
-        with _ranks(plan, pool) as ranks:
-            results = ranks.run(
-                "autopar.runtime.worker:train",
-                arguments,
-                ranks=len(plan.devices),
-                timeout_s=options.timeout_s,
-                describe=_describe(plan, program),
-                on_message=losses.take,
-            )
+        results = ranks.run(
+            "autopar.runtime.worker:train",
+            _arguments(plan, model, folder, options),
+            ranks=len(plan.devices),
+            timeout_s=options.timeout_s,
+            describe=_describe(plan, program),
+            on_message=_Losses(plan, progress).take,
+        )
     return _conclude(plan, [cast(RankResult, result) for result in results], options)
 
 

@@ -6,11 +6,13 @@ The messages of an ordered pair of ranks arrive in the order in which they were 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 
 __all__ = ["GroupTransport", "Pending", "Transport"]
@@ -54,15 +56,16 @@ class _Work:
 class GroupTransport:
     """Tensors move through torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
-    def __init__(self, size: int, groups: Iterable[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, context: RankContext, groups: Iterable[tuple[int, ...]]) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order."""
-        self._groups = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        self._up: dist.ProcessGroup | None = None
-        self._down: dist.ProcessGroup | None = None
-        if device.type == "cuda":
+        patience = timedelta(seconds=context.timeout_s)
+        self._groups = {ranks: dist.new_group(list(ranks), timeout=patience) for ranks in groups}
+        everyone = list(range(context.size))
+        self._up = self._down = dist.new_group(everyone, timeout=patience)
+        if context.device.type == "cuda":
             # NCCL runs one communicator's operations in order: opposite directions need one each.
-            self._up, self._down = dist.new_group(list(range(size))), dist.new_group(list(range(size)))
-        self._rank = dist.get_rank()
+            self._down = dist.new_group(everyone, timeout=patience)
+        self._rank = context.rank
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""

@@ -107,7 +107,7 @@ def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph,
     torch.set_num_threads(plan.threads)
     program = expand(plan)
     check(program, plan)
-    transport = GroupTransport(context.size, reduction_groups(plan), context.device)
+    transport = GroupTransport(context, reduction_groups(plan))
 
     def note(step: int, position: int) -> None:
         if context.board is not None:

@@ -12,11 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-__all__ = ["FINISHED", "SETTING_UP", "STEPPING", "Board", "Note"]
+__all__ = ["FINISHED", "SETTING_UP", "SET_UP_S", "STEPPING", "Board", "Note"]
 
 SETTING_UP = 0
 STEPPING = 1
 FINISHED = 2
+
+SET_UP_S = 120.0
+"""Shortest time that setting up is given: it runs imports and user code once."""
 
 _SLOT = struct.Struct("<qqqd")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.ranks.board import Board
+from autopar.ranks.board import SET_UP_S, Board
 
 __all__ = ["RankContext", "backend_of", "joined", "joined_from_environment"]
 
@@ -29,7 +29,7 @@ class RankContext:
     """How many ranks this host runs."""
     device: torch.device
     timeout_s: float
-    """Longest that a rank waits for another before the run is given up."""
+    """Longest that a rank waits for another in training before the run is given up."""
     board: Board | None = None
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
@@ -84,7 +84,7 @@ def joined(
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=_patience(timeout_s),
     )
     try:
         yield RankContext(rank, size, rank, size, device, timeout_s, board, report)
@@ -109,11 +109,16 @@ def joined_from_environment(device_type: str, timeout_s: float, size: int) -> It
         trouble = "more than" if started > size else "fewer than"
         raise UsageError(f"{started} ranks were started, {trouble} the {size} that the plan needs")
     device = _device(device_type, local_rank)
-    dist.init_process_group(backend_of(device_type), timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend_of(device_type), timeout=_patience(timeout_s))
     try:
         yield RankContext(rank, size, local_rank, local_size, device, timeout_s)
     finally:
         dist.destroy_process_group()
+
+
+def _patience(timeout_s: float) -> timedelta:
+    """The default group serves setting up; training has groups of its own."""
+    return timedelta(seconds=max(timeout_s, SET_UP_S))
 
 
 def _device(device_type: str, local_rank: int) -> torch.device:

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from autopar.errors import TrainingError
-from autopar.ranks.board import Board
-from autopar.ranks.watch import SET_UP_S, Describe, Link, Watch
+from autopar.ranks.board import SET_UP_S, Board
+from autopar.ranks.watch import Describe, Link, Watch
 
 __all__ = ["RankPool", "terminate_on_signal"]
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from autopar.errors import TrainingError
-from autopar.ranks.board import FINISHED, SETTING_UP, Board, Note
+from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, Board, Note
 from autopar.ranks.failure import Failure
 
-__all__ = ["SET_UP_S", "Describe", "Doing", "Link", "Watch"]
+__all__ = ["Describe", "Doing", "Link", "Watch"]
 
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
 POLL_S = 0.2
-SET_UP_S = 120.0
-"""Shortest time that setting up is given."""
 
 
 class Doing(NamedTuple):
@@ -152,7 +150,6 @@ class Watch:
         )
 
     def _patience_s(self, note: Note) -> float:
-        """Setting up runs imports and user code once, and has no action to be late with."""
         return max(self._timeout_s, SET_UP_S) if note.phase == SETTING_UP else self._timeout_s
 
     def _doing(self, rank: int) -> Doing:
