@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.training import AsJson
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def command(
     folder: Annotated[Path, typer.Option(help="Where the files go; made if missing.")] = Path("autopar-demo"),
     ranks: Annotated[int, typer.Option(help="Ranks to plan for.", min=2)] = 2,
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.", min=2)] = 20,
+    as_json: AsJson = False,
 ) -> None:
     """Profile, plan and run the bundled GPT in about a minute: pipelined over processes of this machine."""
     from rich.console import Console
@@ -51,6 +54,8 @@ def command(
     simulate_command.command(files["plan.json"], trace=traces["predicted"], overwrite=True)
     show_command.command(traces["measured"], traces["predicted"], picture, overwrite=True)
     _conclude(console, files, picture)
+    if as_json:
+        sys.stdout.write(files["report.json"].read_text(encoding="utf-8"))
 
 
 def _example(name: str) -> str:

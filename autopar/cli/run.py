@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from autopar.cli.training import (
     DEFAULT_REPORT,
+    AsJson,
     Overwrite,
     PlanFile,
     ReportFile,
@@ -38,7 +35,7 @@ def command(
     trace: TraceFile = None,
     timeout_s: Timeout = 300.0,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train on processes of this host, one per rank, and compare the step time with the prediction.
 
@@ -58,6 +55,4 @@ def command(
     with steps_progress(steps) as progress:
         outcome = run(chosen, model, options, progress)
     reports.write(outcome.report, outcome.timeline)
-    print_outcome(outcome.report, reports)
-    if as_json:
-        typer.echo(json.dumps(outcome.report.model_dump(mode="json")))
+    print_outcome(outcome.report, reports, as_json)

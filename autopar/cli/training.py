@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from autopar.formats.timeline import Timeline
 
 __all__ = [
     "DEFAULT_REPORT",
+    "AsJson",
     "Overwrite",
     "PlanFile",
     "ReportFile",
@@ -50,6 +52,7 @@ TraceFile = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")]
 
 
@@ -106,8 +109,8 @@ def model_of(plan: Plan, path: Path) -> str:
     return str(model)
 
 
-def print_outcome(report: Report, reports: Reports) -> None:
-    """Print the report's tables and where the files are."""
+def print_outcome(report: Report, reports: Reports, as_json: bool) -> None:
+    """Print the report's tables and where the files are; on stdout, the report itself if asked."""
     from rich.console import Console
 
     from autopar.report.report import render
@@ -116,3 +119,5 @@ def print_outcome(report: Report, reports: Reports) -> None:
     render(report, console)
     written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
     console.print(f"Written: {', '.join(written)}", highlight=False, markup=False)
+    if as_json:
+        sys.stdout.write(report.dumps())

@@ -9,6 +9,7 @@ import typer
 
 from autopar.cli.training import (
     DEFAULT_REPORT,
+    AsJson,
     Overwrite,
     PlanFile,
     ReportFile,
@@ -38,6 +39,7 @@ def command(
     trace: TraceFile = None,
     timeout_s: Timeout = 300.0,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
@@ -58,4 +60,4 @@ def command(
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
         reports.write(outcome.report, outcome.timeline)
-        print_outcome(outcome.report, reports)
+        print_outcome(outcome.report, reports, as_json)
