@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,3 +49,19 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
                 threading.Event().wait()
     # The others wait in a collective that the bad rank never enters.
     dist.barrier()
+
+
+def listening(context: RankContext, arguments: object) -> list[str]:
+    """Return the addresses on which this process listens, as the kernel writes them."""
+    context.barrier()
+    sockets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            sockets.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found

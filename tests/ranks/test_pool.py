@@ -74,6 +74,14 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(
     assert not any(map(alive, processes))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of sockets")
+def test_ranks_of_one_host_listen_on_loopback_only(pool: RankPool) -> None:
+    for addresses in pool.run("jobs_for_ranks:listening"):
+        assert isinstance(addresses, list)
+        assert addresses
+        assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
 def test_processes_end_with_their_parent_even_if_it_is_killed() -> None:
     script = (
         "import os, signal, sys\n"
