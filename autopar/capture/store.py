@@ -123,7 +123,8 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
         if name in content["trainable"]:
             parameters[name] = nn.Parameter(stored[target].detach(), requires_grad=content["trainable"][name])
         else:
-            buffers[name] = stored[target]
+            # What export reads back as a buffer may carry a graph and ask for gradients.
+            buffers[name] = stored[target].detach()
     constants = {node: program.constants[target] for node, target in inputs.constants.items()}
     values = Values(parameters, buffers, constants)
     graph = assemble(Exported(program, inputs, segments), content["tensors"], values)

@@ -114,6 +114,7 @@ def test_a_saved_graph_is_the_same_and_small(name, tmp_path):
     graph = capture_module(model, batch, loss)
     save_graph(graph, tmp_path)
     loaded = load_graph(tmp_path)
+    assert not any(buffer.requires_grad for layer in loaded.layers for buffer in layer.module.buffers())
     attributes = ("name", "modules", "inputs", "outputs", "parameters", "buffers", "random", "fingerprint")
     for one, other in zip(graph.layers, loaded.layers, strict=True):
         assert [getattr(one, a) for a in attributes] == [getattr(other, a) for a in attributes]
