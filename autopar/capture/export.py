@@ -22,7 +22,7 @@ from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
-from autopar.capture.traps import FALLBACK, user_line, watch
+from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
 from autopar.errors import AutoparError, CaptureError, ModelError
 
 __all__ = ["Exported", "assemble", "capture", "capture_module", "placeholders", "unchanged", "with_gradients"]
@@ -97,7 +97,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         torch.set_rng_state(state)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
 
 @contextlib.contextmanager
@@ -114,16 +115,29 @@ def _told_apart(what: str) -> Iterator[None]:
 
 
 def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            # export warns of attributes that LSTM and its kin set while running; they are set back.
-            warnings.simplefilter("ignore")
-            return torch.export.export(
-                step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
-            )
+        return _exported(step, tensors)
     except Exception as error:
-        raise CaptureError(_explain(error)) from error
+        place = ""
+        if _fixes_rows(error):
+            with first_fixing() as found, contextlib.suppress(Exception):
+                _exported(step, tensors)
+            place = f"{found[0]}: " if found else ""
+        raise CaptureError(place + _explain(error)) from error
+
+
+def _exported(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), general_masks():
+        # export warns of attributes that LSTM and its kin set while running; they are set back.
+        warnings.simplefilter("ignore")
+        return torch.export.export(
+            step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
+        )
+
+
+def _fixes_rows(error: Exception) -> bool:
+    return "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__
 
 
 def _explain(error: Exception) -> str:
@@ -132,10 +146,9 @@ def _explain(error: Exception) -> str:
     kind = type(error).__name__
     if "GuardOnDataDependent" in kind or "DataDependent" in kind or "data-dependent" in str(error):
         return f"{place}: a tensor's values decide what runs; use torch.where, {FALLBACK}"
-    if "Constraints violated" in str(error) or "ConstraintViolation" in kind:
-        reason = next((text.strip(" -") for text in str(error).splitlines() if text.strip().startswith("-")), "")
-        reason = reason or _first_line(error)
-        return f"the model fixes the number of samples: {reason}; let it depend on the batch, {FALLBACK}"
+    if _fixes_rows(error):
+        remedy = "let it depend on the batch (x.shape[0], not len(x) or int())"
+        return f"the model fixes the number of samples, which must stay free; {remedy}, {FALLBACK}"
     return f"{place}: {kind}: {_first_line(error)}; rewrite it, {FALLBACK}"
 
 

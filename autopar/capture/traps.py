@@ -12,15 +12,19 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch.nn.modules import transformer
 
 from autopar.errors import CaptureError
 
-__all__ = ["FALLBACK", "user_line", "watch"]
+__all__ = ["FALLBACK", "first_fixing", "general_masks", "user_line", "watch"]
 
 FALLBACK = "or give layers(model) in the model file: a list of modules that are called one after another"
 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+_ASSIGN = nn.Module.__setattr__.__code__
+_FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
 _LIBRARY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -30,8 +34,9 @@ def watch() -> Iterator[None]:
     """Watch the calls inside the block.
 
     Raises:
-        CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced), or
-            ``torch.utils.checkpoint`` was used (its recomputation would be lost); names file and line.
+        CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
+            ``torch.utils.checkpoint`` was used (its recomputation would be lost), or a buffer or a number of a module
+            was replaced (the next forward would find the old one); names file and line.
     """
     found: list[str] = []
 
@@ -45,6 +50,8 @@ def watch() -> Iterator[None]:
             name = f"{function.__qualname__}"
             remedy = "write it with differentiable operators"
             found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
+        elif frame.f_code is _ASSIGN and (replaced := _replaced(frame)):
+            found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
 
     before = sys.getprofile()
     sys.setprofile(on_event)
@@ -54,6 +61,58 @@ def watch() -> Iterator[None]:
         sys.setprofile(before)
     if found:
         raise CaptureError(found[0])
+
+
+def _replaced(frame: FrameType) -> str:
+    """Say what an assignment to a module's attribute replaces, if the next forward would miss it."""
+    module, name, value = (frame.f_locals[key] for key in ("self", "name", "value"))
+    if frame.f_back is None or not _is_users(frame.f_back.f_code.co_filename):
+        return ""
+    before = module._buffers.get(name, module.__dict__.get(name))
+    if isinstance(before, torch.Tensor) and name in module._buffers and value is not before:
+        return f"the buffer {name} is replaced, which cannot be captured; write into it (self.{name}.copy_(...))"
+    if isinstance(before, (int, float)) and isinstance(value, (int, float)) and value != before:
+        remedy = f"make it a buffer and write into it (self.{name}.add_(1))"
+        return f"the attribute {name} changes from {before} to {value}, which cannot be captured; {remedy}"
+    return ""
+
+
+@contextlib.contextmanager
+def first_fixing() -> Iterator[list[str]]:
+    """Watch a ``torch.export`` inside the block; the list gets the first ``file:line`` that fixes a size, if any."""
+    found: list[str] = []
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and not found and frame.f_code in _FIXING:
+            known = frame.f_locals["self"].node.shape_env.replacements.values()
+            if any(value.is_number for value in known):
+                found.append(_caller(frame))
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def general_masks() -> Iterator[None]:
+    """Keep ``nn.Transformer`` and its kin from looking into masks inside the block.
+
+    They compare a mask's values with a causal one's only to choose a faster kernel, and apply the mask in any case;
+    told ``is_causal=True``, they still believe it. Without values, while a graph is captured, the look would fail.
+    """
+
+    def detect(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 def _of_torch(function: type) -> bool:

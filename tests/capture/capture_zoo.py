@@ -169,6 +169,21 @@ class Sequence(nn.Module):
         return self.head(self.body(x, x, tgt_mask=mask, tgt_is_causal=True)).transpose(0, 1)
 
 
+class Masked(nn.Module):
+    """A mask that torch's layers compare with a causal one, to choose a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 3)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens), self.mask))
+
+
 class NoGrad(Chain):
     """A region without gradients writes a buffer, its result scales what follows."""
 
@@ -333,6 +348,7 @@ MODELS = {
     "norms": (Norms, images, mean_square),
     "recurrent": (Recurrent, text, cross_entropy),
     "transformer": (Sequence, text, cross_entropy),
+    "masked": (Masked, text, cross_entropy),
     "no grad": (NoGrad, regression, mean_square),
     "twice": (Twice, regression, mean_square),
     "integers": (Integers, regression, mean_square),

@@ -48,9 +48,41 @@ class Fixed(Chain):
         return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
 
 
+class Replaced(Chain):
+    """A running mean that is replaced instead of written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def between(self, x):
+        self.average = self.average * 0.9 + x.detach().mean(0) * 0.1
+        return x - self.average
+
+
+class Counting(Chain):
+    """A number that the next forward would read."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def between(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Length(Chain):
+    def between(self, x):
+        return x / len(x)
+
+
 @pytest.mark.parametrize(
     ("kind", "construct", "line"),
     [
+        (Replaced, "the buffer average is replaced", "self.average = self.average"),
+        (Counting, "the attribute calls changes from 0 to 1", "self.calls += 1"),
+        (Length, "number of samples", "return x / len(x)"),
         (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
         (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),
         (Branching, "values decide what runs", "if x.sum() > 0"),
@@ -63,7 +95,8 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
     assert construct in message
     assert "layers(model)" in message
     source = Path(__file__).read_text().splitlines()
-    number = next(index for index, text in enumerate(source, 1) if line in text and "return" in text)
+    numbers = (index for index, text in enumerate(source, 1) if line in text)
+    number = next(index for index in numbers if source[index - 1].strip().startswith(("return", "self")))
     assert f"{__file__}:{number}" in message
 
 
