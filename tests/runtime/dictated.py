@@ -80,6 +80,8 @@ def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:
     found = []
     for name, layers in graph.tied().items():
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
-        if len(stages) > 1:
+        user = graph.layer(layers[0])
+        trained = any(full == name and user.parameter(key).requires_grad for key, full in user.parameters.items())
+        if trained and len(stages) > 1:
             found.append(SharedParameter(parameter=name, stages=stages, bytes=0))
     return found

@@ -91,3 +91,9 @@ def equals_plain(name: str, plan: Plan) -> None:
 @given(plan=plans("everything"))
 def test_skips_ties_masks_integers_and_token_counts_survive_any_plan(plan: Plan) -> None:
     equals_plain("everything", plan)
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (2, 1, 2)])
+def test_a_tied_parameter_stays_equal_where_only_one_of_its_stages_gives_it_a_gradient(widths: tuple[int, ...]) -> None:
+    model, graph, _ = captured("detached")
+    equals_plain("detached", dictate(graph, model, widths, 2, 4))
