@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from autopar.errors import FileError
 from autopar.formats.document import parse_json, write_text
 
-__all__ = ["read", "write", "write_index"]
+__all__ = ["names", "read", "write", "write_index"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -60,6 +60,22 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(wanted.intersection(file.keys())):
                     found[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise FileError(f"cannot read weights {path}: {error}") from error
+    return found
+
+
+def names(folder: Path) -> set[str]:
+    """Return the names of all tensors of a folder.
+
+    Raises:
+        FileError: as :func:`read`.
+    """
+    found: set[str] = set()
+    for path in _files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(file.keys())
         except (OSError, SafetensorError) as error:
             raise FileError(f"cannot read weights {path}: {error}") from error
     return found

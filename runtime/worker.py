@@ -69,7 +69,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     peak = PeakMemory(context.device)
     model = load(arguments["model"])
     workspace = Workspace(Path(arguments["workspace"]))
-    job = build(context, plan, model, workspace.graph(model, plan), workspace)
+    graph = workspace.graph(model, plan)
+    job = build(context, plan, model, graph, workspace)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -98,7 +99,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         },
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
-        saved=_save(job, arguments["save"]),
+        saved=_save(job, graph, workspace, arguments["save"]),
     )
 
 
@@ -128,14 +129,18 @@ def _common_origin(context: RankContext) -> float:
     return float(origin)
 
 
-def _save(job: Job, folder: str | None) -> list[str]:
+def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> list[str]:
+    """Write what this rank's stage is the first to hold; the first stage adds what no layer reads."""
     if folder is None or job.replica != 0:
         return []
-    state = job.state()
-    # A parameter that several stages hold is written by the first of them.
-    for tied in job.plan.tied:
-        if job.stage_index != tied.stages[0]:
-            state.pop(tied.parameter, None)
+    first: dict[str, int] = {}
+    for stage, placed in enumerate(job.plan.stages):
+        for layer in map(graph.layer, placed.layers):
+            for name in (*layer.parameters.values(), *layer.buffers.values()):
+                first.setdefault(name, stage)
+    state = {name: tensor for name, tensor in job.state().items() if first[name] == job.stage_index}
+    if job.stage_index == 0:
+        state |= workspace.read(workspace.names() - first.keys())
     weights.write(Path(folder) / shard_name(job.stage_index, len(job.plan.stages)), state)
     return sorted(state)
 

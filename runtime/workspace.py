@@ -60,6 +60,10 @@ class Workspace:
         """Return initial parameters and buffers by name."""
         return weights.read(self.folder / WEIGHTS, names)
 
+    def names(self) -> set[str]:
+        """Return the names of all parameters and buffers of the model."""
+        return weights.names(self.folder / WEIGHTS)
+
     def _capture(self, model: UserModel, module: torch.nn.Module) -> LayerGraph:
         return capture(model, module)
 

@@ -18,7 +18,9 @@ class Words(torch.utils.data.Dataset):
 
 
 def model():
-    return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    made = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    made.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return made
 
 
 def dataset():
