@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 
-from autopar.capture.batch import named_tensors
+from autopar.capture.batch import named_tensors, row_count, slice_rows
 from autopar.capture.source import UserModel
-from autopar.errors import FileError
+from autopar.errors import FileError, ModelError
 from autopar.formats.plan import Plan
+from autopar.runtime.seeds import seed_data
 
 __all__ = ["ShareLoader", "sample_order"]
 
@@ -24,7 +25,7 @@ def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 class ShareLoader:
     """Loads, for one replica of one stage, the model inputs that its layers read.
 
-    An incomplete last mini-batch of an epoch is dropped.
+    An incomplete last mini-batch of an epoch is dropped. Data sets may draw random numbers: see ``docs/seeds.md``.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ShareLoader:
         self._model, self._plan, self._names, self._device = model, plan, names, device
         edges = [0, *accumulate(plan.stages[stage].shares)]
         self._start, self._stop = edges[replica], edges[replica + 1]
+        seed_data(plan.seed, "dataset")
         self._dataset = model.dataset() if names else None
         self._samples = len(cast(Sized, self._dataset)) if names else 0
         self._epoch, self._order = -1, torch.empty(0)
@@ -45,7 +47,11 @@ class ShareLoader:
             raise FileError(f"{model.spec}: the dataset has {self._samples} samples, a mini-batch takes {plan.batch}")
 
     def load(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension."""
+        """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
+
+        Raises:
+            ModelError: reading a sample or ``collate`` failed.
+        """
         plan = self._plan
         if self._dataset is None:
             return [{} for _ in range(plan.micro_batches)]
@@ -55,7 +61,26 @@ class ShareLoader:
         loaded = []
         for micro_batch in range(plan.micro_batches):
             first = index * plan.batch + micro_batch * plan.micro_batch_size
-            picked = self._order[first + self._start : first + self._stop].tolist()
-            values = named_tensors(self._model.load_batch(self._dataset, picked))
+            values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
             loaded.append({name: values[name].to(self._device) for name in self._names})
         return loaded
+
+    def _share(self, picked: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        """Return this replica's rows of the micro-batch of the picked samples.
+
+        The user's own ``collate`` is given the whole micro-batch on every rank: what it makes of a sample may depend
+        on the others (padding) or on chance, and must not depend on how a stage divides them.
+        """
+        start, stop = self._start, self._stop
+        wanted = picked if self._model.collates else picked[start:stop]
+        samples = [self._sample(sample) for sample in wanted]
+        seed_data(self._plan.seed, "collate", step, micro_batch)
+        values = named_tensors(self._model.collate(samples))
+        if row_count(values) != len(wanted):
+            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(wanted)} samples")
+        return slice_rows(values, start, stop) if self._model.collates else values
+
+    def _sample(self, index: int) -> object:
+        assert self._dataset is not None
+        seed_data(self._plan.seed, "sample", self._epoch, index)
+        return self._model.sample(self._dataset, index)

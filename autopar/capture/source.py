@@ -94,13 +94,22 @@ class UserModel:
             raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; it must return a torch LRScheduler")
         return made
 
+    @property
+    def collates(self) -> bool:
+        """Whether the file has a ``collate`` of its own, which may do other things than stacking samples."""
+        return "collate" in self.functions
+
     def collate(self, samples: Sequence[Any]) -> object:
         """Make a batch of samples with ``collate(samples)``; a file without one gets torch's ``default_collate``."""
         return self._call("collate", self.functions.get("collate", default_collate), list(samples))
 
     def load_batch(self, dataset: Dataset[Any], indices: Sequence[int]) -> object:
         """Read the samples at ``indices`` and collate them."""
-        return self.collate([self._call("dataset()[index]", dataset.__getitem__, index) for index in indices])
+        return self.collate([self.sample(dataset, index) for index in indices])
+
+    def sample(self, dataset: Dataset[Any], index: int) -> object:
+        """Read one sample."""
+        return self._call("dataset()[index]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         with user_code(self.path, f"{name} raised"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,62 @@ def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
     plan = dictate(capture(model, model.build(0)), model, [1], 2, 51)
     with pytest.raises(FileError, match=r"dropout.py: the dataset has 100 samples, a mini-batch takes 102"):
         ShareLoader(model, plan, 0, 0, ("batch.0",), torch.device("cpu"))
+
+
+DRAWN = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Drawn(torch.utils.data.Dataset):
+    def __init__(self):
+        self.scale = np.random.rand()
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        x = torch.rand(4) + random.random() + np.random.rand() * self.scale
+        return x, x.sum(0, keepdim=True)
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def dataset():
+    return Drawn()
+
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+"""
+COLLATE = """
+
+def collate(samples):
+    x = torch.stack([x for x, _ in samples])
+    x = x - x.mean(0) + torch.rand(len(samples), 1)
+    return x, x.sum(1, keepdim=True)
+"""
+
+
+@pytest.mark.parametrize("text", [DRAWN, DRAWN + COLLATE], ids=["samples", "collate"])
+def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(text)
+    model = load(str(tmp_path / "drawn.py"))
+    plan = dictate(capture(model, model.build(0)), model, [1, 2], 2, 5, shares=[[5], [2, 3]])
+    places = {(0, 0): "batch.0", (1, 0): "batch.1", (1, 1): "batch.1"}
+    loaders = {place: ShareLoader(model, plan, *place, (name,), torch.device("cpu")) for place, name in places.items()}
+    seen = []
+    # The last of four steps begins the second epoch.
+    for step in range(4):
+        parts = {place: loader.load(step) for place, loader in loaders.items()}
+        for m in range(2):
+            inputs = parts[0, 0][m]["batch.0"]
+            targets = torch.cat([parts[1, replica][m]["batch.1"] for replica in range(2)])
+            assert torch.equal(inputs.sum(1, keepdim=True), targets)
+            seen.append(inputs)
+    assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
