@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.errors import UsageError
+from autopar.formats.document import MOST_RANKS
 from autopar.schedules import SCHEDULES
 
 __all__ = ["PlanOptions"]
@@ -49,6 +50,8 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} must be at least 1, found {value}")
+        if self.gpus is not None and self.gpus > MOST_RANKS:
+            raise UsageError(f"--gpus must be at most {MOST_RANKS}, found {self.gpus}")
         if self.bytes_per_s is not None and not 0 < self.bytes_per_s < float("inf"):
             raise UsageError(f"--bandwidth must be positive, found {self.bytes_per_s}")
         if not 0 <= self.gap < float("inf"):

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds, fault
+from autopar.formats.document import Bytes, BytesPerSecond, Count, Document, Index, Name, Record, Seconds, fault
 
 __all__ = ["Cluster", "Curve", "Device", "Link"]
 
@@ -27,7 +27,7 @@ class Link(Record):
 
     level: Level
     latency_s: Seconds
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: BytesPerSecond
     shared_by: Count = 1
     duplex: Literal["full", "half"] = "full"
     provenance: Literal["measured", "interpolated", "estimated"] = "estimated"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -16,7 +16,9 @@ from pydantic_core import PydanticCustomError
 from autopar.errors import FileError, UsageError
 
 __all__ = [
+    "MOST_RANKS",
     "Bytes",
+    "BytesPerSecond",
     "Count",
     "Document",
     "Index",
@@ -32,6 +34,9 @@ __all__ = [
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
+MAX_DIGITS = 1000
+MOST_RANKS = 2**16
+"""More than any cluster that could be planned for: a larger number is a slip."""
 
 
 def _printable(text: str) -> str:
@@ -40,8 +45,10 @@ def _printable(text: str) -> str:
     return text
 
 
-Seconds = Annotated[float, Field(ge=0)]
+# Thirty thousand years: sums and products of seconds stay finite.
+Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+BytesPerSecond = Annotated[float, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
@@ -134,8 +141,12 @@ def parse_json(text: str, path: Path) -> object:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
         raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels") from error
-    for at, message in _refusals(content):
-        raise FileError(f"{path}: {at}: {message}")
+    except ValueError:
+        # An integer of thousands of digits; read again to find its path.
+        content = json.loads(text, object_pairs_hook=_object, parse_constant=_Refused, parse_int=_bounded)
+    refusal = _refusal(content)
+    if refusal is not None:
+        raise FileError(f"{path}: {refusal}")
     return content
 
 
@@ -158,20 +169,45 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _refusals(content: object) -> Iterable[tuple[str, str]]:
-    stack: list[tuple[str, object, int]] = [("$", content, 0)]
+class _Large(_Refused):
+    def __init__(self) -> None:
+        self.message = "number is too large"
+
+
+def _bounded(digits: str) -> int | _Large:
+    return int(digits) if len(digits) < MAX_DIGITS else _Large()
+
+
+class _Place(NamedTuple):
+    """Where a value stands: its key or index in a container, and the container's place."""
+
+    outer: _Place | None
+    key: str | int
+
+    def path(self) -> str:
+        own = f"[{self.key}]" if isinstance(self.key, int) else f".{self.key}"
+        return self.outer.path() + own if self.outer else str(self.key)
+
+
+def _refusal(content: object) -> str | None:
+    """Return the JSON path and reason of a value that strict JSON has not, if there is one.
+
+    Large files hold millions of numbers: only containers and what is refused are visited one by one.
+    """
+    stack: list[tuple[object, _Place, int]] = [(content, _Place(None, "$"), 0)]
     while stack:
-        at, value, depth = stack.pop()
+        value, place, depth = stack.pop()
         if depth > MAX_DEPTH:
-            yield at[:80], f"nested deeper than {MAX_DEPTH} levels"
-        elif isinstance(value, _Refused):
-            yield at, value.message
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield at, "number is too large"
-        elif isinstance(value, dict):
-            stack.extend((f"{at}.{key}", item, depth + 1) for key, item in value.items())
-        elif isinstance(value, list):
-            stack.extend((f"{at}[{index}]", item, depth + 1) for index, item in enumerate(value))
+            return f"{place.path()[:80]}: nested deeper than {MAX_DEPTH} levels"
+        if isinstance(value, _Refused):
+            return f"{place.path()}: {value.message}"
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in items:
+            if isinstance(item, dict | list | _Refused):
+                stack.append((item, _Place(place, key), depth + 1))
+            elif isinstance(item, float) and not math.isfinite(item):
+                stack.append((_Large(), _Place(place, key), depth + 1))
+    return None
 
 
 def read_text(path: Path, kind: str) -> str:
@@ -181,7 +217,11 @@ def read_text(path: Path, kind: str) -> str:
         FileError: the file is missing, too large, unreadable or not UTF-8.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            # A pipe or a device may never end.
+            raise FileError(f"cannot read {path}: not a regular file")
+        size = status.st_size
         if size > MAX_FILE_BYTES:
             raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {MAX_FILE_BYTES})")
         return path.read_bytes().decode("utf-8")
@@ -199,7 +239,7 @@ def _check_kind(content: object, expected: str, path: Path) -> None:
     found = content.get("format")
     if found != expected:
         raise FileError(f'{path}: $.format: expected "{expected}", found {json.dumps(found)[:80]}')
-    if content.get("version") != 1 or isinstance(content.get("version"), bool):
+    if content.get("version") != 1 or type(content.get("version")) is not int:
         raise FileError(
             f"{path}: $.version: this autopar reads version 1, found {json.dumps(content.get('version'))[:80]}"
         )
@@ -214,6 +254,6 @@ def _describe(error: ValidationError) -> str:
     if inner:
         at += f".{inner}" if not inner.startswith("[") else inner
     message = first["msg"]
-    if first["type"] not in ("fault", "missing", "extra_forbidden"):
+    if first["type"] not in ("fault", "json_invalid", "missing", "extra_forbidden"):
         message += f", found {json.dumps(first['input'], default=str)[:80]}"
     return f"{at}: {message}"

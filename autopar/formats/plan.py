@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds, fault
-from autopar.formats.profile import ModelSource, Precision
+from autopar.formats.document import (
+    MOST_RANKS,
+    Bytes,
+    BytesPerSecond,
+    Count,
+    Document,
+    Index,
+    Name,
+    Record,
+    Seconds,
+    fault,
+)
+from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = ["Alternative", "Crossing", "FileReference", "Plan", "Predicted", "SharedParameter", "Stage"]
 
@@ -24,7 +35,7 @@ class Stage(Record):
     """Consecutive layers placed together on one or more devices."""
 
     layers: tuple[Name, ...] = Field(min_length=1)
-    devices: tuple[Index, ...] = Field(min_length=1)
+    devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
     """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``."""
     division: Literal["split"] = "split"
     """How a micro-batch meets the replicas: each takes its share of the rows."""
@@ -109,12 +120,12 @@ class Plan(Document):
     cluster: FileReference | None = None
     batch: Count
     precision: Precision
-    device_type: Name = "cpu"
-    """Type of the devices planned for: ``cpu`` or ``cuda``."""
-    threads: Count = 1
+    device_type: DeviceType = "cpu"
+    """Type of the devices planned for."""
+    threads: Threads = 1
     """Intra-operator threads per rank (CPU), as profiled."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    bytes_per_s: float | None = Field(default=None, gt=0)
+    bytes_per_s: BytesPerSecond | None = None
     """Bandwidth that was assumed of every link in place of the cluster's, if any."""
     schedule: Literal["gpipe", "1f1b"]
     weight_policy: Literal["sync"] = "sync"
@@ -157,6 +168,8 @@ class Plan(Document):
                 fault(f"{at}.shares", f"shares must sum to the micro-batch's {found}")
             if stage.warmup > previous_warmup:
                 fault(f"{at}.warmup", f"{stage.warmup} is more than {previous_warmup}, the stage's before (deadlock)")
+            if self.schedule == "gpipe" and stage.warmup != self.micro_batches:
+                fault(f"{at}.warmup", f"gpipe keeps all {self.micro_batches} micro-batches in flight")
             previous_warmup = stage.warmup
         for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s"):
             numbers = getattr(self.predicted, name)
@@ -177,6 +190,8 @@ class Plan(Document):
             if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= len(self.stages):
                 fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {len(self.stages)}")
         for index, tied in enumerate(self.tied):
+            if any(tied.parameter == other.parameter for other in self.tied[:index]):
+                fault(f"tied[{index}].parameter", f"parameter {tied.parameter!r} is given twice")
             if list(tied.stages) != sorted(set(tied.stages)) or tied.stages[-1] >= len(self.stages):
                 fault(f"tied[{index}].stages", f"must ascend without repeats and lie below {len(self.stages)}")
         return self

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds, fault
 
-__all__ = ["Cost", "DeviceKind", "Layer", "ModelSource", "Noise", "Profile", "Saved", "Tensor", "Tied"]
+__all__ = [
+    "Cost",
+    "DeviceKind",
+    "DeviceType",
+    "Layer",
+    "ModelSource",
+    "Noise",
+    "Precision",
+    "Profile",
+    "Saved",
+    "Tensor",
+    "Threads",
+    "Tied",
+]
 
 Provenance = Literal["measured", "interpolated", "estimated"]
 Precision = Literal["fp32", "fp64"]
+DeviceType = Literal["cpu", "cuda"]
+Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
 class ModelSource(Record):
@@ -26,11 +41,10 @@ class ModelSource(Record):
 class DeviceKind(Record):
     """The device the layers were measured on."""
 
-    type: Name
-    """``cpu`` or ``cuda``."""
+    type: DeviceType
     name: Name
     memory_bytes: Bytes
-    threads: Count = 1
+    threads: Threads = 1
     """Intra-operator threads per rank (CPU)."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from autopar.errors import FileError
-from autopar.formats.document import MAX_FILE_BYTES, parse_json, write_text
+from autopar.formats.document import MOST_RANKS, parse_json, read_text, write_text
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -27,6 +27,7 @@ from autopar.formats.program import (
 __all__ = ["TRACKS", "Event", "Timeline", "track_of"]
 
 Origin = Literal["simulated", "measured"]
+LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
 _TRACK = {
     FORWARD: "compute",
@@ -132,12 +133,7 @@ class Timeline:
             FileError: the file is missing, or is not a trace of autopar; names the JSON path.
         """
         path = Path(path)
-        try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise FileError(f"{path}: too large for a trace (at most {MAX_FILE_BYTES} bytes)")
-            content = parse_json(path.read_text(encoding="utf-8"), path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"cannot read trace {path}: {error}") from error
+        content = parse_json(read_text(path, "trace"), path)
         if not isinstance(content, dict):
             raise FileError(f"{path}: $: expected an object with traceEvents")
         other = content.get("otherData")
@@ -146,12 +142,35 @@ class Timeline:
         if other.get("origin") not in ("simulated", "measured"):
             raise FileError(f'{path}: $.otherData.origin: expected "simulated" or "measured"')
         timeline = cls(other["origin"])
-        for index, entry in enumerate(content.get("traceEvents", ())):
-            try:
-                if entry["ph"] != "X":
-                    continue
-                start, length = float(entry["ts"]) / 1e6, float(entry["dur"]) / 1e6
-                timeline.add(int(entry["pid"]), Action.parse(entry["name"]), start, start + length)
-            except (KeyError, TypeError, ValueError) as error:
-                raise FileError(f"{path}: $.traceEvents[{index}]: {error}") from error
+        entries = content.get("traceEvents")
+        if not isinstance(entries, list):
+            raise FileError(f"{path}: $.traceEvents: expected an array of events")
+        for index, entry in enumerate(entries):
+            at = f"{path}: $.traceEvents[{index}]"
+            if not isinstance(entry, dict):
+                raise FileError(f"{at}: expected an event, found {json.dumps(entry)[:80]}")
+            if entry.get("ph") != "M":
+                timeline.add(*_read_event(entry, at))
         return timeline
+
+
+def _read_event(entry: dict[str, object], at: str) -> Event:
+    """Read a complete event of a Chrome trace; ``at`` says where it stands."""
+    if entry.get("ph") != "X":
+        raise FileError(f"{at}.ph: expected a complete event (X), found {json.dumps(entry.get('ph'))[:80]}")
+    rank, name = entry.get("pid"), entry.get("name")
+    if type(rank) is not int or not 0 <= rank < MOST_RANKS:
+        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {json.dumps(rank)[:80]}")
+    start_s, length_s = (_microseconds(entry, key, at) / 1e6 for key in ("ts", "dur"))
+    try:
+        action = Action.parse(name if isinstance(name, str) else json.dumps(name))
+    except ValueError as error:
+        raise FileError(f"{at}.name: {error}") from error
+    return Event(rank, action, start_s, start_s + length_s)
+
+
+def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LONGEST_US:
+        raise FileError(f"{at}.{key}: expected microseconds, found {json.dumps(value)[:80]}")
+    return float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def _refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> None:
-    link = Link(level="node", latency_s=1e-5, bytes_per_s=1 / 3)
+    link = Link(level="node", latency_s=1e-5, bytes_per_s=1e9 / 3)
     cluster = Cluster(name="größe", devices=(Device(type="cpu", memory_bytes=2**62),), links=(link,))
     cluster.save(tmp_path / "c.json")
     again = Cluster.load(tmp_path / "c.json")
@@ -71,6 +72,10 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
         ('{"a": NaN}', ": $.a: NaN is not a JSON number"),
         ('{"a": [1, -Infinity]}', ": $.a[1]: -Infinity is not a JSON number"),
         ('{"a": 1e999}', ": $.a: number is too large"),
+        ('{"a": [0, ' + "9" * 5000 + "]}", ": $.a[1]: number is too large"),
+        (_text(version=1.0), ": $.version: this autopar reads version 1, found 1.0"),
+        (_text(links=[{"level": "node", "latency_s": 1e300, "bytes_per_s": 1}]), ": $.links[0].latency_s: "),
+        (_text(links=[{"level": "node", "latency_s": 0, "bytes_per_s": 1e-300}]), ": $.links[0].bytes_per_s: "),
         ("[" * 100_000, ": $: nested deeper"),
         ("[" * (MAX_DEPTH + 3) + "]" * (MAX_DEPTH + 3), "nested deeper"),
     ],
@@ -87,6 +92,23 @@ def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> 
     (tmp_path / "b.json").write_bytes(b"{}\xff")
     with pytest.raises(FileError, match="not UTF-8 at byte 2"):
         Cluster.load(tmp_path / "b.json")
+
+
+@pytest.mark.timeout(10)
+def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", Path("/dev/zero")):
+        with pytest.raises(FileError, match="not a regular file"):
+            Cluster.load(path)
+
+
+def test_strictness_costs_little_on_a_file_of_millions_of_numbers() -> None:
+    text = "[" + "1.5," * 3_000_000 + "1]"
+    began_s = time.process_time()
+    json.loads(text)
+    plain_s = time.process_time() - began_s
+    parse_json(text, Path("x"))
+    assert time.process_time() - began_s < 8 * plain_s
 
 
 def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(

@@ -128,6 +128,31 @@ def test_a_malformed_trace_is_refused_with_its_path(tmp_path: Path, text: str, m
         Timeline.load(tmp_path / "t.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pid": True}, r"\$\.traceEvents\[0\]\.pid: expected a rank"),
+        ({"pid": -1}, r"\.pid: expected a rank"),
+        ({"pid": 10**9}, r"\.pid: expected a rank"),
+        ({"ts": "1"}, r"\.ts: expected microseconds"),
+        ({"ts": -1.0}, r"\.ts: expected microseconds"),
+        ({"dur": 1e300}, r"\.dur: expected microseconds"),
+        ({"dur": None}, r"\.dur: expected microseconds"),
+        ({"name": "dance"}, r"\.name: not an action: 'dance'"),
+        ({"name": 3}, r"\.name: not an action: '3'"),
+        ({"ph": "B"}, r"\.ph: expected a complete event"),
+    ],
+)
+def test_an_edited_event_is_refused_with_its_path(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    other = {"format": "autopar.trace", "version": 1, "origin": "measured"}
+    event = {"ph": "X", "pid": 0, "name": "F0@0", "ts": 0, "dur": 1}
+    (tmp_path / "t.json").write_text(json.dumps({"otherData": other, "traceEvents": [event]}))
+    assert len(Timeline.load(tmp_path / "t.json")) == 1
+    (tmp_path / "t.json").write_text(json.dumps({"otherData": other, "traceEvents": [{**event, **change}]}))
+    with pytest.raises(FileError, match=message):
+        Timeline.load(tmp_path / "t.json")
+
+
 def _plan(**changes: object) -> Plan:
     stages = (
         Stage(layers=("a",), devices=(0, 1), shares=(1, 2), warmup=2),
