@@ -5,7 +5,8 @@
     ├── InfeasibleError          3   no plan fits the memory or the constraints
     ├── FileError                4   a file is missing, malformed, or does not fit another
     │   ├── ModelError           4   the user's model file is missing or broken
-    │   └── CaptureError         4   the model cannot be captured as a graph
+    │   ├── CaptureError         4   the model cannot be captured as a graph
+    │   └── ProgramError         4   a plan's program does not carry it out, or would deadlock (autopar.schedules.check)
     └── TrainingError            5   a rank failed, was lost, or stopped answering
 
 The number is the exit code of the command line. A message is one line: what is wrong, where, which value, and

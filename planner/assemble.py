@@ -15,7 +15,7 @@ from autopar.planner.simulate import trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["assemble", "candidate_of", "timeline_of"]
+__all__ = ["assemble", "candidate_of", "crossings", "shared", "timeline_of"]
 
 
 def assemble(
@@ -40,11 +40,8 @@ def assemble(
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(_stage(profile, stage) for stage in candidate.stages),
-        tensors=_crossings(costs, candidate),
-        tied=tuple(
-            SharedParameter(parameter=profile.tied[index].parameter, stages=holders, bytes=profile.tied[index].bytes)
-            for index, holders in costs.tied_between(candidate.stages)
-        ),
+        tensors=crossings(costs, candidate),
+        tied=shared(costs, candidate),
         predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
@@ -89,7 +86,17 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
     )
 
 
-def _crossings(costs: CostModel, candidate: Candidate) -> tuple[Crossing, ...]:
+def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
+    """Return the parameters that several stages of a candidate hold."""
+    tied = costs.profile.tied
+    return tuple(
+        SharedParameter(parameter=tied[index].parameter, stages=holders, bytes=tied[index].bytes)
+        for index, holders in costs.tied_between(candidate.stages)
+    )
+
+
+def crossings(costs: CostModel, candidate: Candidate) -> tuple[Crossing, ...]:
+    """Return the tensors that cross between the stages of a candidate."""
     stage_of = [index for index, stage in enumerate(candidate.stages) for _ in range(stage.first, stage.stop)]
     by_name = {tensor.name: tensor for tensor in costs.profile.tensors}
     found = []

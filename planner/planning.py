@@ -11,7 +11,7 @@ from autopar.formats.plan import Alternative, Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, record, references, try_stages
-from autopar.planner.assemble import assemble, timeline_of
+from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
 from autopar.planner.costs import CostModel
@@ -81,7 +81,24 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
         )
     options = PlanOptions(gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s)
     costs = CostModel(profile, cluster, options)
+    _check_flows(plan, costs)
     return timeline_of(plan, costs)
+
+
+def _check_flows(plan: Plan, costs: CostModel) -> None:
+    """Refuse a plan that sends or shares other than what the profile says, as an edited one may."""
+    candidate = candidate_of(plan, costs.profile)
+    for key, planned, found in (
+        ("tensors", plan.tensors, crossings(costs, candidate)),
+        ("tied", plan.tied, shared(costs, candidate)),
+    ):
+        if planned != found:
+            index = next((at for at, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
+            at = f"$.{key}" if index is None else f"$.{key}[{index}]"
+            raise FileError(
+                f"the plan is not of this profile: {at} is not what the profile's layers exchange between these "
+                "stages; run `autopar plan` again, with --stages for stages of your own"
+            )
 
 
 def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:

@@ -15,6 +15,7 @@ from autopar.capture.store import load_graph, save_graph
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
+from autopar.runtime.fit import check_fit, check_source
 
 __all__ = ["Workspace"]
 
@@ -66,40 +67,6 @@ class Workspace:
 
     def _capture(self, model: UserModel, module: torch.nn.Module) -> LayerGraph:
         return capture(model, module)
-
-
-def check_source(model: UserModel, plan: Plan) -> None:
-    """Refuse a model file that is not the one that was planned for."""
-    if model.sha256 != plan.model.sha256:
-        raise FileError(
-            f"{model.path} has changed since it was profiled; run `autopar profile` and `autopar plan` again"
-        )
-
-
-def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
-    """Refuse a plan whose layers and tensors are not those of the captured model."""
-    planned = [name for stage in plan.stages for name in stage.layers]
-    found = [layer.name for layer in graph.layers]
-    if planned != found:
-        index = next((i for i, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
-        index = min(len(planned), len(found)) if index is None else index
-        expected = repr(planned[index]) if index < len(planned) else "no more layers"
-        actual = repr(found[index]) if index < len(found) else "ends there"
-        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {expected}, the model {actual}")
-    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    crossing = {}
-    for tensor in graph.tensors:
-        if tensor.producer is not None:
-            made = stage_of[tensor.producer]
-            readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
-            if readers:
-                crossing[tensor.name] = (made, readers, tensor.bytes_per_sample, tensor.gradient)
-    listed = {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.gradient) for t in plan.tensors}
-    for name in sorted(crossing.keys() | listed.keys()):
-        if crossing.get(name) != listed.get(name):
-            sides = f"{listed.get(name, 'absent')} in the plan, {crossing.get(name, 'absent')} in the model"
-            meaning = "producer, consumers, bytes per sample, gradient"
-            raise FileError(f"the plan does not fit {model.spec}: tensor {name!r} ({meaning}) is {sides}")
 
 
 def _fitting(

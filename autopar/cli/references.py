@@ -51,14 +51,17 @@ def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs:
     """
     if not output.parent.is_dir():
         raise FileError(f"cannot write {output}: no such folder: {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise FileError(f"cannot write {output}: {output.parent} may not be written to")
     if output.is_dir():
         raise UsageError(f"{output} is a folder; name a file")
     for path in inputs:
-        if path.resolve() == output.resolve():
+        # realpath, because resolve() raises an error of its own for a link that leads to itself.
+        if os.path.realpath(path) == os.path.realpath(output):
             raise UsageError(f"{output} is read by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it")
 
 
 def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+    return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from autopar.errors import AutoparError
+from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
@@ -25,7 +25,7 @@ from autopar.schedules.expand import Message, messages, stage_of
 __all__ = ["ProgramError", "check", "in_flight"]
 
 
-class ProgramError(AutoparError):
+class ProgramError(FileError):
     """A program is incomplete, exceeds its in-flight depth, or would deadlock."""
 
 

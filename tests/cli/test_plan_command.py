@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,47 @@ def test_hand_edited_files_are_refused_with_the_json_path(run: Run) -> None:
     code, _, err = run("simulate")
     assert code == 4
     assert "$.stages[1].warmup" in err
+
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda plan: plan["tensors"].clear(), "$.tensors is not what the profile's layers exchange"),
+        (lambda plan: plan["tensors"][0].update(bytes_per_sample=1), "$.tensors[0] is not what"),
+        (lambda plan: plan["tied"].clear(), "$.tied is not what"),
+        (lambda plan: plan["tied"][0].update(bytes=1), "$.tied[0] is not what"),
+        (
+            lambda plan: plan["tied"].append(plan["tied"][0]),
+            "$.tied[1].parameter: parameter 'wte.weight' is given twice",
+        ),
+        (lambda plan: plan["stages"][1].update(devices=[2**31 - 1]), "$.stages[1].devices[0]: "),
+        (lambda plan: plan.update(schedule="gpipe"), "$.stages[0].warmup: gpipe keeps all"),
+        (lambda plan: plan.update(device_type="tpu"), "$.device_type: "),
+        (lambda plan: plan.update(threads=2**30), "$.threads: "),
+        (lambda plan: plan.update(bytes_per_s=1e-300), "$.bytes_per_s: "),
+        (lambda plan: plan["stages"][1]["layers"].reverse(), "layer 8 is 'head' in the plan"),
+    ],
+)
+def test_an_edited_plan_is_refused_where_it_cannot_be_of_its_profile(run: Run, edit: Edit, message: str) -> None:
+    assert run("plan", "--stages", "0-7:1,8-13:1", "--schedule", "1f1b", "--micro-batches", "4")[0] == 0
+    content = json.loads(Path("plan.json").read_text())
+    edit(content)
+    Path("plan.json").write_text(json.dumps(content))
+    code, _, err = run("simulate", "--trace", "trace.json")
+    assert code == 4
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("trace.json").exists()
+
+
+def test_a_link_that_leads_to_itself_is_a_bad_file(run: Run) -> None:
+    Path("loop.json").symlink_to("loop.json")
+    code, _, err = run("plan", "loop.json", "--gpus", "2")
+    assert code == 4
+    assert err.startswith("autopar: cannot read loop.json: ")
 
 
 def test_an_existing_file_is_replaced_with_overwrite_and_the_default_one_without(run: Run) -> None:

@@ -1,0 +1,72 @@
+"""Fit: whether a plan is one of the model that is about to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.errors import FileError
+from autopar.formats.plan import Plan
+
+__all__ = ["check_fit", "check_source"]
+
+
+def check_source(model: UserModel, plan: Plan) -> None:
+    """Refuse a model file that is not the one that was planned for."""
+    if model.sha256 != plan.model.sha256:
+        raise FileError(
+            f"{model.path} has changed since it was profiled; run `autopar profile` and `autopar plan` again"
+        )
+
+
+def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
+    """Refuse a plan whose layers, tensors or tied parameters are not those of the captured model.
+
+    A tied parameter that an edited plan leaves out would be trained apart by its stages, without any error.
+
+    Raises:
+        FileError: names what differs, and how.
+    """
+    _check_layers(graph, plan, model)
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    crossing = {}
+    for tensor in graph.tensors:
+        if tensor.producer is not None:
+            made = stage_of[tensor.producer]
+            readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+            if readers:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                crossing[tensor.name] = (made, readers, tensor.bytes_per_sample, dtype, tensor.gradient)
+    planned = {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.dtype, t.gradient) for t in plan.tensors}
+    _compare("tensor", "producer, consumers, bytes per sample, dtype, gradient", planned, crossing, model)
+    held = {}
+    for name, layers in graph.tied().items():
+        stages = tuple(sorted({stage_of[layer] for layer in layers}))
+        user = graph.layer(layers[0])
+        parameter = user.parameter(next(at for at, full in user.parameters.items() if full == name))
+        if len(stages) > 1 and parameter.requires_grad:
+            held[name] = (stages, parameter.nbytes)
+    tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}
+    _compare("tied parameter", "stages, bytes", tied, held, model)
+
+
+def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
+    planned = [name for stage in plan.stages for name in stage.layers]
+    found = [layer.name for layer in graph.layers]
+    if planned != found:
+        index = next((i for i, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
+        index = min(len(planned), len(found)) if index is None else index
+        expected = repr(planned[index]) if index < len(planned) else "no more layers"
+        actual = repr(found[index]) if index < len(found) else "ends there"
+        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {expected}, the model {actual}")
+
+
+def _compare(
+    what: str, meaning: str, planned: Mapping[str, object], found: Mapping[str, object], model: UserModel
+) -> None:
+    for name in sorted(planned.keys() | found.keys()):
+        if planned.get(name) != found.get(name):
+            sides = f"{planned.get(name, 'absent')} in the plan, {found.get(name, 'absent')} in the model"
+            remedy = "run `autopar plan` again, with --stages for stages of your own"
+            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {remedy}")
