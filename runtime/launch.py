@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +19,12 @@ from autopar.ranks.board import FINISHED, STEPPING, Note
 from autopar.ranks.context import RankContext, joined_from_environment
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
+from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
+from autopar.runtime.fit import check_source
 from autopar.runtime.outcome import Outcome, outcome_of, write_weights_index
 from autopar.runtime.worker import RankResult, TrainArguments, train
-from autopar.runtime.workspace import Workspace, check_source
+from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
@@ -75,11 +75,11 @@ def run(
     user_model = load(model)
     check_source(user_model, plan)
     # The ranks start while this process captures the model.
-    with _folder() as folder, _ranks(plan, pool) as ranks:
-        Workspace(folder).prepare(user_model, plan, options.weights)
+    with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
+        Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
-            _arguments(plan, model, folder, options),
+            _arguments(plan, model, scratch.path, options),
             ranks=len(plan.devices),
             timeout_s=options.timeout_s,
             describe=_describe(plan, program),
@@ -96,14 +96,14 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         AutoparError: as :func:`run`, on every rank.
     """
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
-        folder = Path(tempfile.mkdtemp(prefix="autopar-run-")) if context.leads_host else None
+        scratch = Scratch("run") if context.leads_host else None
         try:
-            shared = _prepare_host(context, folder, model, plan, options)
+            shared = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
             result = train(context, _arguments(plan, model, shared, options))
             gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
         finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if scratch is not None:
+                scratch.close()
         return _conclude(plan, gathered, options) if context.rank == 0 else None
 
 
@@ -144,15 +144,6 @@ def _check_devices(plan: Plan) -> None:
         raise UsageError(
             f"the plan needs {len(plan.devices)} GPUs, this host has {found}; plan again with --gpus {found}"
         )
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="autopar-run-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

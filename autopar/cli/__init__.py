@@ -10,11 +10,10 @@ import typer
 from typer.exceptions import TyperException
 
 from autopar.cli import demo, plan, profile, run, show, simulate, worker
-from autopar.errors import AutoparError, UsageError
+from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
+from autopar.errors import AutoparError, FileError, UsageError
 
 __all__ = ["app", "main"]
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="autopar",
@@ -32,6 +31,9 @@ def _settings(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     context.obj = {"debug": debug}
+    # A worker's launcher ends all of its workers, and waits for none that is inside a collective.
+    if context.invoked_subcommand != "worker":
+        context.with_resource(termination_unwinds())
 
 
 app.command("profile")(profile.command)
@@ -47,22 +49,41 @@ def main() -> None:
     """Run a command; an error becomes one line on stderr and its exit code."""
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            _say("interrupted")
     except AutoparError as error:
-        if "--debug" in sys.argv[1:]:
-            traceback.print_exc()
-        sys.stderr.write(f"autopar: {' '.join(str(error).split())}\n")
-        code = error.exit_code
+        code = _failed(str(error), error.exit_code)
     except TyperException as error:
         code = _usage(error)
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("autopar: interrupted\n")
+        _say("interrupted")
         code = INTERRUPTED
+    except Terminated as end:
+        _say(str(end))
+        code = end.exit_code
+    except OSError as error:
+        code = _failed(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
+    except Exception as error:
+        remedy = "this is a fault of autopar; please report it with what --debug shows"
+        code = _failed(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
     sys.exit(code)
+
+
+def _failed(message: str, code: int) -> int:
+    """Say what failed, in one line behind the traceback that ``--debug`` asks for; return the exit code."""
+    if "--debug" in sys.argv[1:]:
+        traceback.print_exc()
+    _say(message)
+    return code
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"autopar: {' '.join(message.split())}\n")
 
 
 def _usage(error: TyperException) -> int:
     """Say what is wrong with a command line; without any arguments, its help has been shown already."""
     message = " ".join(error.format_message().split())
     if message:
-        sys.stderr.write(f"autopar: {message} (try --help)\n")
+        _say(f"{message} (try --help)")
     return UsageError.exit_code

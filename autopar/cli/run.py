@@ -47,10 +47,8 @@ def command(
     model = model_of(chosen, plan)
 
     from autopar.cli.progress import steps_progress
-    from autopar.ranks.pool import terminate_on_signal
     from autopar.runtime.launch import RunOptions, run
 
-    terminate_on_signal()
     options = RunOptions(steps, weights, save, timeout_s)
     with steps_progress(steps) as progress:
         outcome = run(chosen, model, options, progress)

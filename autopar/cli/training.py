@@ -75,10 +75,10 @@ class Reports:
         check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=(plan,))
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=(plan, self.report))
-        if self.save is not None and self.save.exists() and not self.overwrite:
+        if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")
-            if any(self.save.iterdir()):
+            if any(self.save.iterdir()) and not self.overwrite:
                 raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
 
     def write(self, report: Report, timeline: Timeline) -> None:
@@ -104,6 +104,8 @@ def model_of(plan: Plan, path: Path) -> str:
     if ":" in source and not source.endswith(".py"):
         return source
     model = path.parent / source
+    if model.suffix != ".py":
+        raise FileError(f"{path}: $.model.source: expected a .py file or package.module:factory, found {source!r}")
     if not model.is_file():
         raise FileError(f"{path}: $.model.source: no such file: {model}")
     return str(model)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from autopar.errors import TrainingError
 from autopar.ranks.board import SET_UP_S, Board
+from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Link, Watch
 
-__all__ = ["RankPool", "terminate_on_signal"]
+__all__ = ["RankPool"]
 
 
 class RankPool:
@@ -35,7 +33,7 @@ class RankPool:
         """Start ``size`` processes; ``timeout_s`` is the longest that a rank may stand still."""
         self.size = size
         self._device_type, self._timeout_s = device_type, timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="autopar-ranks-"))
+        self._scratch = Scratch("ranks")
         self._jobs = 0
         self._links: list[Link] = []
         try:
@@ -82,7 +80,7 @@ class RankPool:
         if self.closed or size > self.size:
             raise TrainingError(f"{size} ranks were asked of a pool that has {len(self._links)}")
         self._jobs += 1
-        folder = self._folder / f"job-{self._jobs}"
+        folder = self._scratch.path / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
         limit = self._timeout_s if timeout_s is None else timeout_s
         # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
@@ -115,7 +113,7 @@ class RankPool:
         for link in links:
             link.process.wait()
             link.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,12 +145,3 @@ def _start(rank: int, threads: int) -> Link:
     finally:
         os.close(writer)
     return Link(process, os.fdopen(reader, "rb", buffering=0))
-
-
-def terminate_on_signal() -> None:
-    """Make SIGTERM unwind this process like an interrupt, so that rank processes are ended first."""
-
-    def unwind(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, unwind)

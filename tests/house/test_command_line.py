@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import typer
 
 from autopar.cli import app
@@ -35,6 +36,32 @@ def test_help_imports_neither_torch_nor_pandas_nor_matplotlib() -> None:
         "print(sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)))"
     )
     assert _python("-c", script).stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        ("OSError(28, 'No space left on device', '/tmp/x')", 4, "autopar: /tmp/x: No space left on device\n"),
+        ("ZeroDivisionError('a\\nb')", 1, "autopar: ZeroDivisionError: a b; this is a fault of autopar; please report"),
+        ("KeyboardInterrupt()", 130, "autopar: interrupted\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "autopar: ended by SIGTERM\n"),
+        ("os.kill(os.getpid(), signal.SIGHUP)", 129, "autopar: ended by SIGHUP\n"),
+    ],
+)
+def test_whatever_ends_a_command_is_one_line_without_a_traceback(raised: str, code: int, said: str) -> None:
+    fails = f"raise {raised}" if not raised.startswith("os.") else raised
+    script = (
+        "import os, signal, sys\n"
+        "from autopar.cli import app, main\n"
+        f"def fail() -> None:\n    {fails}\n    raise AssertionError\n"
+        "app.command('fail')(fail)\n"
+        "sys.argv = ['autopar', 'fail']\n"
+        "main()"
+    )
+    found = _python("-c", script)
+    assert found.returncode == code
+    assert found.stderr.startswith(said)
+    assert found.stderr.count("\n") == 1
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

@@ -1,0 +1,69 @@
+"""Scratch: a temporary folder that does not outlive its use, even where its owner is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["Scratch"]
+
+PREFIX = "autopar-"
+_LOCK = "lock"
+
+
+class Scratch:
+    """A private temporary folder, removed when it is closed.
+
+    A process that is killed removes nothing. Its lock on the folder goes with it, though, and the next scratch folder
+    of the same user removes what is not locked.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        """Make the folder; ``purpose`` stands in its name."""
+        _sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
+        # Locked before it has its name, so that nobody finds it unlocked.
+        unnamed = self.path / f".{_LOCK}"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove this user's scratch folders whose owners have gone."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                _remove_if_unlocked(folder)
+
+
+def _remove_if_unlocked(folder: Path) -> None:
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)

@@ -1,0 +1,46 @@
+"""Scratch folders: gone when closed, and by the next one where their owner was killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.ranks.scratch import Scratch
+
+OWNER = (
+    "import sys; from autopar.ranks.scratch import Scratch; print(Scratch('run').path, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def test_a_scratch_folder_is_removed_with_all_that_is_in_it(tmp_path: Path) -> None:
+    with Scratch("run") as scratch:
+        (scratch.path / "deep").mkdir()
+        (scratch.path / "deep" / "file").write_text("x")
+        assert scratch.path.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    scratch.close()
+
+
+def test_what_a_killed_process_leaves_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+    (tmp_path / "autopar-notes").mkdir()
+    (tmp_path / "autopar-link").symlink_to(tmp_path / "autopar-notes")
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        used = Path(owner.stdout.readline().strip())
+        with Scratch("ranks"):
+            assert used.is_dir()
+        owner.kill()
+    assert used.is_dir()
+    with Scratch("ranks"):
+        assert not used.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["autopar-link", "autopar-notes"]
