@@ -50,10 +50,11 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
             f"most {most_stages} stages"
         )
     every = families(costs.batch, most_stages, options)
+    own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every)
     best, lower_bound_s = _search(simulator, every, options, compared)
-    if dictated is not None:
-        return _dictated(simulator, every, options, dictated, compared, best)
+    if dictated is not None and own is not None:
+        return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest)
     alternatives = _alternatives(compared, best)
@@ -128,23 +129,30 @@ def _search(
     return best, search(simulator, every, options, best)
 
 
+def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
+    """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
+    costs = simulator.costs
+    own = try_stages(simulator, every, *dictated)
+    if own.found is None and own.closest is None:
+        raise UsageError(
+            f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
+        )
+    if own.found is None:
+        raise infeasible(costs, (), options, own.closest)
+    return own
+
+
 def _dictated(
-    simulator: Simulator,
+    costs: CostModel,
     every: Sequence[Family],
     options: PlanOptions,
     dictated: Dictated,
+    own: Best,
     compared: Sequence[Reference],
     best: Best,
 ) -> Plan:
-    costs = simulator.costs
-    own = try_stages(simulator, every, *dictated)
-    if own.found is None:
-        if own.closest is None:
-            raise UsageError(
-                f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of "
-                f"the batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
-            )
-        raise infeasible(costs, (), options, own.closest)
+    assert own.found is not None
     placeable = [family for family in every if max(dictated.widths) <= family.micro_batch_size]
     least = min(bound(costs, place(family, dictated.cuts, dictated.widths)) for family in placeable)
     if best.found is None or own.step_s < best.step_s:

@@ -24,6 +24,8 @@ def main() -> None:
     """Serve jobs until standard input closes."""
     settings = json.loads(sys.argv[1])
     _die_with(int(settings["parent"]))
+    # An interrupt of this process alone ends it as any signal does, without a traceback; its parent says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # User code may print; the parent's standard output is for results alone.
     os.dup2(2, 1)
     faulthandler.enable()
