@@ -9,7 +9,7 @@ import torch
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.place import materialize, retarget
 from autopar.capture.source import UserModel
-from autopar.errors import FileError
+from autopar.errors import FileError, TrainingError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
 from autopar.runtime.clock import clock_of
@@ -143,6 +143,8 @@ class Job:
         if self._counts:
             count = torch.tensor([record.count], dtype=torch.float64, device=self._device)
             self._transport.all_reduce(count, tuple(range(len(self.plan.devices)))).wait()
+            if not count:
+                raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
             self._reducer.scale(1.0 / float(count))
         self._reducer.release_untouched()
         if self.optimizer is not None:

@@ -97,6 +97,9 @@ def split_difference(model: nn.Module, batch: object, loss: Callable[..., Any] |
             return float(outputs[0]), float(outputs[1])
 
         whole, first, second = value(0, rows), value(0, edge), value(edge, rows)
+    if not whole[1]:
+        # Nothing in this batch counts (it is all padding), so nothing can be compared.
+        return 0.0
     one = whole[0] / whole[1]
     other = (first[0] + second[0]) / (first[1] + second[1])
     return abs(one - other) / max(abs(one), 1e-12)

@@ -92,6 +92,10 @@ class UserModel:
         made = self._call("scheduler", self.functions["scheduler"], optimizer)
         if not isinstance(made, torch.optim.lr_scheduler.LRScheduler):
             raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; it must return a torch LRScheduler")
+        if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ModelError(
+                f"{self.path}: scheduler() returned {_a(made)}, which wants a metric; use one of steps only"
+            )
         return made
 
     @property

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from dictated import dictate
+from threads import train_in_threads
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.errors import FileError
+from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
 
@@ -133,3 +134,30 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
             assert torch.equal(inputs.sum(1, keepdim=True), targets)
             seen.append(inputs)
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
+
+
+NOTHING = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def dataset():
+    return torch.utils.data.TensorDataset(torch.rand(30, 4), torch.rand(30, 1))
+
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum() * 0, (batch[1] < 0).sum()
+"""
+
+
+def test_a_mini_batch_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text(NOTHING)
+    model = load(str(tmp_path / "nothing.py"))
+    module = model.build(0)
+    graph = capture(model, module)
+    with pytest.raises(TrainingError, match="count of 0 for the whole mini-batch"):
+        train_in_threads(dictate(graph, model, [1], 2, 4), graph, model, dict(module.named_parameters()), tmp_path, 1)
