@@ -15,7 +15,7 @@ Table = list[list[int]]
 
 
 class MemoryModel:
-    """Peak memory of a stage (DESIGN 7), with k micro-batches in flight and M in the step:
+    """Peak memory of a stage (docs/planning.md), with k micro-batches in flight and M in the step:
 
         parameters + gradients + optimizer state + buffers      a parameter tied within the stage counted once
         + (k - 1) activations + peak of one micro-batch          at the replica's rows
