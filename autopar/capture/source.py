@@ -93,9 +93,7 @@ class UserModel:
         if not isinstance(made, torch.optim.lr_scheduler.LRScheduler):
             raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; it must return a torch LRScheduler")
         if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ModelError(
-                f"{self.path}: scheduler() returned {_a(made)}, which wants a metric; use one of steps only"
-            )
+            raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; use one that wants no metric")
         return made
 
     @property

@@ -228,7 +228,7 @@ def test_a_scheduler_that_wants_a_metric_is_refused(tmp_path):
     text += "def scheduler(optimizer): return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
     (tmp_path / "plateau.py").write_text(text)
     user = load(str(tmp_path / "plateau.py"))
-    with pytest.raises(ModelError, match=r"plateau.py: .* ReduceLROnPlateau; use one that wants no metric"):
+    with pytest.raises(ModelError, match=r"plateau.py: .*ReduceLROnPlateau; use one that wants no metric"):
         user.make_scheduler(user.make_optimizer(user.build().parameters()))
 
 
