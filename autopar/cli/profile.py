@@ -29,7 +29,7 @@ def command(
         int | None, typer.Option(help="Local ranks whose links are measured; default: 2, or the number of GPUs.")
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank on the CPU.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     cluster_output: Annotated[
         Path | None, typer.Option(help="Where to write the links; default: cluster.json beside the profile.")

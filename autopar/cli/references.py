@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.plan import FileReference
+from autopar.formats.plan import FileReference, Plan
 
-__all__ = ["check_output", "rebase", "reference", "resolve"]
+__all__ = ["check_output", "rebase", "recorded", "reference", "resolve"]
 
 
 def reference(path: Path, text: str, output: Path) -> FileReference:
@@ -35,6 +35,14 @@ def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
     return path
 
 
+def recorded(plan: Plan, path: Path) -> tuple[Path, ...]:
+    """Return the files that a plan, read from ``path``, leans on, and the plan's own: none may be written over."""
+    names = [each.path for each in (plan.profile, plan.cluster) if each is not None]
+    if plan.model.source.endswith(".py"):
+        names.append(plan.model.source)
+    return (path, *(path.parent / name for name in names))
+
+
 def rebase(source: str, origin: Path, output: Path) -> str:
     """Return a model's source, recorded relative to ``origin``, relative to ``output``; a factory's name stays."""
     if ":" in source and not source.endswith(".py"):
@@ -55,6 +63,8 @@ def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs:
         raise FileError(f"cannot write {output}: {output.parent} may not be written to")
     if output.is_dir():
         raise UsageError(f"{output} is a folder; name a file")
+    if output.exists() and not output.is_file():
+        raise UsageError(f"{output} is not a regular file and cannot be replaced; name another file")
     for path in inputs:
         # realpath, because resolve() raises an error of its own for a link that leads to itself.
         if os.path.realpath(path) == os.path.realpath(output):

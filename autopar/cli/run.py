@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autopar.cli.references import recorded
 from autopar.cli.training import (
     DEFAULT_REPORT,
     AsJson,
@@ -41,9 +42,9 @@ def command(
 
     The same program runs under torchrun with `autopar worker`.
     """
-    reports = Reports(report, trace, save, overwrite)
-    reports.check(plan)
     chosen = read_plan(plan, seed)
+    reports = Reports(report, trace, save, overwrite)
+    reports.check(recorded(chosen, plan))
     model = model_of(chosen, plan)
 
     from autopar.cli.progress import steps_progress

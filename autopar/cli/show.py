@@ -41,6 +41,8 @@ def command(
 
     console = Console(stderr=True)
     kind = kind_of(file)
+    if png is not None:
+        _check_picture(png, overwrite, (file,) if over is None else (file, over))
     if kind == "trace" or over is not None:
         summary = _show_timeline(file, over, png, overwrite, console)
         if as_json:
@@ -151,11 +153,17 @@ def _summary(timeline: Timeline) -> dict[str, object]:
     }
 
 
+def _check_picture(png: Path, overwrite: bool, inputs: tuple[Path, ...]) -> None:
+    from autopar.cli.references import check_output
+
+    if png.suffix.lower() != ".png":
+        raise UsageError(f"--png {png}: the picture is a PNG; give a name that ends in .png")
+    check_output(png, None, overwrite=overwrite, inputs=inputs)
+
+
 def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None:
     from autopar.formats.document import write_bytes
 
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--png {path}: the picture is a PNG; give a name that ends in .png")
     content = io.BytesIO()
     figure.savefig(content, format="png")
     write_bytes(path, content.getvalue(), overwrite=overwrite)

@@ -31,12 +31,13 @@ def command(
     """Predict when every action of a step runs."""
     from rich.console import Console
 
-    from autopar.cli.references import check_output
+    from autopar.cli.references import check_output, recorded
+    from autopar.formats.plan import Plan
     from autopar.report.timeline import render
 
     if trace is not None:
-        inputs = tuple(path for path in (plan, profile, cluster) if path is not None)
-        check_output(trace, None, overwrite=overwrite, inputs=inputs)
+        given = tuple(path for path in (profile, cluster) if path is not None)
+        check_output(trace, None, overwrite=overwrite, inputs=(*recorded(Plan.load(plan), plan), *given))
     timeline = predict(plan, profile, cluster)
     if trace is not None:
         timeline.save(trace)

@@ -37,7 +37,7 @@ DEFAULT_REPORT = Path("report.json")
 
 PlanFile = Annotated[Path, typer.Argument(help="The plan to carry out.")]
 Steps = Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)]
-Seed = Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0)]
+Seed = Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)]
 Weights = Annotated[
     Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
 ]
@@ -65,16 +65,16 @@ class Reports:
     save: Path | None
     overwrite: bool
 
-    def check(self, plan: Path) -> None:
+    def check(self, inputs: tuple[Path, ...]) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
         Raises:
-            UsageError: a file exists and may not be replaced, or is the plan itself.
+            UsageError: a file exists and may not be replaced, or is one of ``inputs``.
             FileError: a folder is missing.
         """
-        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=(plan,))
+        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=inputs)
         if self.trace is not None:
-            check_output(self.trace, None, overwrite=self.overwrite, inputs=(plan, self.report))
+            check_output(self.trace, None, overwrite=self.overwrite, inputs=(*inputs, self.report))
         if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from autopar.cli.references import recorded
 from autopar.cli.training import (
     DEFAULT_REPORT,
     AsJson,
@@ -43,9 +44,9 @@ def command(
 ) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
-        reports = Reports(report, trace, save, overwrite)
-        reports.check(plan)
         chosen = read_plan(plan, seed)
+        reports = Reports(report, trace, save, overwrite)
+        reports.check(recorded(chosen, plan))
         model = model_of(chosen, plan)
 
         from autopar.cli.progress import steps_progress

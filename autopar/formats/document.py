@@ -108,12 +108,15 @@ def write_bytes(path: str | Path, content: bytes, *, overwrite: bool = True) -> 
     """Write a file atomically: it is there whole, or not at all.
 
     Raises:
-        UsageError: the file exists and ``overwrite`` is false.
+        UsageError: the file exists and ``overwrite`` is false, or it is a folder or a device.
         FileError: the folder is missing or not writable.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists; pass --overwrite to replace it")
+    if path.exists():
+        if not path.is_file():
+            raise UsageError(f"{path} is not a regular file and cannot be replaced; name another file")
+        if not overwrite:
+            raise UsageError(f"{path} exists; pass --overwrite to replace it")
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

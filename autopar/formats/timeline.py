@@ -151,6 +151,10 @@ class Timeline:
                 raise FileError(f"{at}: expected an event, found {json.dumps(entry)[:80]}")
             if entry.get("ph") != "M":
                 timeline.add(*_read_event(entry, at))
+        if timeline.rank_count() > len(timeline):
+            raise FileError(
+                f"{path}: $.traceEvents: {len(timeline)} events are too few for {timeline.rank_count()} ranks"
+            )
         return timeline
 
 

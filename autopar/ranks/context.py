@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
 
 __all__ = ["RankContext", "backend_of", "joined", "joined_from_environment"]
@@ -102,18 +102,31 @@ def joined_from_environment(device_type: str, timeout_s: float, size: int) -> It
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, or use `autopar run`")
-    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    rank, started = _number("RANK"), _number("WORLD_SIZE")
+    local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+    local_size = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else started
     if started != size:
         trouble = "more than" if started > size else "fewer than"
         raise UsageError(f"{started} ranks were started, {trouble} the {size} that the plan needs")
+    if rank >= size:
+        raise UsageError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
     device = _device(device_type, local_rank)
-    dist.init_process_group(backend_of(device_type), timeout=_patience(timeout_s))
+    try:
+        dist.init_process_group(backend_of(device_type), timeout=_patience(timeout_s))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TrainingError(f"rank {rank} could not join the others at {address}: {error}") from error
     try:
         yield RankContext(rank, size, local_rank, local_size, device, timeout_s)
     finally:
         dist.destroy_process_group()
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise UsageError(f"{name} must be a number, found {text!r}; start workers with torchrun, or use `autopar run`")
+    return int(text)
 
 
 def _patience(timeout_s: float) -> timedelta:

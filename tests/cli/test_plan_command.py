@@ -181,6 +181,22 @@ def test_an_edited_plan_is_refused_where_it_cannot_be_of_its_profile(run: Run, e
     assert not Path("trace.json").exists()
 
 
+def test_no_output_replaces_what_a_plan_leans_on_or_what_is_no_file(run: Run) -> None:
+    assert run("plan", "--gpus", "2")[0] == 0
+    os.mkfifo("pipe")
+    before = {name: Path(name).read_bytes() for name in ("plan.json", "profile.json", "cluster.json")}
+    for name in before:
+        code, _, err = run("simulate", "--trace", name, "--overwrite")
+        assert (code, err.count("\n")) == (2, 1)
+        assert "is read by this command" in err
+    for command in (("plan", "--gpus", "2", "-o", "pipe"), ("simulate", "--trace", "pipe")):
+        code, _, err = run(*command, "--overwrite")
+        assert code == 2
+        assert "pipe is not a regular file" in err
+    assert {name: Path(name).read_bytes() for name in before} == before
+    assert Path("pipe").is_fifo()
+
+
 def test_a_link_that_leads_to_itself_is_a_bad_file(run: Run) -> None:
     Path("loop.json").symlink_to("loop.json")
     code, _, err = run("plan", "loop.json", "--gpus", "2")

@@ -139,6 +139,14 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
         write_text(tmp_path / "none" / "c.json", "x")
 
 
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="not a regular file"):
+            write_text(path, "x")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_parse_json_returns_what_json_says() -> None:
     text = '{"a": [1, 2.5, null, true, "x"], "b": {"c": -0.0}}'
     assert parse_json(text, Path("x")) == json.loads(text)

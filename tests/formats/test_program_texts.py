@@ -134,6 +134,7 @@ def test_a_malformed_trace_is_refused_with_its_path(tmp_path: Path, text: str, m
         ({"pid": True}, r"\$\.traceEvents\[0\]\.pid: expected a rank"),
         ({"pid": -1}, r"\.pid: expected a rank"),
         ({"pid": 10**9}, r"\.pid: expected a rank"),
+        ({"pid": 60_000}, r"\$\.traceEvents: 1 events are too few for 60001 ranks"),
         ({"ts": "1"}, r"\.ts: expected microseconds"),
         ({"ts": -1.0}, r"\.ts: expected microseconds"),
         ({"dur": 1e300}, r"\.dur: expected microseconds"),
