@@ -11,17 +11,13 @@ machine was with other work.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
-import torch
+from machine import Watch
 
 from autopar.capture import load
 from autopar.formats.cluster import Cluster
@@ -36,7 +32,7 @@ from autopar.runtime.launch import RunOptions, run
 
 def main() -> None:
     arguments = _arguments()
-    busy = _Busy()
+    watch = Watch()
     profiled, cluster = _measure(arguments.model, arguments.batch, arguments.gpus)
     contestants = _contestants(profiled, cluster, arguments.gpus)
     steps: dict[str, list[float]] = {name: [] for name in contestants}
@@ -52,11 +48,7 @@ def main() -> None:
         "ranks": arguments.gpus,
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores_used_by_others": round(busy.others(), 2),
+        **watch.describe(),
         "noise": profiled.noise.model_dump(),
         "contestants": _rows(contestants, steps),
     }
@@ -122,22 +114,6 @@ def _rows(contestants: dict[str, Plan], steps: dict[str, list[float]]) -> list[d
             }
         )
     return rows
-
-
-class _Busy:
-    """How many cores other processes used since creation; Linux only."""
-
-    def __init__(self) -> None:
-        self._began_s, self._all_s = time.monotonic(), self._busy_s()
-
-    def others(self) -> float:
-        times = os.times()
-        own = times.user + times.system + times.children_user + times.children_system
-        return max(0.0, (self._busy_s() - self._all_s - own) / (time.monotonic() - self._began_s))
-
-    def _busy_s(self) -> float:
-        user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-        return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

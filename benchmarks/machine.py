@@ -1,0 +1,38 @@
+"""Machine: what a benchmark records of where and when it ran."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Describes the machine, and how many of its cores other processes used since creation (Linux)."""
+
+    def __init__(self) -> None:
+        self._began_s, self._before_s = time.monotonic(), _busy_s()
+
+    def describe(self) -> dict[str, object]:
+        """Return the record; call it when all processes that the benchmark started have ended."""
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        others_s = _busy_s() - self._before_s - own_s
+        return {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cores_used_by_others": round(max(0.0, others_s / (time.monotonic() - self._began_s)), 2),
+        }
+
+
+def _busy_s() -> float:
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")
