@@ -107,7 +107,7 @@ def joined_from_environment(device_type: str, timeout_s: float, size: int) -> It
     local_size = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else started
     if started != size:
         trouble = "more than" if started > size else "fewer than"
-        raise UsageError(f"{started} ranks were started, {trouble} the {size} that the plan needs")
+        raise UsageError(f"the number of ranks started is {started}, {trouble} the {size} that the plan needs")
     if rank >= size:
         raise UsageError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
     device = _device(device_type, local_rank)

@@ -16,7 +16,7 @@ GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
         ({"RANK": None, "MASTER_PORT": None}, "RANK, MASTER_PORT not set; start workers with torchrun"),
         ({"RANK": "first"}, "RANK must be a number, found 'first'"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, found '-1'"),
-        ({"WORLD_SIZE": "3"}, "3 ranks were started, more than the 2 that the plan needs"),
+        ({"WORLD_SIZE": "3"}, "the number of ranks started is 3, more than the 2 that the plan needs"),
         ({"RANK": "2"}, "RANK is 2, and WORLD_SIZE 2: ranks count from 0"),
     ],
 )

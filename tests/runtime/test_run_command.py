@@ -120,7 +120,7 @@ def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: i
     plan_for(here, [1, 1])
     started = torchrun(count, "plan.json", "--steps", "3")
     assert started.returncode != 0
-    assert started.stderr.count(f"{count} ranks were started, {words} that the plan needs") == 1
+    assert started.stderr.count(f"the number of ranks started is {count}, {words} that the plan needs") == 1
     assert not (here / "report.json").exists()
 
 
