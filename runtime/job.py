@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.place import materialize, retarget
+from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, TrainingError
 from autopar.formats.plan import Plan, SharedParameter
@@ -132,8 +132,7 @@ class Job:
         }
         self.buffers = {name: values[name].to(device) for name in wanted if name not in trainable}
         for layer in layers:
-            materialize(layer, {**self.parameters, **self.buffers})
-            retarget(layer, device)
+            materialize(layer, {**self.parameters, **self.buffers}, device)
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         return [(i, tied) for i, tied in enumerate(self.plan.tied) if self.stage_index in tied.stages]

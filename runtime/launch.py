@@ -21,8 +21,7 @@ from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
-from autopar.runtime.fit import check_source
-from autopar.runtime.outcome import Outcome, outcome_of, write_weights_index
+from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -73,7 +72,6 @@ def run(
     check(program, plan)
     _check_devices(plan)
     user_model = load(model)
-    check_source(user_model, plan)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
@@ -179,7 +177,5 @@ class _Losses:
         parts.append((float(str(message["loss"])), float(str(message["count"]))))
         if len(parts) == self._expected:
             del self._parts[step]
-            count = sum(count for _, count in parts)
-            total = sum(loss for loss, _ in parts)
             if self._progress is not None:
-                self._progress(step, total / count if count else total)
+                self._progress(step, loss_of(parts))

@@ -19,7 +19,7 @@ from autopar.runtime import weights
 from autopar.runtime.worker import RankResult, shard_name
 from autopar.schedules.expand import expand
 
-__all__ = ["Outcome", "outcome_of", "write_weights_index"]
+__all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,16 @@ def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, 
     return Outcome(report, timeline)
 
 
+def loss_of(parts: Sequence[tuple[float, float]]) -> float:
+    """Return a mini-batch's loss from the ranks' parts: (part of the mean, 0), or (sum, count).
+
+    >>> loss_of([(0.5, 0), (0.25, 0)]), loss_of([(6.0, 4), (2.0, 4)])
+    (0.75, 1.0)
+    """
+    total, count = sum(part for part, _ in parts), sum(count for _, count in parts)
+    return total / count if count else total
+
+
 def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path) -> None:
     """Write the index of the trained weights, after all ranks have written theirs."""
     stages = len(plan.stages)
@@ -77,12 +87,8 @@ def _step_lengths(results: Sequence[RankResult]) -> list[float]:
 
 
 def _losses(results: Sequence[RankResult]) -> list[float]:
-    losses = []
-    for step in range(len(results[0]["loss"])):
-        total = sum(result["loss"][step] for result in results)
-        count = sum(result["count"][step] for result in results)
-        losses.append(total / count if count else total)
-    return losses
+    steps = range(len(results[0]["loss"]))
+    return [loss_of([(result["loss"][step], result["count"][step]) for result in results]) for step in steps]
 
 
 def _quantile(values: Sequence[float], index: int) -> float:

@@ -41,7 +41,7 @@ class Workspace:
         """
         check_source(model, plan)
         module = model.build(plan.seed)
-        graph = self._capture(model, module)
+        graph = capture(model, module)
         check_fit(graph, plan, model)
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         if given is not None:
@@ -55,7 +55,7 @@ class Workspace:
         """Return the graph for one rank, without weights."""
         if (self.folder / GRAPH).exists():
             return load_graph(self.folder / GRAPH)
-        return self._capture(model, model.build(plan.seed))
+        return capture(model, model.build(plan.seed))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""
@@ -64,9 +64,6 @@ class Workspace:
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
         return weights.names(self.folder / WEIGHTS)
-
-    def _capture(self, model: UserModel, module: torch.nn.Module) -> LayerGraph:
-        return capture(model, module)
 
 
 def _fitting(

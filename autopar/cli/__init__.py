@@ -30,7 +30,7 @@ def _settings(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    context.obj = {"debug": debug}
+    # main() reads --debug from the command line itself: mistakes on it are errors, too.
     # A worker's launcher ends all of its workers, and waits for none that is inside a collective.
     if context.invoked_subcommand != "worker":
         context.with_resource(termination_unwinds())
