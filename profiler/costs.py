@@ -92,9 +92,7 @@ def describe_ties(graph: LayerGraph) -> tuple[formats.Tied, ...]:
     """Return the records of parameters that several layers use."""
     ties = []
     for name, layers in graph.tied().items():
-        user = graph.layer(layers[0])
-        attribute = next(attribute for attribute, full in user.parameters.items() if full == name)
-        parameter = user.parameter(attribute)
+        parameter = graph.parameter(name)
         ties.append(
             formats.Tied(parameter=name, layers=layers, bytes=parameter.nbytes, trainable=parameter.requires_grad)
         )

@@ -43,8 +43,7 @@ def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
     held = {}
     for name, layers in graph.tied().items():
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
-        user = graph.layer(layers[0])
-        parameter = user.parameter(next(at for at, full in user.parameters.items() if full == name))
+        parameter = graph.parameter(name)
         if len(stages) > 1 and parameter.requires_grad:
             held[name] = (stages, parameter.nbytes)
     tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}

@@ -7,8 +7,10 @@ other libraries read, too). No reader ever loads more than what it asks for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,12 +58,9 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     for path, held in _files(folder).items():
         if held is not None and wanted.isdisjoint(held):
             continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in sorted(wanted.intersection(file.keys())):
-                    found[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise FileError(f"cannot read weights {path}: {error}") from error
+        with _opened(path) as file:
+            for name in sorted(wanted.intersection(file.keys())):
+                found[name] = file.get_tensor(name)
     return found
 
 
@@ -73,12 +72,18 @@ def names(folder: Path) -> set[str]:
     """
     found: set[str] = set()
     for path in _files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found.update(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise FileError(f"cannot read weights {path}: {error}") from error
+        with _opened(path) as file:
+            found.update(file.keys())
     return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"cannot read weights {path}: {error}") from error
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

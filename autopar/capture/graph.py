@@ -92,6 +92,12 @@ class LayerGraph:
         """Return a tensor's description by name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)
 
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return a parameter by its name in the model."""
+        found = ((layer, at) for layer in self.layers for at, full in layer.parameters.items() if full == name)
+        layer, attribute = next(found)
+        return layer.parameter(attribute)
+
     def tied(self) -> dict[str, tuple[str, ...]]:
         """Return, for every parameter that several layers use, their names in order."""
         users: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import FileReference, Plan
+from autopar.formats.profile import is_factory
 
 __all__ = ["check_output", "rebase", "recorded", "reference", "resolve"]
 
@@ -45,7 +46,7 @@ def recorded(plan: Plan, path: Path) -> tuple[Path, ...]:
 
 def rebase(source: str, origin: Path, output: Path) -> str:
     """Return a model's source, recorded relative to ``origin``, relative to ``output``; a factory's name stays."""
-    if ":" in source and not source.endswith(".py"):
+    if is_factory(source):
         return source
     return _relative(origin.parent / source, output.parent)
 

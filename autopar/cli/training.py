@@ -12,6 +12,7 @@ import typer
 from autopar.cli.references import check_output
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.profile import is_factory
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
@@ -101,7 +102,7 @@ def model_of(plan: Plan, path: Path) -> str:
         FileError: the model file is not there.
     """
     source = plan.model.source
-    if ":" in source and not source.endswith(".py"):
+    if is_factory(source):
         return source
     model = path.parent / source
     if model.suffix != ".py":

@@ -21,12 +21,22 @@ __all__ = [
     "Tensor",
     "Threads",
     "Tied",
+    "is_factory",
 ]
 
 Provenance = Literal["measured", "interpolated", "estimated"]
 Precision = Literal["fp32", "fp64"]
 DeviceType = Literal["cpu", "cuda"]
 Threads = Annotated[int, Field(ge=1, le=1024)]
+
+
+def is_factory(source: str) -> bool:
+    """Whether a model's source is ``package.module:factory``, and not a path.
+
+    >>> is_factory("zoo.gpt:small"), is_factory("gpt.py"), is_factory("C:/gpt.py")
+    (True, False, False)
+    """
+    return ":" in source and not source.endswith(".py")
 
 
 class ModelSource(Record):
