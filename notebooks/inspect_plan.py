@@ -38,7 +38,7 @@ cluster = Cluster.load(DATA / "gpt.cluster.json")
 # names the layer whose measurement it is.
 
 # %%
-layers = frames.layers(profile)
+layers = profile.to_frame()
 layers.xs(4, level="micro_batch")
 
 # %% [markdown]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from autopar.errors import AutoparError, ModelError, UsageError
-from autopar.formats.profile import is_factory
+from autopar.formats.profile import path_of
 
 __all__ = ["UserModel", "load"]
 
@@ -134,7 +134,7 @@ def load(spec: str) -> UserModel:
     """
     if spec.startswith("hf:"):
         raise UsageError(f"{spec}: models of the transformers library are not read; give a Python file with model()")
-    if is_factory(spec):
+    if path_of(spec) is None:
         return _load_factory(spec)
     path = Path(spec)
     if path.suffix != ".py":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import FileReference, Plan
-from autopar.formats.profile import is_factory
+from autopar.formats.profile import path_of, with_path
 
 __all__ = ["check_output", "rebase", "recorded", "reference", "resolve"]
 
@@ -39,16 +39,16 @@ def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
 def recorded(plan: Plan, path: Path) -> tuple[Path, ...]:
     """Return the files that a plan, read from ``path``, leans on, and the plan's own: none may be written over."""
     names = [each.path for each in (plan.profile, plan.cluster) if each is not None]
-    if plan.model.source.endswith(".py"):
-        names.append(plan.model.source)
+    model = path_of(plan.model.source)
+    if model is not None:
+        names.append(model)
     return (path, *(path.parent / name for name in names))
 
 
 def rebase(source: str, origin: Path, output: Path) -> str:
     """Return a model's source, recorded relative to ``origin``, relative to ``output``; a factory's name stays."""
-    if is_factory(source):
-        return source
-    return _relative(origin.parent / source, output.parent)
+    path = path_of(source)
+    return source if path is None else with_path(source, _relative(origin.parent / path, output.parent))
 
 
 def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:

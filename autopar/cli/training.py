@@ -12,7 +12,7 @@ import typer
 from autopar.cli.references import check_output
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import is_factory
+from autopar.formats.profile import path_of, with_path
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
@@ -102,14 +102,18 @@ def model_of(plan: Plan, path: Path) -> str:
         FileError: the model file is not there.
     """
     source = plan.model.source
-    if is_factory(source):
+    recorded = path_of(source)
+    if recorded is None:
         return source
-    model = path.parent / source
-    if model.suffix != ".py":
-        raise FileError(f"{path}: $.model.source: expected a .py file or package.module:factory, found {source!r}")
-    if not model.is_file():
+    model = path.parent / recorded
+    if source == recorded and model.suffix != ".py":
+        raise FileError(
+            f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
+            f"found {source!r}"
+        )
+    if not model.exists():
         raise FileError(f"{path}: $.model.source: no such file: {model}")
-    return str(model)
+    return with_path(source, str(model))
 
 
 def print_outcome(report: Report, reports: Reports, as_json: bool) -> None:

@@ -6,17 +6,30 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, BytesPerSecond, Count, Document, Index, Name, Record, Seconds, fault
+from autopar.formats.document import (
+    Bytes,
+    BytesPerSecond,
+    Count,
+    Document,
+    Index,
+    Name,
+    Provenance,
+    Record,
+    Seconds,
+    fault,
+)
 
-__all__ = ["Cluster", "Curve", "Device", "Link"]
+__all__ = ["Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
 
 Level = Literal["node", "network"]
+CurveKind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
 
 class Device(Record):
     """An accelerator, or a CPU process."""
 
     type: Name
+    """``cpu``, ``cuda``, or the name of a known GPU, such as ``H100-SXM``."""
     memory_bytes: Bytes
     node: Index = 0
     price_per_hour: float | None = Field(default=None, ge=0)
@@ -30,18 +43,22 @@ class Link(Record):
     bytes_per_s: BytesPerSecond
     shared_by: Count = 1
     duplex: Literal["full", "half"] = "full"
-    provenance: Literal["measured", "interpolated", "estimated"] = "estimated"
+    provenance: Provenance = "estimated"
 
 
 class Curve(Record):
-    """Measured seconds against message bytes, for one operation among ``ranks`` ranks."""
+    """Seconds against message bytes, for one operation among ``ranks`` ranks.
 
-    kind: Literal["p2p", "all_reduce"]
+    Sizes are those that nccl-tests state: of the whole vector that is reduced, gathered or scattered, not of a rank's
+    part of it.
+    """
+
+    kind: CurveKind
     ranks: int = Field(ge=2, lt=2**31)
     level: Level
     sizes: tuple[Bytes, ...] = Field(min_length=1)
     seconds: tuple[Seconds, ...] = Field(min_length=1)
-    provenance: Literal["measured", "interpolated", "estimated"] = "measured"
+    provenance: Provenance = "measured"
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> Self:
@@ -50,6 +67,17 @@ class Curve(Record):
         if list(self.sizes) != sorted(set(self.sizes)):
             fault("sizes", "sizes must ascend without repeats")
         return self
+
+
+class Overlap(Record):
+    """How computing and communicating slow each other when they run at the same time."""
+
+    level: Level
+    compute: float = Field(ge=1)
+    """Times as long a computation takes while its device communicates."""
+    communication: float = Field(ge=1)
+    """Times as long a communication takes while its devices compute."""
+    provenance: Provenance = "measured"
 
 
 class Cluster(Document):
@@ -64,6 +92,7 @@ class Cluster(Document):
     devices: tuple[Device, ...] = Field(min_length=1)
     links: tuple[Link, ...] = Field(min_length=1)
     curves: tuple[Curve, ...] = ()
+    overlaps: tuple[Overlap, ...] = ()
     notes: tuple[Name, ...] = ()
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,7 @@ __all__ = [
     "Document",
     "Index",
     "Name",
+    "Provenance",
     "Record",
     "Seconds",
     "fault",
@@ -51,6 +52,8 @@ Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 BytesPerSecond = Annotated[float, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
+Provenance = Literal["measured", "interpolated", "estimated"]
+"""Where a number comes from: ``interpolated`` lies between measured ones, ``estimated`` follows from a model."""
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
 
 

@@ -14,6 +14,7 @@ from autopar.formats.document import (
     Document,
     Index,
     Name,
+    Provenance,
     Record,
     Seconds,
     fault,
@@ -88,6 +89,10 @@ class Predicted(Record):
     forward_s: tuple[Seconds, ...] = ()
     backward_s: tuple[Seconds, ...] = ()
     """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
+    compute: tuple[Provenance, ...] = ()
+    """Per stage, where these times come from; empty where unknown."""
+    communication: Provenance | None = None
+    """Where the times of messages and reductions come from; none where nothing is communicated."""
 
 
 class Alternative(Record):
@@ -171,7 +176,7 @@ class Plan(Document):
             if self.schedule == "gpipe" and stage.warmup != self.micro_batches:
                 fault(f"{at}.warmup", f"gpipe keeps all {self.micro_batches} micro-batches in flight")
             previous_warmup = stage.warmup
-        for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s"):
+        for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
                 fault(f"predicted.{name}", f"{len(numbers)} numbers for {len(self.stages)} stages")

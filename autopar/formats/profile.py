@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds, fault
+from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, fault
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = [
     "Cost",
     "DeviceKind",
     "DeviceType",
     "Layer",
+    "Line",
     "ModelSource",
     "Noise",
     "Precision",
@@ -21,31 +25,50 @@ __all__ = [
     "Tensor",
     "Threads",
     "Tied",
-    "is_factory",
+    "path_of",
+    "with_path",
 ]
 
-Provenance = Literal["measured", "interpolated", "estimated"]
-Precision = Literal["fp32", "fp64"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+"""``bf16`` and ``fp16``: parameters in float32, computed under autocast."""
 DeviceType = Literal["cpu", "cuda"]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 
 
-def is_factory(source: str) -> bool:
-    """Whether a model's source is ``package.module:factory``, and not a path.
+TRANSFORMERS = "hf:"
 
-    >>> is_factory("zoo.gpt:small"), is_factory("gpt.py"), is_factory("C:/gpt.py")
-    (True, False, False)
+
+def path_of(source: str) -> str | None:
+    """Return the path in a model's source: a model file's or a Transformers configuration's; none in a factory.
+
+    >>> path_of("gpt.py"), path_of("hf:llama/config.json"), path_of("zoo.gpt:small"), path_of("C:/gpt.py")
+    ('gpt.py', 'llama/config.json', None, 'C:/gpt.py')
     """
-    return ":" in source and not source.endswith(".py")
+    if source.startswith(TRANSFORMERS):
+        return source.removeprefix(TRANSFORMERS)
+    return None if ":" in source and not source.endswith(".py") else source
+
+
+def with_path(source: str, path: str) -> str:
+    """Return a model's source with another path in it.
+
+    >>> with_path("hf:config.json", "llama/config.json"), with_path("zoo.gpt:small", "anything")
+    ('hf:llama/config.json', 'zoo.gpt:small')
+    """
+    if path_of(source) is None:
+        return source
+    return f"{TRANSFORMERS if source.startswith(TRANSFORMERS) else ''}{path}"
 
 
 class ModelSource(Record):
     """Where the model's code is."""
 
     source: Name
-    """A path relative to the file that holds this record, or ``package.module:factory``."""
+    """A path relative to the file that holds this record, ``hf:`` and such a path, or ``package.module:factory``."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the source file's bytes."""
+    """Of the bytes of the source file, or of the Transformers configuration."""
+    data: Name | None = None
+    """The file whose ``dataset()`` feeds an ``hf:`` model, relative like the source; none: synthetic inputs."""
 
 
 class DeviceKind(Record):
@@ -56,6 +79,8 @@ class DeviceKind(Record):
     memory_bytes: Bytes
     threads: Threads = 1
     """Intra-operator threads per rank (CPU)."""
+    reserved_bytes: Bytes = 0
+    """What a process takes of the memory for itself: the device's context, its communicators, the allocator's slack."""
 
 
 class Noise(Record):
@@ -63,6 +88,12 @@ class Noise(Record):
 
     median_spread: float = Field(ge=0)
     max_spread: float = Field(ge=0)
+    caches: Literal["warm", "cold"] = "warm"
+    """What a layer found in the device's last cache: what other layers left (``cold``), or its own data (``warm``)."""
+    clock_hz: tuple[float, ...] = ()
+    """Clock of the device's cores before and after measuring, where it can be read."""
+    throttled: Name | None = None
+    """Why the device slowed its clock while it was measured, where it says so."""
 
 
 class Saved(Record):
@@ -85,9 +116,35 @@ class Cost(Record):
     """Most bytes alive at once in this layer's forward and backward beyond parameters, buffers, parameter gradients
     and the layer's inputs: its saved storages, temporaries, outputs and the gradients of inputs and outputs."""
     output_bytes: Bytes
+    backward_input_s: Seconds | None = None
+    """The half of a split backward that makes the inputs' gradients; halves take longer together than the whole."""
+    backward_weight_s: Seconds | None = None
+    """The half that makes the parameters' gradients."""
+    recompute_s: Seconds | None = None
+    """What a backward that runs the forward again, with the random numbers of the first time, takes beyond
+    ``backward_s``."""
+    forward_launch_s: Seconds | None = None
+    """Seconds in which the host hands the forward's kernels to the device; none where the host computes itself."""
+    backward_launch_s: Seconds | None = None
     forward_spread: float = Field(default=0.0, ge=0)
     backward_spread: float = Field(default=0.0, ge=0)
     repeats: Index = 0
+    """How many times forward and backward were timed; 0 where the times are estimated."""
+    provenance: Provenance = "measured"
+    """Where the times come from."""
+
+
+class Line(Record):
+    """Seconds as an affine function of the micro-batch size, fitted to measured or estimated ones."""
+
+    fixed_s: Seconds
+    per_sample_s: Seconds
+    residual: float = Field(ge=0)
+    """Largest difference from a fitted time, relative to that time."""
+
+    def at(self, rows: int) -> float:
+        """Return the seconds at a micro-batch of ``rows`` samples."""
+        return self.fixed_s + rows * self.per_sample_s
 
 
 class Layer(Record):
@@ -104,9 +161,11 @@ class Layer(Record):
     update_s: Seconds = 0.0
     """The optimizer's step over this layer's parameters."""
     costs: tuple[Cost, ...] = Field(min_length=1)
+    forward_fit: Line | None = None
+    """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""
+    backward_fit: Line | None = None
     measured_as: Name | None = None
-    """The identical layer whose measurement this is, if not its own."""
-    provenance: Provenance = "measured"
+    """The identical layer whose measurement, or estimate, this is, if not its own."""
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> Self:
@@ -150,6 +209,8 @@ class Profile(Document):
     """Samples per step, unless the planner is told otherwise."""
     device: DeviceKind
     precision: Precision
+    compiled: bool = False
+    """Whether the layers were compiled with ``torch.compile``."""
     layers: tuple[Layer, ...] = Field(min_length=1)
     tensors: tuple[Tensor, ...]
     tied: tuple[Tied, ...] = ()
@@ -157,6 +218,44 @@ class Profile(Document):
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
     notes: tuple[Name, ...] = ()
+
+    def crossing_bytes(self) -> list[int]:
+        """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""
+        order = {layer.name: index for index, layer in enumerate(self.layers)}
+        crossing = [0] * len(order)
+        for tensor in self.tensors:
+            if tensor.producer is not None:
+                last = max(order[consumer] for consumer in tensor.consumers)
+                for boundary in range(order[tensor.producer], last):
+                    crossing[boundary] += tensor.bytes_per_sample
+        return crossing
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Return one row per layer and micro-batch size, with the bytes per sample that cross behind the layer."""
+        import pandas
+
+        crossing = self.crossing_bytes()
+        rows = [
+            {
+                "layer": layer.name,
+                "micro_batch": cost.micro_batch,
+                "forward_s": cost.forward_s,
+                "backward_s": cost.backward_s,
+                "backward_input_s": cost.backward_input_s,
+                "backward_weight_s": cost.backward_weight_s,
+                "recompute_s": cost.recompute_s,
+                "update_s": layer.update_s,
+                "saved_bytes": sum(saved.bytes for saved in cost.saved),
+                "peak_bytes": cost.peak_bytes,
+                "parameters_bytes": layer.parameters_bytes,
+                "crossing_bytes_per_sample": crossing[index],
+                "measured_as": layer.measured_as or layer.name,
+                "provenance": cost.provenance,
+            }
+            for index, layer in enumerate(self.layers)
+            for cost in layer.costs
+        ]
+        return pandas.DataFrame(rows).set_index(["layer", "micro_batch"])
 
     @model_validator(mode="after")
     def _layers_and_tensors_agree(self) -> Self:

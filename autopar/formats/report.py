@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Record, Seconds
+from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds
 
 __all__ = ["RankTimes", "Report", "StepTimes"]
 
@@ -50,6 +50,9 @@ class Report(Document):
     predicted_step_s: Seconds
     error: float
     """Predicted over measured median, less one."""
+    predicted_compute: Provenance | None = None
+    """Where the least certain of the prediction's computing times came from."""
+    predicted_communication: Provenance | None = None
     samples_per_s: float = Field(ge=0)
     peak_bytes: tuple[Bytes, ...]
     """Per rank: the most memory held; see ``peak_kind``."""

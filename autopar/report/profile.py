@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autopar.formats.profile import Cost, Layer, Profile
 
-__all__ = ["crossing_bytes", "render"]
+__all__ = ["render"]
 
 
 def render(profile: Profile, console: Console) -> None:
@@ -40,7 +40,7 @@ def _layers(profile: Profile) -> Table:
     rows = profile.layers[0].costs[-1].micro_batch
     columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
     table = new_table(f"Layers (micro-batch of {rows}, each)", columns, folded="layer", footer=True)
-    crossing = crossing_bytes(profile)
+    crossing = profile.crossing_bytes()
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
         table.add_row(
@@ -60,7 +60,7 @@ def _layers(profile: Profile) -> Table:
 
 def _alike(profile: Profile) -> Iterator[tuple[int, int]]:
     """Yield the first and the last index of every run of layers that share a measurement and a boundary's bytes."""
-    crossing = crossing_bytes(profile)
+    crossing = profile.crossing_bytes()
     first = 0
     for index, layer in enumerate(profile.layers):
         leader = profile.layers[first]
@@ -96,15 +96,3 @@ def _shared(profile: Profile) -> int:
 
 def _saved(cost: Cost) -> int:
     return sum(saved.bytes for saved in cost.saved)
-
-
-def crossing_bytes(profile: Profile) -> list[int]:
-    """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""
-    order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    crossing = [0] * len(order)
-    for tensor in profile.tensors:
-        if tensor.producer is not None:
-            last = max(order[consumer] for consumer in tensor.consumers)
-            for boundary in range(order[tensor.producer], last):
-                crossing[boundary] += tensor.bytes_per_sample
-    return crossing

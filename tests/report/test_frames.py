@@ -49,12 +49,12 @@ def _profile() -> Profile:
 
 
 def test_a_cut_is_charged_with_every_tensor_that_crosses_it_and_with_no_model_input() -> None:
-    crossing = frames.layers(_profile())["crossing_bytes_per_sample"].xs(1, level="micro_batch")
+    crossing = _profile().to_frame()["crossing_bytes_per_sample"].xs(1, level="micro_batch")
     assert crossing.to_dict() == {"a": 100, "b": 110, "c": 0}
 
 
 def test_layers_hold_one_row_per_measured_size() -> None:
-    table = frames.layers(_profile())
+    table = _profile().to_frame()
     assert len(table) == 6
     assert table.loc[("b", 4), "backward_s"] == 16.0
     assert table.loc[("b", 4), "saved_bytes"] == 44

@@ -1,0 +1,1 @@
+"""Hardware: what is known of devices and links that are not at hand."""
