@@ -82,6 +82,8 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(min(costs.limits_bytes[device] for device in stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
+        compute=tuple(map(costs.compute_provenance, stages)),
+        communication=costs.communication_provenance(candidate),
         backward_s=tuple(max(costs.backward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Device
+from autopar.formats.document import Provenance, least_certain
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
@@ -14,6 +15,7 @@ from autopar.planner.links import Level, LinkModel
 from autopar.planner.memory import MemoryModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules.buckets import buckets
+from autopar.schedules.route import routes
 
 __all__ = ["CostModel"]
 
@@ -30,7 +32,8 @@ class CostModel:
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
         self.notes += self._other_types()
         limit = options.memory_bytes
-        self.limits_bytes = [device.memory_bytes if limit is None else limit for device in self.devices]
+        limits = [device.memory_bytes if limit is None else limit for device in self.devices]
+        self.limits_bytes = [max(0, each - profile.device.reserved_bytes) for each in limits]
         self.layers = LayerCosts(profile)
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s)
@@ -50,13 +53,11 @@ class CostModel:
         return [listed[index % len(listed)] for index in range(count)]
 
     def _other_types(self) -> list[str]:
-        measured = self.profile.device.type
-        others = sorted({device.type for device in self.devices} - {measured})
+        kind = self.profile.device
+        others = sorted({device.type for device in self.devices} - {kind.type, kind.name})
         if not others:
             return []
-        return [
-            f"the layers were measured on {measured}, but the cluster has {', '.join(others)}: times are {measured}'s"
-        ]
+        return [f"the profile is of {kind.name}, but the cluster has {', '.join(others)}: times are {kind.name}'s"]
 
     def forward_s(self, first: int, stop: int, rows: int) -> float:
         """Return the seconds of one forward of layers ``first:stop`` on ``rows`` samples."""
@@ -99,6 +100,35 @@ class CostModel:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
 
+    def compute_provenance(self, stage: Placed) -> Provenance:
+        """Return where the times of a stage's forwards and backwards come from."""
+        known = (self.layers.provenance(stage.first, stage.stop, rows) for rows in set(stage.shares))
+        return least_certain(known) or "estimated"
+
+    def communication_provenance(self, candidate: Candidate) -> Provenance | None:
+        """Return where the times of a candidate's messages and reductions come from; none if it has none."""
+        return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
+
+    def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
+        for producer, sending in enumerate(candidate.stages):
+            for receiving in candidate.stages[producer + 1 :]:
+                flow = self.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)
+                for route in routes(sending.shares, receiving.shares) if flow.tensors else ():
+                    ends = sending.devices[route.sender], receiving.devices[route.receiver]
+                    size = (route.stop - route.start) * flow.bytes_per_sample
+                    yield self.links.message_provenance(size, self.links.level(ends))
+
+    def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
+        for stage in candidate.stages:
+            if len(stage.devices) > 1:
+                level = self.links.level(stage.devices)
+                for _, size in self._buckets(stage.first, stage.stop):
+                    yield self.links.all_reduce_provenance(size, len(stage.devices), level)
+        for index, holders in self.tied_between(candidate.stages):
+            devices = [device for holder in holders for device in candidate.stages[holder].devices]
+            size = self.flows.tied[index].bytes
+            yield self.links.all_reduce_provenance(size, len(devices), self.links.level(devices))
+
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica."""
         return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
@@ -133,12 +163,15 @@ class CostModel:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
         key = (first, stop, ranks, level)
         if key not in self._reductions:
-            sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
             self._reductions[key] = [
-                (first + bucket[-1], self.links.all_reduce_s(sum(sizes[index] for index in bucket), ranks, level))
-                for bucket in buckets(sizes)
+                (layer, self.links.all_reduce_s(size, ranks, level)) for layer, size in self._buckets(first, stop)
             ]
         return self._reductions[key]
+
+    def _buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
+        sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
+        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in buckets(sizes)]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
         total = self.profile.layers[layer].trainable_bytes

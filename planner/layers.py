@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from autopar.formats.document import Provenance, least_certain
 from autopar.formats.profile import Cost, Layer, Profile
 
 __all__ = ["LayerCosts", "at_rows"]
@@ -77,8 +78,26 @@ class LayerCosts:
             self._sums[key] = [0.0, *accumulate(seconds)]
         return self._sums[key]
 
+    def provenance(self, first: int, stop: int, rows: int) -> Provenance:
+        """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
+        known = least_certain(self._known(layer, rows) for layer in range(first, stop))
+        assert known is not None
+        return known
+
+    def _known(self, layer: int, rows: int) -> Provenance:
+        sizes, costs = self._sizes[layer], self.layers[layer].costs
+        if rows in sizes:
+            return costs[sizes.index(rows)].provenance
+        if not sizes[0] < rows < sizes[-1]:
+            return "estimated"
+        after = next(index for index, size in enumerate(sizes) if size > rows)
+        return least_certain(("interpolated", costs[after - 1].provenance, costs[after].provenance)) or "interpolated"
+
     def _seconds(self, layer: int, kind: str, rows: int) -> float:
         costs: tuple[Cost, ...] = self.layers[layer].costs
+        fit = self.layers[layer].forward_fit if kind == "forward" else self.layers[layer].backward_fit
+        if fit is not None and not self._sizes[layer][0] <= rows <= self._sizes[layer][-1]:
+            return fit.at(rows)
         values = [cost.forward_s if kind == "forward" else cost.backward_s for cost in costs]
         return at_rows(self._sizes[layer], values, rows)
 

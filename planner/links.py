@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Cluster, Curve, Device
+from autopar.formats.document import Provenance
 
 __all__ = ["Level", "LinkModel"]
 
@@ -20,11 +21,18 @@ class _Line:
     """A measured curve made monotone: flat before its first size, its last slope behind the last one."""
 
     def __init__(self, curve: Curve, bytes_per_s: float) -> None:
+        self.known: Provenance = curve.provenance
         self.sizes = np.array(curve.sizes, dtype=np.float64)
         self.seconds = np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64))
         self.slope = 1 / bytes_per_s
         if len(self.sizes) > 1:
             self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
+
+    def provenance(self, size_bytes: int) -> Provenance:
+        """Return where the seconds at a size come from."""
+        if self.known == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
+            return "estimated"
+        return self.known if size_bytes in self.sizes else "interpolated"
 
     def __call__(self, sizes_bytes: Numbers) -> Numbers:
         beyond = np.maximum(sizes_bytes - self.sizes[-1], 0.0) * self.slope
@@ -35,6 +43,7 @@ class LinkModel:
     """Prices of communication between devices; times never fall as messages grow, which the bounds rely on."""
 
     def __init__(self, cluster: Cluster, devices: Sequence[Device], bytes_per_s: float | None = None) -> None:
+        self._known: dict[Level, Provenance] = {}
         self._nodes = [device.node for device in devices]
         self._latency_s: dict[Level, float] = {}
         self._bytes_per_s: dict[Level, float] = {}
@@ -43,6 +52,7 @@ class LinkModel:
             # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
             shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
             self._latency_s.setdefault(link.level, link.latency_s)
+            self._known.setdefault(link.level, "estimated" if bytes_per_s else link.provenance)
             self._bytes_per_s.setdefault(link.level, bytes_per_s or shared)
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
@@ -54,6 +64,16 @@ class LinkModel:
     def level(self, devices: Sequence[int]) -> Level:
         """Return the slowest level that connects these devices."""
         return "node" if len({self._nodes[device] for device in devices}) <= 1 else "network"
+
+    def message_provenance(self, size_bytes: int, level: Level) -> Provenance:
+        """Return where the seconds of a message come from."""
+        line = self._lines.get(("p2p", 2, level))
+        return self._known[level] if line is None else line.provenance(size_bytes)
+
+    def all_reduce_provenance(self, size_bytes: int, ranks: int, level: Level) -> Provenance:
+        """Return where the seconds of an all-reduce come from."""
+        line = self._lines.get(("all_reduce", ranks, level))
+        return "estimated" if line is None else line.provenance(size_bytes)
 
     def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
         """Return the seconds of point-to-point messages."""

@@ -10,6 +10,7 @@ from statistics import median, quantiles
 
 import torch
 
+from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE
 from autopar.formats.report import RankTimes, Report, StepTimes
@@ -51,6 +52,8 @@ def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, 
         step_s=StepTimes(median=typical, p10=_quantile(steady, 0), p90=_quantile(steady, 8)),
         predicted_step_s=plan.predicted.step_s,
         error=plan.predicted.step_s / typical - 1,
+        predicted_compute=least_certain(plan.predicted.compute),
+        predicted_communication=plan.predicted.communication,
         samples_per_s=plan.batch / typical,
         peak_bytes=tuple(result["peak_bytes"] for result in results),
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",

@@ -7,8 +7,9 @@ import math
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -27,6 +28,7 @@ __all__ = [
     "Record",
     "Seconds",
     "fault",
+    "least_certain",
     "parse_json",
     "read_text",
     "write_bytes",
@@ -55,6 +57,16 @@ Index = Annotated[int, Field(ge=0, lt=2**31)]
 Provenance = Literal["measured", "interpolated", "estimated"]
 """Where a number comes from: ``interpolated`` lies between measured ones, ``estimated`` follows from a model."""
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+
+
+def least_certain(known: Iterable[Provenance]) -> Provenance | None:
+    """Return where the least certain of several numbers comes from; none if there are none.
+
+    >>> least_certain(["measured", "interpolated"]), least_certain([])
+    ('interpolated', None)
+    """
+    order: tuple[Provenance, ...] = get_args(Provenance)
+    return max(known, key=order.index, default=None)
 
 
 class Record(BaseModel):

@@ -9,7 +9,8 @@ import pytest
 from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link
-from autopar.formats.profile import Layer, Tensor, Tied
+from autopar.formats.profile import Layer, Line, Tensor, Tied
+from autopar.planner import plan
 from autopar.planner.candidate import Candidate, Placed, families
 from autopar.planner.costs import CostModel
 from autopar.planner.layers import at_rows
@@ -180,3 +181,45 @@ def test_families_hold_every_divisor_once_per_order() -> None:
     assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
         "the cluster lists 2 devices; planning for 4 assumes 2 more like them"
     ]
+
+
+def test_every_time_says_where_it_comes_from() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=2))
+    assert costs.layers.provenance(0, 3, 4) == "measured"
+    assert costs.layers.provenance(0, 3, 3) == "interpolated"
+    assert costs.layers.provenance(0, 3, 32) == "estimated"
+    level = "node"
+    assert costs.links.message_provenance(1024, level) == "measured"
+    assert costs.links.message_provenance(1025, level) == "interpolated"
+    assert costs.links.message_provenance(2**40, level) == "estimated"
+    assert costs.links.all_reduce_provenance(2048, 2, level) == "interpolated"
+    assert costs.links.all_reduce_provenance(2048, 3, level) == "estimated"
+    assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
+    assert assumed.links.message_provenance(1024, level) == "estimated"
+
+
+def test_a_plan_repeats_where_its_times_come_from() -> None:
+    options = PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12)
+    made = plan(gpt_profile(), local_cluster(2), options)
+    assert made.predicted.compute == ("interpolated", "interpolated")
+    assert made.predicted.communication == "interpolated"
+    alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
+    assert alone.predicted.compute == ("measured",)
+    assert alone.predicted.communication is None
+
+
+def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
+    profile = gpt_profile()
+    fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
+    layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
+    costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.forward_s(0, 1, 32) == pytest.approx(17.0)
+    assert costs.forward_s(0, 1, 8) == pytest.approx(profile.layers[0].costs[3].forward_s)
+
+
+def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
+    profile = gpt_profile()
+    device = profile.device.model_copy(update={"reserved_bytes": 2**30})
+    costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.limits_bytes == [7 * 2**30]

@@ -144,8 +144,10 @@ def test_a_reference_that_an_option_excludes_is_mentioned_where_it_is_faster() -
 def test_devices_of_another_type_than_measured_are_mentioned() -> None:
     cluster = local_cluster(2)
     other = cluster.devices[0].model_copy(update={"type": "cuda"})
-    made = plan(gpt_profile(), cluster.model_copy(update={"devices": (other, other)}), PlanOptions(gpus=2))
-    assert made.notes[0] == "the layers were measured on cpu, but the cluster has cuda: times are cpu's"
+    profile = gpt_profile()
+    made = plan(profile, cluster.model_copy(update={"devices": (other, other)}), PlanOptions(gpus=2))
+    name = profile.device.name
+    assert made.notes[0] == f"the profile is of {name}, but the cluster has cuda: times are {name}'s"
 
 
 def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
