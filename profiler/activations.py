@@ -25,7 +25,7 @@ class SavedStorages:
         self._layer = layer
         self._excluded = {_key(tensor) for tensor in excluded}
         self._bytes: dict[int, int] = {}
-        # Saved storages are held, or a later one could be taken for an earlier one at the same address.
+        # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
         self._held: list[torch.UntypedStorage] = []
 
     @contextmanager
@@ -51,4 +51,5 @@ class SavedStorages:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # Not the address of the bytes: fake and meta tensors have none.
+    return int(tensor.untyped_storage()._cdata)

@@ -15,6 +15,8 @@ __all__ = ["StorageTracker", "peak_bytes"]
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every storage made while it is active, until it is freed.
 
+    Fake tensors count as real ones do, if parameters and inputs are fake as well.
+
     >>> with StorageTracker() as tracker:
     ...     a = torch.ones(4)
     ...     b = a.exp()

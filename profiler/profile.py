@@ -6,52 +6,32 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autopar.capture import LayerGraph, UserModel, capture, materialize, named_tensors, slice_rows
-from autopar.capture.check import check_gradients, split_difference
+from autopar.capture import LayerGraph, UserModel, materialize, named_tensors, slice_rows
 from autopar.capture.export import unchanged
-from autopar.errors import ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties
 from autopar.profiler.measure import measure, representatives
+from autopar.profiler.options import ProfileOptions, Progress
 from autopar.profiler.passes import Inputs, LayerPass, record
 from autopar.profiler.peak import peak_bytes
+from autopar.profiler.subject import prepare
 from autopar.profiler.update import measure_update
 
-__all__ = ["ProfileOptions", "profile"]
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of it that is done."""
+__all__ = ["profile"]
 
 MAX_SIZES = 5
 # On an idle machine the spread is below a tenth.
 BUSY_SPREAD = 0.25
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """How to measure."""
-
-    batch: int = 64
-    """Samples per step: the largest micro-batch that is measured."""
-    device: str = "auto"
-    threads: int = 1
-    """Threads per rank on the CPU."""
-    seed: int = 0
-    budget_s: float = 10.0
-    """Seconds to spend on timing layers, about."""
-
-
-def profile(
-    model: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None
-) -> formats.Profile:
+def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> formats.Profile:
     """Capture a model, check it against itself, and measure its layers.
 
     The source is recorded as the user gave it; who writes the profile makes it relative to the file.
@@ -61,23 +41,13 @@ def profile(
         ModelError: the model file is broken, or has nothing to train.
         CaptureError: the model cannot be captured.
     """
-    if options.batch < 1 or options.threads < 1:
-        raise UsageError("--batch and --threads must be at least 1")
     device = devices.choose(options.device)
     with _threads(options.threads), contextlib.redirect_stdout(sys.stderr):
-        progress("building the model", 0.0)
-        module = model.build(options.seed)
-        precision = _precision(module, model)
-        samples = model.sample_count(model.dataset())
-        if samples < options.batch:
-            raise UsageError(f"{model.path}: the dataset has {samples} samples, --batch asks for {options.batch}")
-        progress("capturing the model", 0.0)
-        graph = capture(model, module)
-        progress("checking gradients", 0.0)
-        notes = _check(model, module, graph, samples)
+        subject = prepare(user, options, progress)
+        graph, module, notes = subject.graph, subject.module, list(subject.notes)
         with unchanged(module):
-            costs = _measure(model, _on_device(module, graph, device), module, options, device, progress)
-            overhead = _overhead(model, module, options.batch)
+            costs = _measure(user, _on_device(module, graph, device), module, options, device, progress)
+            overhead = _overhead(user, module, options.batch)
     layers = describe_layers(graph, costs)
     spreads = [s for layer in layers for cost in layer.costs for s in (cost.forward_spread, cost.backward_spread)]
     noise = formats.Noise(median_spread=statistics.median(spreads), max_spread=max(spreads))
@@ -85,10 +55,10 @@ def profile(
         share = f"{noise.median_spread:.0%}"
         notes.append(f"times of the same layer spread by {share} of their median: other work ran on this machine")
     return formats.Profile(
-        model=formats.ModelSource(source=model.spec, sha256=model.sha256),
+        model=formats.ModelSource(source=user.spec, sha256=user.sha256),
         batch=options.batch,
         device=devices.describe(device, options.threads),
-        precision=precision,
+        precision=subject.precision,
         layers=layers,
         tensors=describe_tensors(graph),
         tied=describe_ties(graph),
@@ -106,36 +76,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _precision(module: nn.Module, model: UserModel) -> formats.Precision:
-    kinds = {parameter.dtype for parameter in module.parameters()}
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ModelError(
-            f"{model.path}: the model has no parameter that requires a gradient; there is nothing to train"
-        )
-    if kinds == {torch.float32}:
-        return "fp32"
-    if kinds == {torch.float64}:
-        return "fp64"
-    names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-    raise ModelError(f"{model.path}: parameters are {names}; all must be float32, or all float64")
-
-
-def _check(model: UserModel, module: nn.Module, graph: LayerGraph, samples: int) -> list[str]:
-    """Check gradients on a small batch, and whether the loss adds up; return what to note."""
-    batch = model.load_batch(model.dataset(), range(min(4, samples)))
-    check_gradients(module, graph, batch, model.loss)
-    notes = []
-    if samples >= 3 and (difference := split_difference(module, batch, model.loss)) > 1e-4:
-        kind = "a mean over samples" if graph.loss == "mean" else "(sum, count)"
-        notes.append(
-            f"the loss is not {kind}: a batch and its two parts differ by {difference:.1%}, so results depend on "
-            "micro-batches; return (sum, count) from loss()"
-        )
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        notes.append("batch normalisation takes its statistics per micro-batch and share")
-    return notes
 
 
 def _on_device(module: nn.Module, graph: LayerGraph, device: torch.device) -> LayerGraph:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
 
 from capture_zoo import build
 
-from autopar.capture import capture_module, named_tensors
+from autopar.capture import capture_module, materialize, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.profiler.activations import SavedStorages
 from autopar.profiler.passes import LayerPass, record
@@ -65,3 +67,22 @@ def test_the_peak_of_a_linear_layer_is_what_one_counts_by_hand() -> None:
     # input, of the weight and of the bias, before they are added to those that are there.
     found = peak_bytes(work.whole, torch.device("cpu"))
     assert 3 * activation + weight <= found <= 4 * activation + weight + bias
+
+
+@pytest.mark.parametrize("name", ["chain", "language", "recurrent"])
+def test_fake_tensors_save_and_peak_as_real_ones_do(name: str) -> None:
+    model, batch, loss = build(name)
+    graph = capture_module(model, batch, loss)
+    crossing = {tensor.name for tensor in graph.tensors}
+    inputs, saved, sizes = record(graph, named_tensors(batch), crossing)
+    layer = graph.layers[1]
+    peak = peak_bytes(LayerPass(layer, inputs[layer.name], graph.outputs).whole, torch.device("cpu"))
+    with FakeTensorMode() as fake:
+        weights = {name: nn.Parameter(fake.from_tensor(tensor)) for name, tensor in model.named_parameters()}
+        buffers = {name: fake.from_tensor(tensor) for name, tensor in model.named_buffers()}
+        for part in graph.layers:
+            materialize(part, {**weights, **buffers})
+        faked = {key: fake.from_tensor(tensor) for key, tensor in named_tensors(batch).items()}
+        fake_inputs, fake_saved, fake_sizes = record(graph, faked, crossing)
+        assert peak_bytes(LayerPass(layer, fake_inputs[layer.name], graph.outputs).whole, torch.device("cpu")) == peak
+    assert (fake_saved, fake_sizes) == (saved, sizes)

@@ -1,0 +1,100 @@
+"""Subject: a user's model, built, captured and held against itself; what is then measured or estimated."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.capture import LayerGraph, UserModel, capture, named_tensors
+from autopar.capture.check import check_gradients, split_difference
+from autopar.errors import ModelError, UsageError
+from autopar.formats.profile import Precision
+from autopar.profiler.options import ProfileOptions, Progress
+
+__all__ = ["Subject", "prepare"]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is measured or estimated."""
+
+    user: UserModel
+    module: nn.Module
+    """In training mode, on the CPU."""
+    graph: LayerGraph
+    precision: Precision
+    """What the layers compute in: the parameters' own, or that of autocast."""
+    notes: tuple[str, ...]
+    """What the profile should say about the model."""
+
+    def batch(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return the dataset's first samples as named tensors, on the CPU."""
+        return named_tensors(self.user.load_batch(self.user.dataset(), range(rows)))
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+
+def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> Subject:
+    """Build and capture a model, and check the captured graph against it.
+
+    Raises:
+        UsageError: the dataset is too small for the batch, or the precision does not fit the parameters.
+        ModelError: the model file is broken, or has nothing to train.
+        CaptureError: the model cannot be captured.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        samples = user.sample_count(user.dataset())
+        if samples < options.batch:
+            raise UsageError(
+                f"{user.path}: the dataset has {samples} samples, --batch asks for {options.batch}: no dataset sample "
+                f"for the asked batch; give --batch {samples} or less"
+            )
+        progress("building the model", 0.0)
+        module = user.build(options.seed)
+        precision = _precision(module, user, options.precision)
+        progress("capturing the model", 0.0)
+        graph = capture(user, module)
+        progress("checking gradients", 0.0)
+        notes = _check(user, module, graph, samples)
+    return Subject(user, module, graph, precision, tuple(notes))
+
+
+def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:
+    kinds = {parameter.dtype for parameter in module.parameters()}
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ModelError(f"{user.path}: the model has no parameter that requires a gradient; there is nothing to train")
+    own: Precision
+    if kinds == {torch.float32}:
+        own = "fp32"
+    elif kinds == {torch.float64}:
+        own = "fp64"
+    else:
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ModelError(f"{user.path}: parameters are {names}; all must be float32, or all float64")
+    if asked is None or asked == own:
+        return own
+    if own == "fp64" or asked == "fp64":
+        raise UsageError(f"--precision {asked}: the parameters of {user.path} are {own}; leave the option out")
+    return asked
+
+
+def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int) -> list[str]:
+    """Check gradients on a small batch, and whether the loss adds up; return what to note."""
+    batch = user.load_batch(user.dataset(), range(min(4, samples)))
+    check_gradients(module, graph, batch, user.loss)
+    notes = []
+    if samples >= 3 and (difference := split_difference(module, batch, user.loss)) > 1e-4:
+        kind = "a mean over samples" if graph.loss == "mean" else "(sum, count)"
+        notes.append(
+            f"the loss is not {kind}: a batch and its two parts differ by {difference:.1%}, so results depend on "
+            "micro-batches; return (sum, count) from loss()"
+        )
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        notes.append("batch normalisation takes its statistics per micro-batch and share")
+    return notes
