@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from autopar.formats.program import (
 )
 from autopar.runtime.clock import Clock
 from autopar.runtime.gradients import Reducer
+from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.seeds import seed_generator, seed_of
 from autopar.runtime.stage import Stage
@@ -64,6 +64,7 @@ class Executor:
         stage: Stage,
         mailbox: Mailbox,
         reducer: Reducer,
+        tally: LossTally,
         update: Callable[[StepRecord], None],
         clock: Clock,
         device: torch.device,
@@ -78,6 +79,7 @@ class Executor:
             stage: its layers.
             mailbox: its messages.
             reducer: its gradients.
+            tally: its losses.
             update: steps the optimizer, gradients being complete.
             clock: times the actions.
             device: where tensors live.
@@ -86,6 +88,7 @@ class Executor:
         self._plan, self._actions = plan, list(actions)
         self._stage_index, self._replica = place
         self._stage, self._mailbox, self._reducer = stage, mailbox, reducer
+        self._tally = tally
         self._update, self._clock, self._device, self._note = update, clock, device, note
         self._rank = rank_of(plan, *place)
         self._rows = plan.stages[self._stage_index].shares[self._replica]
@@ -96,7 +99,6 @@ class Executor:
         self._outgoing: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
         self._step, self._record = 0, StepRecord()
-        self._loss: list[torch.Tensor] = []
 
     def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
         """Perform one step.
@@ -109,7 +111,7 @@ class Executor:
             TrainingError: an action failed; names it.
         """
         self._step, self._inputs, self._record = step, inputs, StepRecord()
-        self._loss.clear()
+        self._tally.begin_step()
         self._clock.start()
         self._reducer.begin_step()
         self._mailbox.begin_step()
@@ -175,7 +177,7 @@ class Executor:
         roots = [sent[name] for name in names]
         if self._stage.loss:
             roots.append(outputs[self._stage.loss[0]])
-            self._count_loss([outputs[name].detach() for name in self._stage.loss])
+            self._tally.add([outputs[name] for name in self._stage.loss])
         self._flight[micro_batch] = _InFlight(received, roots, names)
 
     def _backward(self, micro_batch: int) -> None:
@@ -209,17 +211,7 @@ class Executor:
         if following is None or (following.kind, following.micro_batch) != (action.kind, action.micro_batch):
             del self._outgoing[action.kind, action.micro_batch]
 
-    def _count_loss(self, parts: list[torch.Tensor]) -> None:
-        self._loss.append(torch.stack([part.double() for part in parts]))
-
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""
-        if self._loss:
-            total = torch.stack(self._loss).sum(0).tolist()
-            if len(total) == 1:
-                total = [total[0] * self._rows / self._plan.batch]
-            if not all(map(math.isfinite, total)):
-                bad = [i for i, loss in enumerate(self._loss) if not bool(torch.isfinite(loss).all())]
-                raise TrainingError(f"the loss is not finite in micro-batch {bad[0]}; nothing was updated on this rank")
-            self._record.loss, self._record.count = total[0], total[1] if len(total) > 1 else 0.0
+        self._record.loss, self._record.count = self._tally.settle()
         self._update(self._record)

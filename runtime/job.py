@@ -16,6 +16,7 @@ from autopar.runtime.clock import clock_of
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
+from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
@@ -94,6 +95,7 @@ class Job:
             self.stage,
             self._mailbox,
             self._reducer,
+            self._tally(),
             self._update,
             clock,
             device,
@@ -136,6 +138,9 @@ class Job:
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         return [(i, tied) for i, tied in enumerate(self.plan.tied) if self.stage_index in tied.stages]
+
+    def _tally(self) -> LossTally:
+        return LossTally(self.plan.stages[self.stage_index].shares[self.replica], self.plan.batch)
 
     def _update(self, record: StepRecord) -> None:
         """Complete the gradients and step the optimizer."""

@@ -16,9 +16,10 @@ from capture_zoo import build
 
 from autopar.capture import capture_module, materialize, named_tensors
 from autopar.capture.batch import StepModule
+from autopar.capture.storages import StorageTracker
 from autopar.profiler.activations import SavedStorages
 from autopar.profiler.passes import LayerPass, record
-from autopar.profiler.peak import StorageTracker, peak_bytes
+from autopar.profiler.peak import peak_bytes
 
 
 @pytest.mark.parametrize("name", ["chain", "language", "norms", "skips", "recurrent"])
