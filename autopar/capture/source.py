@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
+from autopar.capture.configured import PREFIX, SYNTHETIC, read_configured
 from autopar.errors import AutoparError, ModelError, UsageError
 from autopar.formats.profile import path_of
 
@@ -37,6 +38,10 @@ class UserModel:
     """Of the source file's bytes."""
     factory: Callable[[], object]
     functions: dict[str, Callable[..., Any]]
+    data: Path | None = None
+    """The file whose functions feed a model that is built from a configuration."""
+    notes: tuple[str, ...] = ()
+    """What a reader of a profile must know about the model and its inputs."""
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
@@ -57,10 +62,13 @@ class UserModel:
             ModelError: there is no ``dataset``, it raises, or what it returns has no length or no items.
         """
         if "dataset" not in self.functions:
-            raise ModelError(f"{self.path}: defines no dataset(); add a function that returns a map-style dataset")
+            where = self._file_of("dataset")
+            raise ModelError(f"{where}: defines no dataset(); add a function that returns a map-style dataset")
         found = self._call("dataset", self.functions["dataset"])
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
-            raise ModelError(f"{self.path}: dataset() returned {_a(found)}; it needs __len__ and __getitem__")
+            raise ModelError(
+                f"{self._file_of('dataset')}: dataset() returned {_a(found)}; it needs __len__ and __getitem__"
+            )
         return cast("Dataset[Any]", found)
 
     def sample_count(self, dataset: Dataset[Any]) -> int:
@@ -83,7 +91,9 @@ class UserModel:
             return torch.optim.AdamW(parameters, lr=1e-3)
         made = self._call("optimizer", self.functions["optimizer"], parameters)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ModelError(f"{self.path}: optimizer() returned {_a(made)}; it must return a torch.optim.Optimizer")
+            raise ModelError(
+                f"{self._file_of('optimizer')}: optimizer() returned {_a(made)}; it must return a torch.optim.Optimizer"
+            )
         return made
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -92,9 +102,13 @@ class UserModel:
             return None
         made = self._call("scheduler", self.functions["scheduler"], optimizer)
         if not isinstance(made, torch.optim.lr_scheduler.LRScheduler):
-            raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; it must return a torch LRScheduler")
+            raise ModelError(
+                f"{self._file_of('scheduler')}: scheduler() returned {_a(made)}; it must return a torch LRScheduler"
+            )
         if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ModelError(f"{self.path}: scheduler() returned {_a(made)}; use one that wants no metric")
+            raise ModelError(
+                f"{self._file_of('scheduler')}: scheduler() returned {_a(made)}; use one that wants no metric"
+            )
         return made
 
     @property
@@ -115,32 +129,54 @@ class UserModel:
         return self._call("dataset()[index]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        with user_code(self.path, f"{name} raised"):
+        with user_code(self._file_of(name), f"{name} raised"):
             return function(*arguments)
+
+    def _unfit(self, name: str, found: object, wanted: str) -> ModelError:
+        return ModelError(f"{self._file_of(name)}: {name}() returned {_a(found)}; {wanted}")
+
+    def _file_of(self, name: str) -> Path:
+        return self.path if self.data is None or name == "model" else self.data
 
 
 _OPTIONAL = ("dataset", "loss", "optimizer", "scheduler", "collate", "layers")
 
 
-def load(spec: str) -> UserModel:
-    """Load a model file (``path/to/model.py``) or a factory (``package.module:factory``).
+def load(spec: str, data: str | Path | None = None) -> UserModel:
+    """Load a model file (``path/to/model.py``), a factory (``package.module:factory``) or a configuration (``hf:...``).
 
     The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
-    to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module.
+    to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
+    the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
+    synthetic inputs, or with those of ``data``, a Python file with ``dataset`` and, where needed, the other functions.
 
     Raises:
         UsageError: the spec is of a kind that autopar does not read.
         ModelError: the file is missing or broken, or defines no ``model``; names file and line.
     """
-    if spec.startswith("hf:"):
-        raise UsageError(f"{spec}: models of the transformers library are not read; give a Python file with model()")
+    if spec.startswith(PREFIX):
+        return _load_configured(spec, None if data is None else Path(data))
+    if data is not None:
+        raise UsageError(f"--data {data}: only hf: models are given their data so; put dataset() into {spec}")
     if path_of(spec) is None:
         return _load_factory(spec)
     path = Path(spec)
     if path.suffix != ".py":
-        raise UsageError(f"{spec}: give a Python file (model.py) or package.module:factory")
+        raise UsageError(f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json")
     source = _read(path)
     return _describe(spec, path, source, _execute(path, source), "model")
+
+
+def _load_configured(spec: str, data: Path | None) -> UserModel:
+    found = read_configured(spec)
+    functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
+    if data is None:
+        functions["dataset"] = found.dataset
+        notes = (*found.notes, SYNTHETIC)
+    else:
+        functions |= _functions(data, _execute(data, _read(data)))
+        notes = found.notes
+    return UserModel(spec, found.path, found.sha256, found.build, functions, data, notes)
 
 
 def _load_factory(spec: str) -> UserModel:
@@ -209,6 +245,10 @@ def _describe(spec: str, path: Path, source: bytes, module: ModuleType, factory:
     model = getattr(module, factory, None)
     if not callable(model):
         raise ModelError(f"{path}: defines no {factory}(); add a function that returns a torch.nn.Module")
+    return UserModel(spec, path, hashlib.sha256(source).hexdigest(), model, _functions(path, module))
+
+
+def _functions(path: Path, module: ModuleType) -> dict[str, Callable[..., Any]]:
     functions = {}
     for name in _OPTIONAL:
         function = getattr(module, name, None)
@@ -216,7 +256,7 @@ def _describe(spec: str, path: Path, source: bytes, module: ModuleType, factory:
             raise ModelError(f"{path}: {name} is {_a(function)}; it must be a function")
         if function is not None:
             functions[name] = function
-    return UserModel(spec, path, hashlib.sha256(source).hexdigest(), model, functions)
+    return functions
 
 
 @contextlib.contextmanager

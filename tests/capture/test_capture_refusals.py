@@ -233,8 +233,8 @@ def test_a_scheduler_that_wants_a_metric_is_refused(tmp_path):
 
 
 def test_other_specs_are_refused(tmp_path):
-    with pytest.raises(UsageError):
-        load("hf:config.json")
+    with pytest.raises(UsageError, match="only hf: models"):
+        load(str(tmp_path / "model.py"), data="data.py")
     with pytest.raises(UsageError):
         load(str(tmp_path))
     with pytest.raises(ModelError, match="no such model file"):

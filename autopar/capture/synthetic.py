@@ -1,0 +1,220 @@
+"""Synthetic samples of the shapes that a Transformers configuration states, for the tasks that are known."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+__all__ = ["SyntheticDataset", "Task", "task_of"]
+
+LONGEST = 2048
+SAMPLES = 65_536
+IGNORED = -100
+MASKED_SHARE = 0.15
+SOUND_SAMPLES = 16_000
+_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+_UNLIMITED_LENGTH = 512
+"""Of models that bound no position: T5's own pre-training length."""
+
+
+class Task(enum.Enum):
+    """What a head is trained for, with the endings of the class names that it goes by."""
+
+    CAUSAL = ("ForCausalLM", "LMHeadModel", "ForCausalImageModeling")
+    MASKED = ("ForMaskedLM", "WithLMHeadModel")
+    SEQUENCE_TO_SEQUENCE = ("ForConditionalGeneration",)
+    SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
+    TOKEN_CLASSIFICATION = ("ForTokenClassification",)
+    QUESTION_ANSWERING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple")
+    MULTIPLE_CHOICE = ("ForMultipleChoice",)
+    IMAGE_CLASSIFICATION = ("ForImageClassification", "ForImageClassificationWithTeacher")
+    SEGMENTATION = ("ForSemanticSegmentation",)
+    SPEECH_TO_TEXT = ("ForSpeechToText",)
+    AUDIO_CLASSIFICATION = ("ForAudioClassification",)
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """``(sum, count)`` over labelled tokens; none where the model's own mean is over samples."""
+        if self in (Task.CAUSAL,):
+            return _shifted_token_loss
+        if self in (Task.MASKED, Task.SEQUENCE_TO_SEQUENCE, Task.SPEECH_TO_TEXT, Task.TOKEN_CLASSIFICATION):
+            return _token_loss
+        return None
+
+
+def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
+    """Return the task of a class by its name; none if it is not known what the class reads."""
+    found = next((task for task in reversed(Task) if architecture.endswith(task.value)), None)
+    if found is Task.SEQUENCE_CLASSIFICATION and hasattr(config, "conv_stride"):
+        return Task.AUDIO_CLASSIFICATION
+    if found is Task.SEQUENCE_TO_SEQUENCE:
+        if hasattr(config, "num_mel_bins"):
+            return Task.SPEECH_TO_TEXT
+        # Models of images and text bear the same ending; what their processors make of images is not known here.
+        return found if getattr(config, "is_encoder_decoder", False) and not config.sub_configs else None
+    return found
+
+
+def _shifted_token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    return _sum_and_count(output["loss"], batch["labels"][:, 1:])
+
+
+def _token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    return _sum_and_count(output["loss"], batch["labels"])
+
+
+def _sum_and_count(mean: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own loss is a mean over labelled tokens, and not a number where nothing is labelled."""
+    count = (labels != IGNORED).sum()
+    return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
+
+
+class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, pixels or sounds with random labels: the sample at an index is always the same."""
+
+    def __init__(self, task: Task, config: Any, architecture: type) -> None:  # noqa: ANN401
+        self.task, self.config = task, config
+        text = config.get_text_config(decoder=True) if task is Task.CAUSAL else config.get_text_config()
+        self.vocabulary = int(getattr(text, "vocab_size", None) or 2)
+        self.length = _length(text, architecture)
+        self.special = sorted(_special_tokens(config) | _special_tokens(text))
+        self.arguments = set(inspect.signature(architecture.forward).parameters)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return _MAKERS[self.task](self, generator)
+
+    def tokens(self, generator: torch.Generator, *leading: int) -> torch.Tensor:
+        """Return ordinary tokens of shape (..., length): no padding, no end of sequence."""
+        drawn = torch.randint(self.vocabulary, (*leading, self.length), generator=generator)
+        ordinary = next((token for token in range(self.vocabulary) if token not in self.special), 0)
+        return torch.where(torch.isin(drawn, torch.tensor(self.special, dtype=torch.long)), ordinary, drawn)
+
+    def one_of(self, count: int, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randint(max(1, count), shape, generator=generator)
+
+    def text(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        tokens = self.tokens(generator)
+        if self.task is Task.CAUSAL:
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        masked = torch.rand(self.length, generator=generator) < MASKED_SHARE
+        masked[0] = True
+        return {"input_ids": tokens, "labels": torch.where(masked, tokens, IGNORED)}
+
+    def pairs(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens(generator), **self.target(generator)}
+
+    def speech(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        config = self.config
+        frames = 2 * config.max_source_positions if hasattr(config, "encoder_layers") else 0
+        shape = (config.num_mel_bins, frames)
+        if self._main_input("input_features") and hasattr(config, "conv_channels"):
+            shape = (config.max_source_positions, config.input_feat_per_channel)
+        self.length = min(self.length, int(getattr(config, "max_target_positions", self.length)))
+        return {"input_features": torch.randn(shape, generator=generator), **self.target(generator)}
+
+    def _main_input(self, name: str) -> bool:
+        return name in self.arguments
+
+    def target(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Return labels, and the decoder's inputs: the labels one place later behind the start token."""
+        labels = self.tokens(generator)
+        start = self.config.decoder_start_token_id
+        first = torch.tensor([start if isinstance(start, int) else self.config.pad_token_id or 0])
+        return {"decoder_input_ids": torch.cat((first, labels[:-1])), "labels": labels}
+
+    def sequence_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens(generator), "labels": self.classes(generator)}
+
+    def classes(self, generator: torch.Generator) -> torch.Tensor:
+        """Return one sample's label, of the kind that the problem wants."""
+        count, problem = self.config.num_labels, getattr(self.config, "problem_type", None)
+        if problem == "regression" or (problem is None and count == 1):
+            return torch.randn((count,) if count > 1 else (), generator=generator)
+        if problem == "multi_label_classification":
+            return self.one_of(2, generator, count).float()
+        return self.one_of(count, generator)
+
+    def token_classes(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        labels = self.one_of(self.config.num_labels, generator, self.length)
+        return {"input_ids": self.tokens(generator), "labels": labels}
+
+    def question(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        start, end = self.one_of(self.length, generator), self.one_of(self.length, generator)
+        return {"input_ids": self.tokens(generator), "start_positions": start, "end_positions": end}
+
+    def choices(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens(generator, 2), "labels": self.one_of(2, generator)}
+
+    def pixels(self, generator: torch.Generator) -> torch.Tensor:
+        """Return one image of shape (channels, height, width)."""
+        vision = getattr(self.config, "vision_config", self.config)
+        size = getattr(vision, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+        return torch.randn(getattr(vision, "num_channels", 3), height, width, generator=generator)
+
+    def image_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"pixel_values": self.pixels(generator), "labels": self.classes(generator)}
+
+    def segments(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        pixels = self.pixels(generator)
+        labels = self.one_of(self.config.num_labels, generator, *pixels.shape[1:])
+        return {"pixel_values": pixels, "labels": labels}
+
+    def sound_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        config = self.config
+        if "input_values" not in self.arguments:
+            features = getattr(config, "feature_projection_input_dim", 80)
+            sound = torch.randn(_UNLIMITED_LENGTH, features, generator=generator)
+            return {"input_features": sound, "labels": self.classes(generator)}
+        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+            shape: tuple[int, ...] = (config.max_length, config.num_mel_bins)
+        else:
+            shape = (SOUND_SAMPLES,)
+        return {"input_values": torch.randn(shape, generator=generator), "labels": self.classes(generator)}
+
+
+_MAKERS: dict[Task, Callable[[SyntheticDataset, torch.Generator], dict[str, torch.Tensor]]] = {
+    Task.CAUSAL: SyntheticDataset.text,
+    Task.MASKED: SyntheticDataset.text,
+    Task.SEQUENCE_TO_SEQUENCE: SyntheticDataset.pairs,
+    Task.SEQUENCE_CLASSIFICATION: SyntheticDataset.sequence_class,
+    Task.TOKEN_CLASSIFICATION: SyntheticDataset.token_classes,
+    Task.QUESTION_ANSWERING: SyntheticDataset.question,
+    Task.MULTIPLE_CHOICE: SyntheticDataset.choices,
+    Task.IMAGE_CLASSIFICATION: SyntheticDataset.image_class,
+    Task.SEGMENTATION: SyntheticDataset.segments,
+    Task.SPEECH_TO_TEXT: SyntheticDataset.speech,
+    Task.AUDIO_CLASSIFICATION: SyntheticDataset.sound_class,
+}
+
+
+def _length(config: Any, architecture: type) -> int:  # noqa: ANN401
+    stated = [getattr(config, name, None) for name in _LENGTHS]
+    lengths = [value for value in stated if isinstance(value, int) and value > 0]
+    longest = min([*lengths, LONGEST]) if lengths else _UNLIMITED_LENGTH
+    if lengths and _positions_follow_padding(architecture):
+        longest = min(longest, min(lengths) - (config.pad_token_id or 0) - 1)
+    return max(2, longest)
+
+
+def _positions_follow_padding(architecture: type) -> bool:
+    """Whether positions are counted from behind the padding token, as in RoBERTa, so that the first are not used."""
+    module = sys.modules[architecture.__module__]
+    name = "create_position_ids_from_input_ids"
+    return hasattr(module, name) or any(hasattr(kind, name) for kind in vars(module).values() if isinstance(kind, type))
+
+
+def _special_tokens(config: Any) -> set[int]:  # noqa: ANN401
+    values = (value for name, value in vars(config).items() if name.endswith("_token_id"))
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else [value]))
+    return {item for item in flat if isinstance(item, int)}

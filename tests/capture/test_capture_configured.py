@@ -1,0 +1,165 @@
+"""Models of the Transformers library come from a configuration, with synthetic inputs and no network."""
+# ruff: noqa: ANN001, ANN201
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from autopar.capture import load, named_tensors
+from autopar.capture.check import split_difference
+from autopar.errors import ModelError, UsageError
+
+pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+
+TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+GPT = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 16, "n_head": 2}
+GPT |= {"n_positions": 12, "vocab_size": 61, "bos_token_id": 0, "eos_token_id": 1}
+BERT = {"model_type": "bert", **TINY, "max_position_embeddings": 12}
+VIT = {"model_type": "vit", **TINY, "image_size": 16, "patch_size": 8, "architectures": ["ViTForImageClassification"]}
+T5 = {"model_type": "t5", "vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+T5 |= {"architectures": ["T5ForConditionalGeneration"], "n_positions": 10, "decoder_start_token_id": 0}
+
+
+def write(folder, content):
+    path = folder / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def batch_of(user, rows=3):
+    return user.load_batch(user.dataset(), range(rows))
+
+
+def test_a_folder_and_a_file_are_the_same_model_with_equal_weights_for_equal_seeds(tmp_path):
+    path = write(tmp_path, GPT)
+    one, other = load(f"hf:{tmp_path}"), load(f"hf:{path}")
+    assert (one.path, one.sha256) == (other.path, other.sha256)
+    pairs = zip(one.build(3).parameters(), other.build(3).parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert one.notes == ("inputs are synthetic, of the configuration's shapes",)
+
+
+@pytest.mark.parametrize(
+    ("content", "shapes"),
+    [
+        (GPT, {"input_ids": (12,), "labels": (12,)}),
+        (BERT, {"input_ids": (12,), "labels": (12,)}),
+        (T5, {"input_ids": (10,), "decoder_input_ids": (10,), "labels": (10,)}),
+        (VIT, {"pixel_values": (3, 16, 16), "labels": ()}),
+        (BERT | {"architectures": ["BertForSequenceClassification"]}, {"input_ids": (12,), "labels": ()}),
+        (BERT | {"architectures": ["BertForTokenClassification"]}, {"input_ids": (12,), "labels": (12,)}),
+        (BERT | {"architectures": ["BertForMultipleChoice"]}, {"input_ids": (2, 12), "labels": ()}),
+        (
+            BERT | {"architectures": ["BertForQuestionAnswering"]},
+            {"input_ids": (12,), "start_positions": (), "end_positions": ()},
+        ),
+    ],
+)
+def test_samples_have_the_shapes_of_the_configuration_and_the_loss_adds_up(content, shapes, tmp_path):
+    write(tmp_path, content)
+    user = load(f"hf:{tmp_path}")
+    dataset = user.dataset()
+    assert {name: tuple(tensor.shape) for name, tensor in dataset[5].items()} == shapes
+    assert all(torch.equal(dataset[5][name], dataset[5][name]) for name in shapes)
+    assert any(not torch.equal(dataset[5][name], dataset[6][name]) for name in shapes)
+    assert split_difference(user.build().train(), batch_of(user, 6), user.loss) < 1e-5
+
+
+def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
+    write(tmp_path, GPT)
+    user = load(f"hf:{tmp_path}")
+    model, batch = user.build().eval(), batch_of(user)
+    batch["labels"][0, :] = -100
+    batch["labels"][1, 4:] = -100
+    output = model(**batch)
+    total, count = user.loss(output, batch)
+    assert int(count) == 3 + 11
+    assert float((total / count).detach()) == pytest.approx(float(output.loss), rel=1e-6)
+    batch["labels"][:] = -100
+    total, count = user.loss(model(**batch), batch)
+    assert (float(total.detach()), float(count)) == (0.0, 0.0)
+    total.backward()
+    assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters())
+
+
+def test_a_configuration_without_an_architecture_gets_the_usual_one(tmp_path):
+    write(tmp_path, BERT)
+    user = load(f"hf:{tmp_path}")
+    assert type(user.build()).__name__ == "BertForMaskedLM"
+    assert "names no architecture" in user.notes[0]
+    write(tmp_path, BERT | {"architectures": ["BertModel"]})
+    assert "BertModel has no loss" in load(f"hf:{tmp_path}").notes[0]
+
+
+DATA = """
+import torch
+def dataset():
+    return [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(5)]
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
+    write(tmp_path, GPT)
+    (tmp_path / "data.py").write_text(DATA)
+    user = load(f"hf:{tmp_path}", data=tmp_path / "data.py")
+    assert {tuple(tensor.shape) for tensor in named_tensors(batch_of(user)).values()} == {(3, 8)}
+    assert (user.notes, user.data) == ((), tmp_path / "data.py")
+    assert isinstance(user.make_optimizer(user.build().parameters()), torch.optim.SGD)
+    assert user.loss is not None
+    (tmp_path / "data.py").write_text("x = 1\n")
+    with pytest.raises(ModelError, match=r"data\.py: defines no dataset"):
+        load(f"hf:{tmp_path}", data=tmp_path / "data.py").dataset()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "holds a list"),
+        ("{}", "has no model_type"),
+        ({"model_type": "nonsense"}, "model_type 'nonsense' is none that transformers"),
+        ({"model_type": 3}, "has no model_type"),
+        (GPT | {"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is none"),
+        (GPT | {"architectures": [3]}, "must be a list of class names"),
+        (GPT | {"n_layer": -1}, "n_layer is -1"),
+        (GPT | {"n_layer": 0}, "n_layer is 0"),
+        (GPT | {"n_layer": 10**9}, "n_layer is 1000000000"),
+        (GPT | {"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        (GPT | {"n_embd": "wide"}, "transformers refuses the configuration"),
+        (GPT | {"n_head": 3}, "model raised ValueError"),
+    ],
+)
+def test_a_bad_configuration_is_refused_in_one_line(content, message, tmp_path):
+    write(tmp_path, content)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(f"hf:{tmp_path}").build()
+    assert "\n" not in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+def test_an_architecture_whose_inputs_are_not_known_is_named_with_the_remedy(tmp_path):
+    write(tmp_path, BERT | {"architectures": ["BertForNextSentencePrediction"]})
+    with pytest.raises(ModelError, match=r"BertForNextSentencePrediction; give --data FILE"):
+        load(f"hf:{tmp_path}").dataset()
+
+
+def test_a_missing_configuration_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no such configuration"):
+        load(f"hf:{tmp_path}")
+    with pytest.raises(ModelError, match="nothing is downloaded"):
+        load("hf:gpt2")
+    with pytest.raises(UsageError, match="give hf:"):
+        load("hf:")
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+    write(tmp_path, GPT)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install 'autopar\[hf\]'"):
+        load(f"hf:{tmp_path}")
