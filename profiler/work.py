@@ -1,0 +1,179 @@
+"""Work: what every layer launches, keeps and needs at once on a GPU, found on fake tensors and without that GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autopar.capture import Layer, LayerGraph
+from autopar.capture.graph import TensorSpec
+from autopar.errors import AutoparError, CaptureError
+from autopar.formats.profile import Precision
+from autopar.hardware.gpus import Gpu
+from autopar.profiler.activations import SavedStorages
+from autopar.profiler.cuda_rules import CudaRules, autocast
+from autopar.profiler.kernels import Kernel, KernelLog
+from autopar.profiler.passes import Inputs, LayerPass
+from autopar.profiler.peak import peak_bytes
+
+__all__ = ["GraphWork", "LayerWork", "graph_work"]
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer at one micro-batch size. What it keeps is named by its place: ``input 0``, ``output 1``, ``own#2``."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    backward_input: tuple[Kernel, ...]
+    """Those of ``backward`` that make the gradients of the inputs."""
+    saved: Mapping[str, int]
+    peak_bytes: int
+    outputs: tuple[tuple[torch.dtype, bool, int], ...]
+    """Of every output: type, whether a gradient flows back over it, bytes."""
+
+
+@dataclass(frozen=True)
+class GraphWork:
+    """All layers at one micro-batch size."""
+
+    layers: tuple[LayerWork, ...]
+    """In order; layers that compute the same share one."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of every tensor between layers: autocast decides them, so they can differ from the captured ones."""
+
+
+_Known = dict[tuple[object, ...], LayerWork]
+
+
+def graph_work(graph: LayerGraph, rows: int, gpu: Gpu, precision: Precision) -> GraphWork:
+    """Run one layer of every kind forward and backward on fake tensors, as a GPU would; nothing is computed.
+
+    Parameters may be real, fake or on meta; they are left alone.
+
+    Raises:
+        CaptureError: a layer needs the values of its tensors to run.
+    """
+    specs = {tensor.name: tensor for tensor in graph.tensors}
+    types = {name: (spec.dtype, False) for name, spec in specs.items() if spec.producer is None}
+    known: _Known = {}
+    found = []
+    for layer in graph.layers:
+        given = tuple(types[name] for name in layer.inputs)
+        key = (layer.fingerprint, given)
+        if key not in known:
+            known[key] = _run(layer, {name: specs[name] for name in layer.inputs}, types, rows, graph, gpu, precision)
+        work = known[key]
+        found.append(work)
+        types.update({name: made[:2] for name, made in zip(layer.outputs, work.outputs, strict=True)})
+    return GraphWork(tuple(found), {name: dtype for name, (dtype, _) in types.items()})
+
+
+def _run(
+    layer: Layer,
+    specs: Mapping[str, TensorSpec],
+    types: Mapping[str, tuple[torch.dtype, bool]],
+    rows: int,
+    graph: LayerGraph,
+    gpu: Gpu,
+    precision: Precision,
+) -> LayerWork:
+    mode = FakeTensorMode()
+    faked = _faked(layer, mode, CudaRules(gpu, precision), precision)
+    with mode:
+        tensors = {name: torch.empty(spec.shape(rows), dtype=types[name][0]) for name, spec in specs.items()}
+    inputs = Inputs(rows, tensors, {name: types[name][1] for name in specs})
+    try:
+        with mode:
+            return _record(faked, inputs, graph.outputs)
+    except AutoparError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CaptureError(
+            f"layer {layer.name}: cannot be estimated without its tensors' values ({reason[:160]}); "
+            "profile it on a device that is there"
+        ) from error
+
+
+def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...]) -> LayerWork:
+    parameters = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    work = LayerPass(layer, inputs, loss)
+    storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
+    with KernelLog() as forward, storages.recording():
+        work.forward()
+    tensors = list(work.outputs.values())
+    outputs = tuple((tensor.dtype, tensor.requires_grad, tensor.nbytes) for tensor in tensors)
+    saved = storages.named(
+        {f"input {index}": tensor for index, tensor in enumerate(work.inputs.values())},
+        {f"output {index}": tensor for index, tensor in enumerate(tensors) if layer.outputs[index] not in loss},
+    )
+    work.prepare_backward()
+    with KernelLog() as backward:
+        work.backward()
+    del work, tensors, storages
+    peak = peak_bytes(LayerPass(layer, inputs, loss).whole, torch.device("cpu"))
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    halved = LayerPass(layer, inputs, loss)
+    with KernelLog() as _:
+        halved.forward()
+    halved.prepare_backward()
+    with KernelLog() as half:
+        halved.backward()
+    return LayerWork(
+        forward=tuple(forward.kernels),
+        backward=tuple(backward.kernels),
+        backward_input=_common(half.kernels, backward.kernels),
+        saved=saved,
+        peak_bytes=peak,
+        outputs=outputs,
+    )
+
+
+def _common(some: list[Kernel], every: list[Kernel]) -> tuple[Kernel, ...]:
+    """Return those of ``some`` that are among ``every``: a gradient's first addend is no sum where it is alone."""
+    left = Counter(every)
+    left.subtract(left - Counter(some))
+    return tuple(left.elements())
+
+
+class _AsOnCuda(nn.Module):
+    """A layer's module, run by a GPU's rules."""
+
+    def __init__(self, module: nn.Module, rules: CudaRules, precision: Precision) -> None:
+        super().__init__()
+        self.module = module
+        self._rules, self._precision = rules, precision
+
+    def forward(self, rows: int, *inputs: torch.Tensor) -> object:
+        with autocast(self._precision), self._rules:
+            return self.module(rows, *inputs)
+
+
+def _faked(layer: Layer, mode: FakeTensorMode, rules: CudaRules, precision: Precision) -> Layer:
+    """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
+    held = [*layer.module.parameters(), *layer.module.buffers(), *_constants(layer.module)]
+    memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in held}
+    return replace(layer, module=_AsOnCuda(copy.deepcopy(layer.module, memo), rules, precision))
+
+
+def _constants(module: nn.Module) -> list[torch.Tensor]:
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    assert isinstance(fake, FakeTensor)
+    return fake
