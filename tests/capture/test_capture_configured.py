@@ -78,7 +78,7 @@ def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
     output = model(**batch)
     total, count = user.loss(output, batch)
     assert int(count) == 3 + 11
-    assert float((total / count).detach()) == pytest.approx(float(output.loss), rel=1e-6)
+    assert float((total / count).detach()) == pytest.approx(float(output.loss.detach()), rel=1e-6)
     batch["labels"][:] = -100
     total, count = user.loss(model(**batch), batch)
     assert (float(total.detach()), float(count)) == (0.0, 0.0)
