@@ -48,9 +48,9 @@ def command(
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
     from autopar.cli.references import check_output, rebase, reference
-    from autopar.cli.units import parse_bandwidth, parse_bytes
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
+    from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.planner import PlanOptions, plan
 
     options = PlanOptions(

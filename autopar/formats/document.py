@@ -28,6 +28,7 @@ __all__ = [
     "Record",
     "Seconds",
     "fault",
+    "first_fault",
     "least_certain",
     "parse_json",
     "read_text",
@@ -98,7 +99,7 @@ class Document(Record):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise FileError(f"{path}: {_describe(error)}") from error
+            raise FileError(f"{path}: {first_fault(error)}") from error
 
     def dumps(self) -> str:
         """Return the canonical JSON text, newline at the end."""
@@ -263,7 +264,8 @@ def _check_kind(content: object, expected: str, path: Path) -> None:
         )
 
 
-def _describe(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
+    """Return where the first of a validation's faults is, as a JSON path, and what it is."""
     first = error.errors(include_url=False)[0]
     at = "$"
     for part in first["loc"]:

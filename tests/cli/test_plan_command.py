@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from autopar.cli import main
-from autopar.cli.units import parse_bandwidth, parse_bytes
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
+from autopar.formats.units import parse_bandwidth, parse_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
 

@@ -1,4 +1,4 @@
-"""Units: sizes and bandwidths as they are typed on the command line."""
+"""Units: sizes and bandwidths as they are typed on the command line, in names of clusters and in their files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = ["parse_bandwidth", "parse_bytes"]
 
 _BINARY = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BITS = {"KBPS": 10**3, "MBPS": 10**6, "GBPS": 10**9, "TBPS": 10**12}
 _NUMBER = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -26,16 +27,18 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def parse_bandwidth(text: str, flag: str) -> float:
-    """Read bytes per second: a size followed by /s.
+    """Read bytes per second: a size followed by /s, or bits per second as networks are sold.
 
-    >>> parse_bandwidth("25GB/s", "--bandwidth")
-    25000000000.0
+    >>> parse_bandwidth("25GB/s", "--bandwidth"), parse_bandwidth("200Gbps", "--bandwidth")
+    (25000000000.0, 25000000000.0)
 
     Raises:
         UsageError: it is not a bandwidth.
     """
+    if text.strip().casefold().endswith("bps"):
+        return _parse(text.strip(), flag, _BITS, "200Gbps") / 8
     if not text.strip().endswith("/s"):
-        raise UsageError(f"{flag} {text!r}: write a bandwidth in bytes per second, such as 25GB/s")
+        raise UsageError(f"{flag} {text!r}: write bytes or bits per second, such as 25GB/s or 200Gbps")
     return _parse(text.strip().removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
 
 
@@ -46,9 +49,9 @@ def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
         raise UsageError(f"{flag} {text!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}")
     value = float(match["number"]) * factor
     if not 1 <= value < 2**63:
-        raise UsageError(f"{flag} {text!r}: must be at least one byte and below 8 EiB")
+        raise UsageError(f"{flag} {text!r}: must be at least 1 and below 2**63")
     return value
 
 
 def _names(units: dict[str, int]) -> list[str]:
-    return [unit.replace("IB", "iB") for unit in units]
+    return [unit.replace("IB", "iB").replace("BPS", "bps") for unit in units]
