@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -32,7 +31,7 @@ class LayerWork:
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     backward_input: tuple[Kernel, ...]
-    """Those of ``backward`` that make the gradients of the inputs."""
+    """What makes the gradients of the inputs alone."""
     saved: Mapping[str, int]
     peak_bytes: int
     outputs: tuple[tuple[torch.dtype, bool, int], ...]
@@ -124,26 +123,18 @@ def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...]) -> LayerWork:
     for parameter in parameters:
         parameter.requires_grad_(False)
     halved = LayerPass(layer, inputs, loss)
-    with KernelLog() as _:
-        halved.forward()
+    halved.forward()
     halved.prepare_backward()
     with KernelLog() as half:
         halved.backward()
     return LayerWork(
         forward=tuple(forward.kernels),
         backward=tuple(backward.kernels),
-        backward_input=_common(half.kernels, backward.kernels),
+        backward_input=tuple(half.kernels),
         saved=saved,
         peak_bytes=peak,
         outputs=outputs,
     )
-
-
-def _common(some: list[Kernel], every: list[Kernel]) -> tuple[Kernel, ...]:
-    """Return those of ``some`` that are among ``every``: a gradient's first addend is no sum where it is alone."""
-    left = Counter(every)
-    left.subtract(left - Counter(some))
-    return tuple(left.elements())
 
 
 class _AsOnCuda(nn.Module):
