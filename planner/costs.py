@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Device
@@ -58,6 +59,13 @@ class CostModel:
         if not others:
             return []
         return [f"the profile is of {kind.name}, but the cluster has {', '.join(others)}: times are {kind.name}'s"]
+
+    def retimed(self, layers: LayerCosts) -> CostModel:
+        """Return this model with other times of the layers; memory stays as it was."""
+        other = copy(self)
+        other.layers = layers
+        other._exposed = {}
+        return other
 
     def forward_s(self, first: int, stop: int, rows: int) -> float:
         """Return the seconds of one forward of layers ``first:stop`` on ``rows`` samples."""

@@ -176,9 +176,10 @@ class Simulator:
 
     def step_s(self, candidate: Candidate) -> float:
         """Return a candidate's seconds per step."""
-        return run(self._rows_of(candidate), durations(self.costs, candidate))
+        return run(self.rows_of(candidate), durations(self.costs, candidate))
 
-    def _rows_of(self, candidate: Candidate) -> Rows:
+    def rows_of(self, candidate: Candidate) -> Rows:
+        """Return a candidate's program."""
         stages = candidate.stages
         flows = tuple(
             (producer, consumer, flow.gradients > 0)

@@ -1,0 +1,145 @@
+"""DictatedRun: a training run whose plan is known, priced again and again for other times of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from autopar.errors import UsageError
+from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.costs import CostModel
+from autopar.planner.durations import Durations, durations
+from autopar.planner.layers import LayerCosts
+from autopar.planner.simulate import Rows, Simulator, run
+from autopar.schedules import SCHEDULES
+
+__all__ = ["DictatedRun"]
+
+
+class DictatedRun:
+    """A run with given stages, micro-batches and schedule; its step is priced as any plan's, by the simulator.
+
+    Its program is expanded once. Replicas that do the same at the same time are simulated as one.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        cuts: Sequence[int],
+        widths: Sequence[int],
+        micro_batches: int,
+        micro_batch_size: int,
+        schedule: str = "1f1b",
+    ) -> None:
+        """``cuts`` are the layers before which the stages end; the first of the schedule's warm-ups is taken.
+
+        Raises:
+            UsageError: there is no such schedule, a replica has no sample, or the devices do not suffice.
+        """
+        if schedule not in SCHEDULES:
+            raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+        if max(widths) > micro_batch_size:
+            raise UsageError(f"{max(widths)} replicas share a micro-batch of {micro_batch_size} samples")
+        if sum(widths) > len(costs.devices):
+            raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
+        depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), micro_batches).values()))
+        family = Family(micro_batches, micro_batch_size, schedule, depths[::-1])
+        self._costs = costs
+        self._candidate = place(family, tuple(cuts), tuple(widths))
+        self._program = Simulator(costs).rows_of(self._candidate)
+        self._width = _common_width(self._candidate, durations(costs, self._candidate))
+        if self._width > 1:
+            self._program = _narrow(self._program, self._width)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Every number of samples that a replica takes of a micro-batch."""
+        return tuple(sorted({rows for stage in self._candidate.stages for rows in stage.shares}))
+
+    def step_s(
+        self,
+        forward_s: Mapping[int, Sequence[float]],
+        backward_s: Mapping[int, Sequence[float]],
+        update_s: Sequence[float],
+        overhead_s: float,
+        message_s: float = 0.0,
+        hidden_share: float = 1.0,
+    ) -> float:
+        """Return the seconds of a step, given every layer's times by number of samples.
+
+        ``overhead_s`` is what a step takes beside its layers, ``message_s`` what a message takes beyond its link, and
+        ``hidden_share`` how much of what can hide of a reduction behind the last backward does.
+        """
+        costs = self._costs.retimed(_GivenTimes(forward_s, backward_s, update_s))
+        times = durations(costs, self._candidate)
+        exposed = [
+            hidden_share * some + (1 - hidden_share) * every
+            for some, every in zip(times.exposed_s, times.reduce_s, strict=True)
+        ]
+        times = replace(
+            times,
+            overhead_s=overhead_s,
+            exposed_s=exposed,
+            message_s={pair: seconds + message_s for pair, seconds in times.message_s.items()},
+        )
+        return run(self._program, _first_replicas(times, self._width))
+
+
+class _GivenTimes(LayerCosts):
+    """Times of layers that are handed over, at the numbers of samples that are asked for."""
+
+    def __init__(
+        self,
+        forward_s: Mapping[int, Sequence[float]],
+        backward_s: Mapping[int, Sequence[float]],
+        update_s: Sequence[float],
+    ) -> None:
+        self._forward = {rows: [0.0, *accumulate(seconds)] for rows, seconds in forward_s.items()}
+        self._backward = {rows: [0.0, *accumulate(seconds)] for rows, seconds in backward_s.items()}
+        self.update_sums = [0.0, *accumulate(update_s)]
+
+    def forward_sums(self, rows: int) -> list[float]:
+        return self._forward[rows]
+
+    def backward_sums(self, rows: int) -> list[float]:
+        return self._backward[rows]
+
+
+def _common_width(candidate: Candidate, times: Durations) -> int:
+    """Return the replicas that every stage has if all do the same at the same time, else 1."""
+    stages = candidate.stages
+    width = len(stages[0].shares)
+    alike = all(len(stage.shares) == width and len(set(stage.shares)) == 1 for stage in stages)
+    prices: dict[tuple[int, int], set[float]] = {}
+    for (sender, receiver), seconds in times.message_s.items():
+        alike = alike and sender % width == receiver % width
+        prices.setdefault((sender // width, receiver // width), set()).add(seconds)
+    return width if alike and all(len(found) == 1 for found in prices.values()) else 1
+
+
+def _narrow(rows: Rows, width: int) -> Rows:
+    """Return the program of every stage's first replica, with ranks counted among them; -1 is no rank."""
+    return [
+        [(code, index, peer if peer < 0 else peer // width) for code, index, peer in rows[rank]]
+        for rank in range(0, len(rows), width)
+    ]
+
+
+def _first_replicas(times: Durations, width: int) -> Durations:
+    if width == 1:
+        return times
+    return replace(
+        times,
+        stage=times.stage[::width],
+        forward_s=times.forward_s[::width],
+        backward_s=times.backward_s[::width],
+        exposed_s=times.exposed_s[::width],
+        reduce_s=times.reduce_s[::width],
+        update_s=times.update_s[::width],
+        message_s={
+            (sender // width, receiver // width): seconds
+            for (sender, receiver), seconds in times.message_s.items()
+            if sender % width == 0
+        },
+    )
