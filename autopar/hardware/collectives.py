@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from autopar.formats.cluster import CurveKind
 
-__all__ = ["Group", "NodeLinks", "collective_s", "moved"]
+__all__ = ["NETWORK_SHARE", "Group", "NodeLinks", "collective_s", "message_latency_s", "moved"]
 
 # Fitted, see above. A collective takes no less than _FLOOR_S, however small it is.
 _START_S = 31e-6
@@ -41,7 +41,8 @@ class _Protocol(NamedTuple):
 _SIMPLE = (_Protocol("ring", 14e-6, 1.0, math.inf), _Protocol("tree", 14e-6, 0.92, math.inf))
 _LL_TWO_NODES_BYTES_PER_S, _LL_BYTES_PER_S = 39e9, 20.4e9
 # What two nodes reach of their network's rate in torch's calibration (H100, RoCE); more nodes were seen to reach more.
-_NETWORK_SHARE = 0.8
+NETWORK_SHARE = 0.8
+"""Of the network's rate, what is reached."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class NodeLinks:
     """Per node; whoever shares its network is assumed to send at the same time."""
     network_bytes_per_s: float = 0.0
     """Of a node, in one direction; 0 where there is one node."""
+    network_latency_s: float = 0.0
+    """Of every step from node to node, beyond NCCL's own constants."""
 
 
 class Group(NamedTuple):
@@ -92,20 +95,22 @@ def collective_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeLink
     8.5
     """
     if kind == "p2p":
-        return _message_s(size_bytes, group, links)
+        rate = links.peer_bytes_per_s if group.nodes == 1 else _network_bytes_per_s(1, links)
+        return message_latency_s(group.nodes, links) + size_bytes / rate
     if group.nodes == 1:
         return max(_floor_s(group), _START_S + _in_node_s(kind, size_bytes, group, links))
     return max(_floor_s(group), _START_S + _across_nodes_s(kind, size_bytes, group, links))
 
 
+def message_latency_s(nodes: int, links: NodeLinks) -> float:
+    """Return the seconds of an empty message in a node, or between two."""
+    if nodes == 1:
+        return _START_S + _STEP_S[links.kind]
+    return _START_S + _SIMPLE[0].step_s + links.network_latency_s
+
+
 def _floor_s(group: Group) -> float:
     return _FLOOR_S + _FLOOR_PER_RANK_S * (group.per_node - 1)
-
-
-def _message_s(size_bytes: int, group: Group, links: NodeLinks) -> float:
-    if group.nodes == 1:
-        return _START_S + _STEP_S[links.kind] + size_bytes / links.peer_bytes_per_s
-    return _START_S + _SIMPLE[0].step_s + size_bytes / _network_bytes_per_s(1, links)
 
 
 def _in_node_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeLinks) -> float:
@@ -126,9 +131,8 @@ def _across_nodes_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeL
         rate = min(rate, links.bus_bytes_per_s)
     most = _LL_TWO_NODES_BYTES_PER_S if group.nodes == 2 else _LL_BYTES_PER_S
     protocols = (*_SIMPLE, _Protocol("ring", 2.7e-6, 0.5, most), _Protocol("tree", 5e-6, 1 / 3.8, most))
-    inside = _STEP_S[links.kind]
     return min(
-        _latency_s(kind, group, each, inside)
+        _latency_s(kind, group, each, links)
         + _algorithm_moves(kind, group, each) * size_bytes / min(rate * each.share, each.most_bytes_per_s)
         + 2 * math.sqrt(each.step_s * size_bytes / rate)
         for each in protocols
@@ -141,11 +145,12 @@ def _algorithm_moves(kind: CurveKind, group: Group, protocol: _Protocol) -> floa
     return moved(kind, group.ranks) if protocol.algorithm == "ring" else 2.0
 
 
-def _latency_s(kind: CurveKind, group: Group, protocol: _Protocol, inside_s: float) -> float:
+def _latency_s(kind: CurveKind, group: Group, protocol: _Protocol, links: NodeLinks) -> float:
+    step_s, inside_s = protocol.step_s + links.network_latency_s, _STEP_S[links.kind]
     if protocol.algorithm == "ring":
         across = _steps(kind, group.nodes)
-        return across * protocol.step_s + (_steps(kind, group.ranks) - across) * inside_s
-    return 2 * (math.ceil(math.log2(group.nodes)) * protocol.step_s + (group.per_node - 1) * inside_s)
+        return across * step_s + (_steps(kind, group.ranks) - across) * inside_s
+    return 2 * (math.ceil(math.log2(group.nodes)) * step_s + (group.per_node - 1) * inside_s)
 
 
 def _steps(kind: CurveKind, ranks: int) -> int:
@@ -153,4 +158,4 @@ def _steps(kind: CurveKind, ranks: int) -> int:
 
 
 def _network_bytes_per_s(per_node: int, links: NodeLinks) -> float:
-    return links.network_bytes_per_s * _NETWORK_SHARE * per_node / links.devices
+    return links.network_bytes_per_s * NETWORK_SHARE * per_node / links.devices

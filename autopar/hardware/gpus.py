@@ -36,6 +36,8 @@ class Gpu:
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     """To the other GPUs of its node, in one direction: NVLink, or Infinity Fabric; 0 where there is only PCIe."""
+    peer_bytes_per_s: float
+    """Of that, what one other GPU of the node can be sent: less where no switch joins the links."""
     pcie_bytes_per_s: float
     """To the host, in one direction."""
     collective_bytes_per_s: float | None
@@ -77,10 +79,12 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=32 * 10**9,
         memory_bytes_per_s=900e9,
         nvlink_bytes_per_s=150e9,
+        peer_bytes_per_s=25e9,
         pcie_bytes_per_s=_PCIE3,
         collective_bytes_per_s=134e9,
         source="rates: copies of the datasheet (xenon.com.au, developer.nvidia.com); memory and NVLink: Dell EMC Ready "
-        "Solutions for AI, reference guide; bus bandwidth: measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
+        "Solutions for AI, reference guide; peers are joined by one or two links, one is assumed; bus bandwidth: "
+        "measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
     ),
     Gpu(
         name="A100-SXM-80G",
@@ -92,6 +96,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=80 * 10**9,
         memory_bytes_per_s=2039e9,
         nvlink_bytes_per_s=300e9,
+        peer_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
         source="NVIDIA A100 datasheet r4, as in torch 2.13 (_inductor/analysis/device_info.py) and at "
@@ -107,6 +112,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=40 * 10**9,
         memory_bytes_per_s=1555e9,
         nvlink_bytes_per_s=300e9,
+        peer_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
         source="glennklockwood.com/garden/processors/A100 and techpowerup.com; bus bandwidth: that of the 80 GB kind, "
@@ -122,6 +128,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=80 * 10**9,
         memory_bytes_per_s=3350e9,
         nvlink_bytes_per_s=450e9,
+        peer_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         source=f"NVIDIA H100 page as in torch 2.13 (device_info.py states sparse rates, halved here); {_NCCL}",
@@ -136,6 +143,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=141 * 10**9,
         memory_bytes_per_s=4800e9,
         nvlink_bytes_per_s=450e9,
+        peer_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         source="ttsugriy.github.io/distributed-training-book, appendix of hardware assumptions; " + _NCCL,
@@ -150,6 +158,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=179 * 10**9,
         memory_bytes_per_s=8000e9,
         nvlink_bytes_per_s=900e9,
+        peer_bytes_per_s=900e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=720e9,
         source="glennklockwood.com/garden/processors/B200 (at 1000 W); memory: the 179 GB that docs.vultr.com saw, "
@@ -165,6 +174,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=48 * 10**9,
         memory_bytes_per_s=864e9,
         nvlink_bytes_per_s=0.0,
+        peer_bytes_per_s=_PCIE4,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=24e9,
         source="copy of the datasheet at mullet.se; bus bandwidth: torch 2.13's constant for PCIe (comm_analysis.py)",
@@ -179,6 +189,7 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=24 * 10**9,
         memory_bytes_per_s=1008e9,
         nvlink_bytes_per_s=0.0,
+        peer_bytes_per_s=_PCIE4,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=10e9,
         source=f"waredb.com, float32 accumulation; PCIe {_UNVERIFIED}; bus bandwidth: torch 2.13's profile of PCIe "
@@ -194,10 +205,12 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=192 * 10**9,
         memory_bytes_per_s=5300e9,
         nvlink_bytes_per_s=448e9,
+        peer_bytes_per_s=64e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=None,
         source="AMD Instinct MI300X data sheet as in torch 2.13 (device_info.py) and at "
-        "ttsugriy.github.io/distributed-training-book; links are Infinity Fabric; nobody stated RCCL's bus bandwidth",
+        "ttsugriy.github.io/distributed-training-book; links are Infinity Fabric, one to each of seven peers; "
+        "nobody stated RCCL's bus bandwidth",
     ),
 )
 

@@ -1,0 +1,145 @@
+"""Machines: nodes of known GPUs and their network become a cluster with estimated links and curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link
+from autopar.hardware.collectives import NETWORK_SHARE, Group, NodeLinks, collective_s, message_latency_s
+from autopar.hardware.gpus import Gpu
+
+__all__ = ["LARGEST_BYTES", "Network", "Node", "cluster_of", "message_sizes"]
+
+LARGEST_BYTES = 2**30
+"""Largest message of an estimated curve."""
+# Of its links' rate, where nobody stated what collectives reach: the share that eight A100 were measured to reach.
+_REACHED = 229 / 300
+_KINDS: tuple[CurveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine with equal GPUs."""
+
+    gpu: Gpu
+    gpus: int
+    memory_bytes: int | None = None
+    """Of a GPU, in place of what is known of its kind."""
+    price_per_hour: float | None = None
+    """Of a GPU."""
+    bytes_per_s: float | None = None
+    """What collectives reach in the node, in place of what is known of the GPU."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects the nodes."""
+
+    bytes_per_s: float
+    """Of a node, in one direction."""
+    latency_s: float = 0.0
+    """Of a message, beyond what NCCL's own constants say."""
+
+
+def message_sizes(largest_bytes: int) -> tuple[int, ...]:
+    """Return twelve sizes from 1 KiB, evenly on a logarithmic scale, whole numbers of 64 bytes.
+
+    >>> message_sizes(64 * 2**20)[:4]
+    (1024, 2816, 7680, 21056)
+    """
+    exponents = math.log2(largest_bytes) - 10
+    return tuple(round(2 ** (10 + exponents * index / 11) / 64) * 64 for index in range(12))
+
+
+def cluster_of(name: str, nodes: Sequence[Node], network: Network, notes: Sequence[str] = ()) -> Cluster:
+    """Return nodes as a cluster; where they differ, links and curves are those of the slowest.
+
+    Curves of the network are for whole nodes, and for one GPU on each of several nodes, whose other GPUs are assumed
+    to send at the same time.
+    """
+    links = _slowest(nodes, network)
+    devices = tuple(
+        Device(
+            type=node.gpu.name,
+            memory_bytes=node.memory_bytes or node.gpu.memory_bytes,
+            node=index,
+            price_per_hour=node.price_per_hour,
+        )
+        for index, node in enumerate(nodes)
+        for _ in range(node.gpus)
+    )
+    connections = [Link(level="node", latency_s=message_latency_s(1, links), bytes_per_s=links.peer_bytes_per_s)]
+    if len(nodes) > 1:
+        latency_s = message_latency_s(2, links)
+        rate = links.network_bytes_per_s * NETWORK_SHARE
+        connections.append(Link(level="network", latency_s=latency_s, bytes_per_s=rate, shared_by=links.devices))
+    return Cluster(
+        name=name,
+        backend="nccl",
+        devices=devices,
+        links=tuple(connections),
+        curves=tuple(_curves(nodes, links)),
+        notes=tuple(notes),
+    )
+
+
+def _slowest(nodes: Sequence[Node], network: Network) -> NodeLinks:
+    return min((_links(node, network) for node in nodes), key=lambda links: (links.bus_bytes_per_s, -links.devices))
+
+
+def _links(node: Node, network: Network) -> NodeLinks:
+    gpu = node.gpu
+    linked = gpu.nvlink_bytes_per_s > 0
+    rate = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s
+    bus = node.bytes_per_s or gpu.collective_bytes_per_s or rate * _REACHED
+    return NodeLinks(
+        kind="nvlink" if linked else "pcie",
+        bus_bytes_per_s=bus,
+        peer_bytes_per_s=bus * (gpu.peer_bytes_per_s / rate),
+        devices=node.gpus,
+        network_bytes_per_s=network.bytes_per_s,
+        network_latency_s=network.latency_s,
+    )
+
+
+def _curves(nodes: Sequence[Node], links: NodeLinks) -> Iterator[Curve]:
+    fewest, most = min(node.gpus for node in nodes), max(node.gpus for node in nodes)
+    if most > 1:
+        yield _curve("p2p", Group(1, 2), links)
+        yield from (_curve(kind, Group(1, count), links) for count in _counts(most) for kind in _KINDS)
+    if len(nodes) > 1:
+        yield _curve("p2p", Group(2, 1), links)
+        for group in _groups(len(nodes), fewest):
+            yield from (_curve(kind, group, links) for kind in _KINDS)
+
+
+def _groups(nodes: int, per_node: int) -> Iterator[Group]:
+    """Yield groups over several nodes, no two of the same size.
+
+    >>> [tuple(group) for group in _groups(4, 8)]
+    [(2, 1), (4, 1), (2, 8), (4, 8)]
+    >>> [tuple(group) for group in _groups(3, 1)]
+    [(2, 1), (3, 1)]
+    """
+    yield from (Group(count, 1) for count in _counts(nodes) if count < 2 * per_node)
+    yield from (Group(count, per_node) for count in _counts(nodes))
+
+
+def _counts(most: int) -> list[int]:
+    """Return 2, 4, 8 .. and the most.
+
+    >>> _counts(12), _counts(1)
+    ([2, 4, 8, 12], [])
+    """
+    powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent <= most]
+    return powers if most < 2 or most in powers else [*powers, most]
+
+
+def _curve(kind: CurveKind, group: Group, links: NodeLinks) -> Curve:
+    sizes = message_sizes(LARGEST_BYTES)
+    level: Level = "node" if group.nodes == 1 else "network"
+    seconds = tuple(collective_s(kind, size, group, links) for size in sizes)
+    ranks = group.ranks
+    return Curve(kind=kind, ranks=ranks, level=level, sizes=sizes, seconds=seconds, provenance="estimated")

@@ -1,0 +1,149 @@
+"""Built-in clusters by name, own ones by TOML: what they hold, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.hardware.clusters import EXAMPLES, cluster_named, is_file, read_cluster
+from autopar.hardware.gpus import GPUS
+
+LAB = """
+name = "lab"
+
+[[nodes]]
+count = 2
+gpus = 4
+gpu = "A100-80G"
+price_per_hour = 2
+
+[[nodes]]
+gpus = 8
+gpu = "v100"
+memory = "16GB"
+bandwidth = "40GB/s"
+
+[network]
+bandwidth = "100Gbps"
+latency_s = 5e-6
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    path = tmp_path / "lab.toml"
+    path.write_text(LAB)
+    return path
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, *(f"2x4x{gpu.name}:400Gbps" for gpu in GPUS), "1xH100", "3x1xL40S"])
+def test_every_name_is_a_cluster_whose_curves_rise_and_are_estimated(name: str) -> None:
+    cluster = cluster_named(name)
+    assert cluster.name == name
+    assert {device.memory_bytes for device in cluster.devices} < {gpu.memory_bytes for gpu in GPUS}
+    keys = [(curve.kind, curve.ranks, curve.level) for curve in cluster.curves]
+    assert len(keys) == len(set(keys))
+    for curve in cluster.curves:
+        assert curve.provenance == "estimated"
+        assert len(curve.sizes) == 12
+        assert list(curve.seconds) == sorted(set(curve.seconds)) or curve.kind != "p2p"
+        assert list(curve.seconds) == sorted(curve.seconds)
+    assert Cluster.parse(cluster.dumps(), Path("cluster.json")) == cluster
+
+
+def test_a_name_says_nodes_gpus_and_the_network_of_a_node() -> None:
+    cluster = cluster_named("4x8xA100-80G:200Gbps")
+    assert [device.node for device in cluster.devices] == [node for node in range(4) for _ in range(8)]
+    assert {curve.ranks for curve in cluster.curves if curve.level == "node"} == {2, 4, 8}
+    assert {curve.ranks for curve in cluster.curves if curve.level == "network"} == {2, 4, 16, 32}
+    network = next(link for link in cluster.links if link.level == "network")
+    assert network.bytes_per_s == pytest.approx(0.8 * 25e9)
+    assert network.shared_by == 8
+    assert cluster_named("4x8xA100-80G:25GB/s").links == cluster.links
+
+
+def test_a_network_that_is_not_stated_is_assumed_and_said_so() -> None:
+    cluster = cluster_named("2x4xV100")
+    assert "a network of 100Gbps per node is assumed; 2x4xV100:200Gbps would say another" in cluster.notes
+    assert cluster.links == cluster_named("2x4xV100:100Gbps").links
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("8xH1000", "no GPU called 'H1000' is known; the nearest are H100-SXM"),
+        ("0xH100", "has no devices"),
+        ("0x8xH100", "has no devices"),
+        ("99999x99999xH100", "has 9999800001 devices; at most 65536"),
+        ("H100", "a name is [NODESx]GPUSxGPU[:BANDWIDTH]"),
+        ("-1xH100", "no cluster is called '-1xH100'"),
+        ("8xH100:200Gbps", "is one node, which needs no network; leave out :200Gbps"),
+        ("2x8xH100:fast", "write bytes or bits per second, such as 25GB/s or 200Gbps"),
+        ("2x8xH100:0Gbps", "must be at least 1"),
+        ("", "no cluster is called ''"),
+    ],
+)
+def test_what_is_no_cluster_gets_one_line(name: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster_named(name)
+    assert message in str(caught.value)
+
+
+def test_a_described_cluster_may_mix_nodes(lab: Path) -> None:
+    cluster = read_cluster(lab)
+    assert cluster.name == "lab"
+    assert [device.node for device in cluster.devices] == [0] * 4 + [1] * 4 + [2] * 8
+    assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 8 + ["V100-SXM2-32G"] * 8
+    assert (cluster.devices[0].price_per_hour, cluster.devices[-1].price_per_hour) == (2.0, None)
+    assert (cluster.devices[0].memory_bytes, cluster.devices[-1].memory_bytes) == (80 * 10**9, 16 * 10**9)
+    assert any("the slowest" in note for note in cluster.notes)
+    reached = next(curve for curve in cluster.curves if (curve.kind, curve.ranks) == ("all_reduce", 8))
+    assert 2 * 7 / 8 * reached.sizes[-1] / reached.seconds[-1] == pytest.approx(40e9, rel=0.05)
+
+
+def test_a_measured_cluster_is_read_from_json(tmp_path: Path) -> None:
+    cluster_named("8xH100").save(tmp_path / "cluster.json")
+    assert read_cluster(tmp_path / "cluster.json") == cluster_named("8xH100")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpus = 4", "gpus = 0", "$.nodes[0].gpus: "),
+        ("gpus = 4", "gpus = true", "$.nodes[0].gpus: "),
+        ("gpus = 4", "gpus = 4.0", "$.nodes[0].gpus: "),
+        ("gpus = 4", 'gpus = 4\ncolour = "red"', "$.nodes[0].colour: "),
+        ("gpus = 4", "", "$.nodes[0].gpus: Field required"),
+        ('gpu = "v100"', 'gpu = "w100"', "$.nodes[1].gpu: no GPU called 'w100' is known; the nearest are V100"),
+        ('memory = "16GB"', 'memory = "lots"', "$.nodes[1].memory: 'lots': write a number and a unit"),
+        ('bandwidth = "40GB/s"', 'bandwidth = "40GB"', "$.nodes[1].bandwidth: '40GB': write bytes or bits"),
+        ('bandwidth = "100Gbps"', "", "$.network.bandwidth: Field required"),
+        ("latency_s = 5e-6", "latency_s = nan", "$.network.latency_s: "),
+        ("latency_s = 5e-6", "latency_s = -1.0", "$.network.latency_s: "),
+        ("price_per_hour = 2", "price_per_hour = 2020-02-20", "$.nodes[0].price_per_hour: "),
+        ("count = 2", "count = 2\ncount = 3", "not TOML: Cannot overwrite a value (at line 6"),
+        ("count = 2", "count = 65000", "$.nodes: 260008 devices"),
+        ("[network]", "[net]", "$.net: "),
+        (LAB, "", "$.nodes: Field required"),
+        (LAB, '[[nodes]]\ncount = 2\ngpus = 1\ngpu = "H100"', "$.network: several nodes need a [network]"),
+    ],
+)
+def test_a_broken_description_is_refused_with_its_key(lab: Path, old: str, new: str, message: str) -> None:
+    assert old in LAB
+    lab.write_text(LAB.replace(old, new))
+    with pytest.raises(FileError) as caught:
+        read_cluster(lab)
+    assert str(caught.value).startswith(f"{lab}: ")
+    assert message in str(caught.value)
+
+
+def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_file("none.json")
+    assert is_file("deep/cluster")
+    assert not is_file("8xH100")
+    Path("8xH100").write_text("")
+    assert is_file("8xH100")
