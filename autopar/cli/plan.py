@@ -27,7 +27,11 @@ def command(
         int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="Devices and links; default: cluster.json beside the profile, else estimated.")
+        str | None,
+        typer.Option(
+            help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
+            "(`autopar cluster list`); default: cluster.json beside the profile, else estimated."
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
@@ -67,35 +71,48 @@ def command(
         solver=_solver(solver),
         seed=seed,
     )
-    links = cluster or profile.parent / "cluster.json"
-    check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, links))
+    links = _links(cluster, profile)
+    check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
     text = read_text(profile, Profile.KIND)
     measured = Profile.parse(text, profile)
-    machines, machines_reference = _cluster(links, cluster is not None, output, measured, options)
+    machines, record = _cluster(cluster, links, output, measured, options)
     found = plan(measured, machines, options)
     source = rebase(measured.model.source, profile, output)
     update = {
         "model": measured.model.model_copy(update={"source": source}),
         "profile": reference(profile, text, output),
-        "cluster": machines_reference,
+        **record,
         "notes": (*machines.notes, *found.notes),
     }
     _deliver(found.model_copy(update=update), output, as_json)
 
 
+def _links(cluster: str | None, profile: Path) -> Path | None:
+    """Return the file that describes the cluster; None where a built-in one is named."""
+    from autopar.hardware.clusters import is_file
+
+    if cluster is None:
+        return profile.parent / "cluster.json"
+    return Path(cluster) if is_file(cluster) else None
+
+
 def _cluster(
-    path: Path, named: bool, output: Path, profile: Profile, options: PlanOptions
-) -> tuple[Cluster, FileReference | None]:
-    """Return the cluster and its record; an estimated one if none was named and none lies beside the profile."""
+    named: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
+) -> tuple[Cluster, dict[str, FileReference | str]]:
+    """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
     from autopar.cli.references import reference
     from autopar.formats.cluster import Cluster
     from autopar.formats.document import read_text
+    from autopar.hardware.clusters import cluster_named, described
     from autopar.planner.estimate import estimated_cluster
 
-    if not named and not path.exists():
-        return estimated_cluster(profile, options.gpus or 1), None
+    if path is None:
+        built_in = cluster_named(named or "")
+        return built_in, {"cluster_name": built_in.name}
+    if named is None and not path.exists():
+        return estimated_cluster(profile, options.gpus or 1), {}
     text = read_text(path, Cluster.KIND)
-    return Cluster.parse(text, path), reference(path, text, output)
+    return described(text, path), {"cluster": reference(path, text, output)}
 
 
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:

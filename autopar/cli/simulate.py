@@ -23,7 +23,9 @@ __all__ = ["command", "predict"]
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
     profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster to use in place of the one the plan records.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
@@ -33,11 +35,13 @@ def command(
 
     from autopar.cli.references import check_output, recorded
     from autopar.formats.plan import Plan
+    from autopar.hardware.clusters import is_file
     from autopar.report.timeline import render
 
     if trace is not None:
-        given = tuple(path for path in (profile, cluster) if path is not None)
-        check_output(trace, None, overwrite=overwrite, inputs=(*recorded(Plan.load(plan), plan), *given))
+        given = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
+        inputs = (*recorded(Plan.load(plan), plan), *(path for path in given if path is not None))
+        check_output(trace, None, overwrite=overwrite, inputs=inputs)
     timeline = predict(plan, profile, cluster)
     if trace is not None:
         timeline.save(trace)
@@ -52,8 +56,8 @@ def command(
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
 
-def predict(plan: Path, profile: Path | None = None, cluster: Path | None = None) -> Timeline:
-    """Return the predicted timeline of a plan file; files not given are those that the plan records.
+def predict(plan: Path, profile: Path | None = None, cluster: str | None = None) -> Timeline:
+    """Return the predicted timeline of a plan file; what is not given is what the plan records.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
@@ -77,13 +81,14 @@ def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:
     return Profile.load(resolve(planned.profile, plan, "profile"))
 
 
-def _cluster(planned: Plan, plan: Path, given: Path | None, profile: Profile) -> Cluster:
+def _cluster(planned: Plan, plan: Path, given: str | None, profile: Profile) -> Cluster:
     from autopar.cli.references import resolve
-    from autopar.formats.cluster import Cluster
+    from autopar.hardware.clusters import cluster_named, is_file, read_cluster
     from autopar.planner.estimate import estimated_cluster
 
-    if given is not None:
-        return Cluster.load(given)
+    named = given or planned.cluster_name
+    if named is not None:
+        return read_cluster(named) if given is not None and is_file(named) else cluster_named(named)
     if planned.cluster is None:
         return estimated_cluster(profile, max(planned.devices) + 1)
-    return Cluster.load(resolve(planned.cluster, plan, "cluster"))
+    return read_cluster(resolve(planned.cluster, plan, "cluster"))

@@ -123,6 +123,8 @@ class Plan(Document):
     model: ModelSource
     profile: FileReference | None = None
     cluster: FileReference | None = None
+    cluster_name: Name | None = None
+    """A built-in cluster, such as ``8xH100``, in place of a file."""
     batch: Count
     precision: Precision
     device_type: DeviceType = "cpu"
@@ -147,6 +149,12 @@ class Plan(Document):
     def devices(self) -> tuple[int, ...]:
         """Devices in rank order: the stages' one after the other."""
         return tuple(device for stage in self.stages for device in stage.devices)
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> Self:
+        if self.cluster is not None and self.cluster_name is not None:
+            fault("cluster_name", "the plan records a cluster's file, and may not name a built-in one, too")
+        return self
 
     @model_validator(mode="after")
     def _stages_are_sound(self) -> Self:
