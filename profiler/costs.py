@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.capture import Layer, LayerGraph
 from autopar.formats import profile as formats
+from autopar.profiler.clock import Time
+from autopar.profiler.fit import fitted
 from autopar.profiler.measure import Timing, spread
+from autopar.profiler.passes import Recording
+from autopar.profiler.update import Update
 
-__all__ = ["Costs", "describe_layers", "describe_tensors", "describe_ties"]
+__all__ = ["Costs", "describe_layers", "describe_tensors", "describe_ties", "owned_parameters"]
 
 
 @dataclass
 class Costs:
-    """Everything measured. Times, peaks and updates are by fingerprint, for identical layers share them."""
+    """Everything measured. Times, peaks and updates are by kind (fingerprint), for identical layers share them."""
 
     crossing: set[str]
+    recordings: dict[int, Recording] = field(default_factory=dict)
+    """By micro-batch size."""
     timings: dict[tuple[str, int], Timing] = field(default_factory=dict)
-    """By fingerprint and micro-batch size."""
+    """By kind and micro-batch size."""
     peaks: dict[tuple[str, int], int] = field(default_factory=dict)
-    saved: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """By micro-batch size, layer and storage."""
-    outputs: dict[int, dict[str, int]] = field(default_factory=dict)
-    updates: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """State bytes and seconds by fingerprint."""
+    states: dict[str, int] = field(default_factory=dict)
+    """Bytes that the optimizer keeps, by kind."""
+    updates: dict[tuple[str, tuple[str, ...]], Update] = field(default_factory=dict)
+    """By kind and the parameters that are the layer's own."""
+    owned: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What :func:`owned_parameters` gives."""
+
+
+def owned_parameters(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
+    """Return, by layer, the attributes of its trained parameters that no earlier layer holds: it updates them."""
+    seen: set[str] = set()
+    owned = {}
+    for layer in graph.layers:
+        fresh = {name: at for at, name in layer.parameters.items() if name not in seen}
+        owned[layer.name] = tuple(at for at in fresh.values() if layer.parameter(at).requires_grad)
+        seen |= set(fresh)
+    return owned
 
 
 def describe_layers(graph: LayerGraph, costs: Costs) -> tuple[formats.Layer, ...]:
@@ -42,50 +61,75 @@ def _layer(layer: Layer, costs: Costs, measured_as: str | None) -> formats.Layer
     names = set(layer.buffers)
     buffers = [buffer for name, buffer in layer.module.named_buffers() if name in names]
     trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    optimizer_bytes, update_s = costs.updates[layer.fingerprint]
+    update = costs.updates[layer.fingerprint, costs.owned[layer.name]]
+    each = tuple(_cost(layer, size, costs) for size in sorted(costs.recordings))
+    sizes = [cost.micro_batch for cost in each]
     return formats.Layer(
         name=layer.name,
         modules=layer.modules,
         parameters_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=trainable,
         gradient_bytes=trainable,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=costs.states[layer.fingerprint],
         buffers_bytes=sum(buffer.nbytes for buffer in buffers),
-        update_s=update_s,
-        costs=tuple(_cost(layer, size, costs) for size in sorted(costs.saved)),
+        update_s=update.seconds,
+        accumulate_s=update.accumulate_s,
+        costs=each,
+        forward_fit=fitted(sizes, [cost.forward_s for cost in each]),
+        backward_fit=fitted(sizes, [cost.backward_s for cost in each]),
         measured_as=measured_as,
     )
 
 
 def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:
-    timing = costs.timings[layer.fingerprint, size]
-    saved = costs.saved[size][layer.name]
+    timing, found = costs.timings[layer.fingerprint, size], costs.recordings[size]
     return formats.Cost(
         micro_batch=size,
-        forward_s=statistics.median(timing.forward),
-        backward_s=statistics.median(timing.backward),
-        saved=tuple(formats.Saved(storage=name, bytes=count) for name, count in saved.items()),
+        forward_s=_seconds(timing.forward),
+        backward_s=_seconds(timing.backward),
+        saved=tuple(formats.Saved(storage=name, bytes=count) for name, count in found.saved[layer.name].items()),
         peak_bytes=costs.peaks[layer.fingerprint, size],
-        output_bytes=costs.outputs[size][layer.name],
-        forward_spread=spread(timing.forward),
-        backward_spread=spread(timing.backward),
+        output_bytes=found.output_bytes[layer.name],
+        backward_input_s=_seconds(timing.backward_input),
+        backward_weight_s=_seconds(timing.backward_weight),
+        recompute_s=_seconds(timing.recompute),
+        forward_launch_s=_launch_s(timing.forward),
+        backward_launch_s=_launch_s(timing.backward),
+        forward_spread=spread([time.seconds for time in timing.forward]),
+        backward_spread=spread([time.seconds for time in timing.backward]),
         repeats=len(timing.forward),
     )
 
 
-def describe_tensors(graph: LayerGraph) -> tuple[formats.Tensor, ...]:
-    """Return the crossing tensors' and model inputs' records."""
-    return tuple(
-        formats.Tensor(
-            name=tensor.name,
-            producer=tensor.producer,
-            consumers=tensor.consumers,
-            bytes_per_sample=tensor.bytes_per_sample,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            gradient=tensor.gradient,
+def _seconds(times: Sequence[Time]) -> float:
+    return statistics.median(time.seconds for time in times)
+
+
+def _launch_s(times: Sequence[Time]) -> float | None:
+    known = [time.launch_s for time in times if time.launch_s is not None]
+    return statistics.median(known) if known else None
+
+
+def describe_tensors(graph: LayerGraph, costs: Costs | None = None) -> tuple[formats.Tensor, ...]:
+    """Return the crossing tensors' and model inputs' records; types and bytes as they were made, where they were."""
+    made = {}
+    if costs is not None:
+        size, found = max(costs.recordings.items(), key=lambda item: item[0])
+        made = {name: (dtype, -(-count // size)) for name, (dtype, count) in found.made.items()}
+    records = []
+    for tensor in graph.tensors:
+        dtype, bytes_per_sample = made.get(tensor.name, (tensor.dtype, tensor.bytes_per_sample))
+        records.append(
+            formats.Tensor(
+                name=tensor.name,
+                producer=tensor.producer,
+                consumers=tensor.consumers,
+                bytes_per_sample=bytes_per_sample,
+                dtype=str(dtype).removeprefix("torch."),
+                gradient=tensor.gradient,
+            )
         )
-        for tensor in graph.tensors
-    )
+    return tuple(records)
 
 
 def describe_ties(graph: LayerGraph) -> tuple[formats.Tied, ...]:

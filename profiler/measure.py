@@ -1,8 +1,7 @@
-"""Time layers: in rounds over all of them, so that the machine's drift spreads evenly.
+"""Time layers: in rounds over all of them and all sizes, so that the machine's drift spreads evenly.
 
 Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
-the caches and memory as freshly mapped as in a real step. Within a round all forwards precede all backwards, as in a
-real step, and backwards add to gradients that are already there, as all but a step's first micro-batch do.
+the caches as in a real step.
 """
 
 from __future__ import annotations
@@ -11,122 +10,90 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from autopar.capture import Layer
-from autopar.profiler.passes import Inputs, LayerPass
+from autopar.profiler.chained import Chained
+from autopar.profiler.clock import Time
+from autopar.profiler.options import Progress
+from autopar.profiler.passes import Inputs
 
 __all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
 
 REPRESENTATIVES = 16
-MIN_ROUNDS, MAX_ROUNDS = 3, 40
+MIN_ROUNDS, MAX_ROUNDS = 3, 60
+# Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
+# plain ones, those of split backwards and of recomputation.
+WARM_UP, EXTRA = 0.1, 0.15
 
 
 @dataclass
 class Timing:
-    """Times of one kind of layer at one micro-batch size, in seconds."""
+    """Times of one kind of layer at one micro-batch size."""
 
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
+    forward: list[Time] = field(default_factory=list)
+    backward: list[Time] = field(default_factory=list)
+    backward_input: list[Time] = field(default_factory=list)
+    backward_weight: list[Time] = field(default_factory=list)
+    recompute: list[Time] = field(default_factory=list)
 
 
-def representatives(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers to run: at most sixteen of each kind, spread evenly, in order."""
-    kinds: dict[str, list[Layer]] = {}
+def representatives(layers: Sequence[Layer], most: int = REPRESENTATIVES) -> list[Layer]:
+    """Return the layers to run, in order: the first of each kind, up to ``most``, so that neighbours stay together."""
+    found: dict[str, int] = {}
+    chosen = []
     for layer in layers:
-        kinds.setdefault(layer.fingerprint, []).append(layer)
-    chosen = set()
-    for same in kinds.values():
-        count = min(REPRESENTATIVES, len(same))
-        chosen |= {same[index * len(same) // count].name for index in range(count)}
-    return [layer for layer in layers if layer.name in chosen]
+        found[layer.fingerprint] = found.get(layer.fingerprint, 0) + 1
+        if found[layer.fingerprint] <= most:
+            chosen.append(layer)
+    return chosen
 
 
 def measure(
-    layers: Sequence[Layer],
-    inputs: Mapping[int, Mapping[str, Inputs]],
-    loss: tuple[str, ...],
-    device: torch.device,
-    budget_s: float,
-    progress: Callable[[str, float], None],
+    chain: Chained, given: Mapping[int, Inputs], budget_s: float, progress: Progress
 ) -> dict[tuple[str, int], Timing]:
     """Return times by fingerprint and micro-batch size.
 
-    ``inputs`` holds, by size and layer name, what to run on. One round of every size warms up; rounds go on until the
-    budget is used up, at least three.
+    ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
+    budget; then they go on until it is used up, three at least; a round of split backwards and one of recomputation
+    follow at least.
     """
-    timings = {(layer.fingerprint, size): Timing() for layer in layers for size in inputs}
-    for size in inputs:
-        _round(layers, inputs[size], loss, device)
-    started = time.perf_counter()
-    for number in range(MAX_ROUNDS):
-        for size in inputs:
-            for layer, (forward_s, backward_s) in _round(layers, inputs[size], loss, device):
-                timing = timings[layer.fingerprint, size]
-                timing.forward.append(forward_s)
-                timing.backward.append(backward_s)
-        used = time.perf_counter() - started
-        rounds = number + 1
-        progress("timing layers", min(1.0, max(used / budget_s, rounds / MAX_ROUNDS)))
-        if rounds >= MIN_ROUNDS and used * (rounds + 1) / rounds > budget_s:
-            break
+    sizes = tuple(given)
+    timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
+
+    def plain(size: int) -> None:
+        for layer, forward, backward in chain.step(given[size]):
+            timings[layer.fingerprint, size].forward.append(forward)
+            timings[layer.fingerprint, size].backward.append(backward)
+
+    def split(size: int) -> None:
+        for layer, first, second in chain.split(given[size]):
+            timings[layer.fingerprint, size].backward_input.append(first)
+            timings[layer.fingerprint, size].backward_weight.append(second)
+
+    def recomputed(size: int) -> None:
+        for layer, again in chain.recomputed(given[size]):
+            timings[layer.fingerprint, size].recompute.append(again)
+
+    _rounds(lambda size: chain.step(given[size]), sizes, WARM_UP * budget_s, 1, partial(progress, "warming up"))
+    _rounds(plain, sizes, budget_s, MIN_ROUNDS, partial(progress, "timing layers"))
+    _rounds(split, sizes, EXTRA * budget_s, 1, partial(progress, "timing split backwards"))
+    _rounds(recomputed, sizes, EXTRA * budget_s, 1, partial(progress, "timing recomputation"))
     return timings
 
 
-def _round(
-    layers: Sequence[Layer], inputs: Mapping[str, Inputs], loss: tuple[str, ...], device: torch.device
-) -> list[tuple[Layer, tuple[float, float]]]:
-    passes = [LayerPass(layer, inputs[layer.name], loss) for layer in layers]
-    clock = _CudaClock(device) if device.type == "cuda" else _Clock()
-    for work in passes:
-        clock.time(work.forward)
-        work.prepare_backward()
-    for work in reversed(passes):
-        clock.time(work.backward)
-    times = clock.seconds()
-    return list(zip(layers, zip(times, reversed(times), strict=True), strict=False))
-
-
-class _Clock:
-    """Wall-clock times of calls."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def time(self, work: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        work()
-        self._times.append(time.perf_counter() - started)
-
-    def seconds(self) -> list[float]:
-        """Return the times of all calls, in order."""
-        return self._times
-
-
-class _CudaClock(_Clock):
-    """Times between events of the device: calls follow each other without waiting for the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        torch.cuda.synchronize(device)
-        self._device = device
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def time(self, work: Callable[[], None]) -> None:
-        pair = (_event(), _event())
-        pair[0].record()
-        work()
-        pair[1].record()
-        self._events.append(pair)
-
-    def seconds(self) -> list[float]:
-        torch.cuda.synchronize(self._device)
-        return [first.elapsed_time(second) / 1e3 for first, second in self._events]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _rounds(
+    run: Callable[[int], object], sizes: Sequence[int], budget_s: float, least: int, progress: Callable[[float], None]
+) -> None:
+    """Run every size in turn, again and again, until the next round would go beyond the budget."""
+    started = time.perf_counter()
+    for number in range(1, MAX_ROUNDS + 1):
+        for size in sizes:
+            run(size)
+        used = time.perf_counter() - started
+        progress(min(1.0, max(used / budget_s, number / MAX_ROUNDS)))
+        if number >= least and used * (number + 1) / number > budget_s:
+            break
 
 
 def spread(times: Sequence[float]) -> float:

@@ -1,16 +1,17 @@
-"""One layer on real inputs: its forward and backward as the runtime performs them."""
+"""One layer on given inputs: its forward and backward as the runtime performs them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from autopar.capture import Layer, LayerGraph
 from autopar.profiler.activations import SavedStorages
+from autopar.profiler.precision import Computing, as_it_is
 
-__all__ = ["Inputs", "LayerPass", "record"]
+__all__ = ["Inputs", "LayerPass", "Recording", "record"]
 
 
 @dataclass(frozen=True)
@@ -21,34 +22,58 @@ class Inputs:
     tensors: Mapping[str, torch.Tensor]
     gradient: Mapping[str, bool]
 
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as leaves of a tape, on the same storages."""
+        return {name: tensor.detach().requires_grad_(self.gradient[name]) for name, tensor in self.tensors.items()}
+
 
 class LayerPass:
     """One forward and then one backward of a layer."""
 
-    def __init__(self, layer: Layer, inputs: Inputs, loss: tuple[str, ...]) -> None:
-        self._layer, self._rows = layer, inputs.rows
+    def __init__(
+        self,
+        layer: Layer,
+        inputs: Inputs,
+        loss: tuple[str, ...],
+        computing: Computing = as_it_is,
+        leaves: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Prepare a pass.
+
+        Args:
+            layer: what runs.
+            inputs: what it runs on.
+            loss: the names of the graph's loss outputs.
+            computing: makes the context that the forward runs in.
+            leaves: what it runs on instead, where other layers add to the same inputs' gradients.
+        """
+        self.layer, self._rows, self._computing = layer, inputs.rows, computing
         # The backward starts from the loss itself, never from the count beside it.
         self._ignored = set(loss[1:])
-        self.inputs = {
-            name: tensor.detach().requires_grad_(inputs.gradient[name]) for name, tensor in inputs.tensors.items()
-        }
+        self.inputs = inputs.leaves() if leaves is None else dict(leaves)
         self.outputs: dict[str, torch.Tensor] = {}
-        self._roots: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
+        self.roots: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
 
     def forward(self) -> None:
-        values = self._layer.module(self._rows, *self.inputs.values())
-        self.outputs = dict(zip(self._layer.outputs, values, strict=True))
+        with self._computing():
+            values = self.layer.module(self._rows, *self.inputs.values())
+        self.outputs = dict(zip(self.layer.outputs, values, strict=True))
 
-    def prepare_backward(self) -> None:
-        """Make the gradients of the outputs, which the runtime is sent."""
-        self._roots = [t for name, t in self.outputs.items() if t.requires_grad and name not in self._ignored]
-        self._gradients = [torch.ones_like(tensor) for tensor in self._roots]
+    def prepare_backward(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Take the gradients of the outputs, which the runtime is sent; make ones where none are given."""
+        known = gradients or {}
+        self.roots = {
+            name: tensor for name, tensor in self.outputs.items() if tensor.requires_grad and name not in self._ignored
+        }
+        self.gradients = {
+            name: known[name] if name in known else torch.ones_like(tensor) for name, tensor in self.roots.items()
+        }
 
     def backward(self) -> None:
-        """Run the backward, adding to the parameters' gradients."""
-        if self._roots:
-            torch.autograd.backward(self._roots, self._gradients)
+        """Run the backward, which fills the parameters' gradients or adds to them."""
+        if self.roots:
+            torch.autograd.backward(list(self.roots.values()), list(self.gradients.values()))
 
     def whole(self) -> None:
         """Run forward and backward, keeping no more alive than the runtime does."""
@@ -58,27 +83,41 @@ class LayerPass:
         self.backward()
 
 
+@dataclass
+class Recording:
+    """What one forward of all layers at one micro-batch size showed."""
+
+    inputs: dict[str, Inputs] = field(default_factory=dict)
+    """By layer."""
+    saved: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes kept for the backward, by layer and storage."""
+    output_bytes: dict[str, int] = field(default_factory=dict)
+    made: dict[str, tuple[torch.dtype, int]] = field(default_factory=dict)
+    """Type and bytes of every crossing tensor, as it was made."""
+
+
 def record(
-    graph: LayerGraph, batch: Mapping[str, torch.Tensor], crossing: set[str]
-) -> tuple[dict[str, Inputs], dict[str, dict[str, int]], dict[str, int]]:
-    """Run all layers forward once; return every layer's inputs, saved bytes by storage, and output bytes.
+    graph: LayerGraph, batch: Mapping[str, torch.Tensor], crossing: set[str], computing: Computing = as_it_is
+) -> Recording:
+    """Run all layers forward once.
 
     ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
     """
     rows = int(next(iter(batch.values())).shape[0])
     known = dict(batch)
     gradient = dict.fromkeys(batch, False)
-    inputs, saved, sizes = {}, {}, {}
+    found = Recording()
     for layer in graph.layers:
         read = {name: known[name] for name in layer.inputs}
-        inputs[layer.name] = Inputs(rows, read, {name: gradient[name] for name in read})
-        work = LayerPass(layer, inputs[layer.name], graph.outputs)
+        found.inputs[layer.name] = Inputs(rows, read, {name: gradient[name] for name in read})
+        work = LayerPass(layer, found.inputs[layer.name], graph.outputs, computing)
         storages = SavedStorages(layer.name, (*layer.module.parameters(), *layer.module.buffers()))
         with storages.recording():
             work.forward()
         outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
-        saved[layer.name] = storages.named(work.inputs, outputs)
-        sizes[layer.name] = sum(tensor.nbytes for tensor in work.outputs.values())
+        found.saved[layer.name] = storages.named(work.inputs, outputs)
+        found.output_bytes[layer.name] = sum(tensor.nbytes for tensor in work.outputs.values())
+        found.made |= {name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()}
         for name, tensor in work.outputs.items():
             known[name], gradient[name] = tensor.detach(), tensor.requires_grad
-    return inputs, saved, sizes
+    return found

@@ -6,29 +6,31 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from autopar.capture import LayerGraph, UserModel, materialize, named_tensors, slice_rows
+from autopar.capture import LayerGraph, UserModel, materialize, slice_rows
 from autopar.capture.export import unchanged
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
-from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties
+from autopar.profiler.chained import Chained
+from autopar.profiler.conditions import Conditions, observe
+from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, owned_parameters
 from autopar.profiler.measure import measure, representatives
 from autopar.profiler.options import ProfileOptions, Progress
-from autopar.profiler.passes import Inputs, LayerPass, record
+from autopar.profiler.passes import Inputs, LayerPass, Recording, record
 from autopar.profiler.peak import peak_bytes
-from autopar.profiler.subject import prepare
-from autopar.profiler.update import measure_update
+from autopar.profiler.pinned import pinned
+from autopar.profiler.precision import Computing, computing
+from autopar.profiler.subject import Subject, prepare
+from autopar.profiler.update import measure_updates, state_bytes
 
-__all__ = ["profile"]
+__all__ = ["measured", "profile"]
 
 MAX_SIZES = 5
-# On an idle machine the spread is below a tenth.
-BUSY_SPREAD = 0.25
+# On an idle machine the spread is below this.
+BUSY_SPREAD = 0.1
 
 
 def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> formats.Profile:
@@ -41,116 +43,165 @@ def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambd
         ModelError: the model file is broken, or has nothing to train.
         CaptureError: the model cannot be captured.
     """
+    devices.choose(options.device)
+    return measured(prepare(user, options, progress), options, progress)
+
+
+def measured(
+    subject: Subject, options: ProfileOptions, progress: Progress = lambda what, share: None
+) -> formats.Profile:
+    """Measure the layers of a model that is captured.
+
+    Raises:
+        UsageError: the device is not there, or does not compute in the precision.
+    """
     device = devices.choose(options.device)
-    with _threads(options.threads), contextlib.redirect_stdout(sys.stderr):
-        subject = prepare(user, options, progress)
-        graph, module, notes = subject.graph, subject.module, list(subject.notes)
-        with unchanged(module):
-            costs = _measure(user, _on_device(module, graph, device), module, options, device, progress)
-            overhead = _overhead(user, module, options.batch)
-    layers = describe_layers(graph, costs)
-    spreads = [s for layer in layers for cost in layer.costs for s in (cost.forward_spread, cost.backward_spread)]
-    noise = formats.Noise(median_spread=statistics.median(spreads), max_spread=max(spreads))
-    if noise.median_spread > BUSY_SPREAD:
-        share = f"{noise.median_spread:.0%}"
-        notes.append(f"times of the same layer spread by {share} of their median: other work ran on this machine")
+    context = computing(subject.precision, device)
+    with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
+        _move(subject.module, subject.graph, device)
+        before = observe(device)
+        costs = _Survey(subject, options, device, context, progress).costs()
+        after = observe(device)
+        overhead_s = _overhead_s(subject, options.batch)
+    layers = describe_layers(subject.graph, costs)
+    noise, notes = _noise(layers, before, after)
     return formats.Profile(
-        model=formats.ModelSource(source=user.spec, sha256=user.sha256),
+        model=formats.ModelSource(source=subject.user.spec, sha256=subject.user.sha256),
         batch=options.batch,
         device=devices.describe(device, options.threads),
         precision=subject.precision,
         layers=layers,
-        tensors=describe_tensors(graph),
-        tied=describe_ties(graph),
+        tensors=describe_tensors(subject.graph, costs),
+        tied=describe_ties(subject.graph),
         noise=noise,
-        step_overhead_s=overhead,
-        notes=tuple(notes),
+        step_overhead_s=overhead_s,
+        notes=(*subject.notes, *notes),
     )
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _on_device(module: nn.Module, graph: LayerGraph, device: torch.device) -> LayerGraph:
+def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:
     if device.type != "cpu":
         module.to(device)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for layer in graph.layers:
             materialize(layer, tensors, device)
-    return graph
 
 
-def _measure(
-    model: UserModel,
-    graph: LayerGraph,
-    module: nn.Module,
-    options: ProfileOptions,
-    device: torch.device,
-    progress: Progress,
-) -> Costs:
-    """Measure every kind of layer at every size."""
-    dataset = model.dataset()
-    batch = named_tensors(model.load_batch(dataset, range(options.batch)))
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    costs = Costs(crossing={tensor.name for tensor in graph.tensors})
-    chosen = representatives(graph.layers)
-    firsts = {layer.fingerprint: layer for layer in reversed(graph.layers)}
-    inputs: dict[int, dict[str, Inputs]] = {}
-    for size in _sizes(options.batch):
-        progress(f"recording micro-batches of {size}", 0.0)
-        started = time.perf_counter()
-        rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
-        found, costs.saved[size], costs.outputs[size] = record(graph, rows, costs.crossing)
-        for fingerprint, layer in firsts.items():
-            work = LayerPass(layer, found[layer.name], graph.outputs)
-            _zero_gradients(layer.module)
-            costs.peaks[fingerprint, size] = peak_bytes(work.whole, device)
-        inputs[size] = {layer.name: found[layer.name] for layer in chosen}
-        # Larger sizes are left to extrapolation where one round of them would eat most of the budget.
-        if len(inputs) >= 3 and 4 * (time.perf_counter() - started) > options.budget_s:
-            break
-    for layer in chosen:
-        _zero_gradients(layer.module)
-    costs.timings = measure(chosen, inputs, graph.outputs, device, options.budget_s, progress)
-    for fingerprint, layer in firsts.items():
-        progress("measuring the optimizer", 0.0)
-        costs.updates[fingerprint] = measure_update(model, layer, device)
-    module.zero_grad(set_to_none=True)
-    return costs
+class _Survey:
+    """Everything that is measured of one model."""
+
+    def __init__(
+        self, subject: Subject, options: ProfileOptions, device: torch.device, context: Computing, progress: Progress
+    ) -> None:
+        self._subject, self._graph, self._options = subject, subject.graph, options
+        self._device, self._context, self._progress = device, context, progress
+        self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
+        self._firsts = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
+
+    def costs(self) -> Costs:
+        """Measure every kind of layer at every size."""
+        chain = Chained(representatives(self._graph.layers), self._graph.outputs, self._context, self._device)
+        given = self._recorded(chain)
+        self._costs.timings = measure(chain, given, self._options.budget_s, self._progress)
+        self._subject.module.zero_grad(set_to_none=True)
+        self._measure_updates()
+        return self._costs
+
+    def _recorded(self, chain: Chained) -> dict[int, Inputs]:
+        """Run every size once for what it keeps; return what the chain is given at every size."""
+        batch = {name: tensor.to(self._device) for name, tensor in self._subject.batch(self._options.batch).items()}
+        given: dict[int, Inputs] = {}
+        for size in sizes_up_to(self._options.batch):
+            self._progress(f"recording micro-batches of {size}", 0.0)
+            rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
+            started = time.perf_counter()
+            found = record(self._graph, rows, self._costs.crossing, self._context)
+            forward_s = time.perf_counter() - started
+            self._costs.recordings[size] = found
+            given[size] = _missing(chain, found, size)
+            self._measure_peaks(found, size)
+            found.inputs.clear()
+            # Three sizes make a line. Larger ones are left to it where a few steps would outlast all patience.
+            if len(given) >= 3 and 3 * forward_s > self._options.budget_s:
+                break
+        return given
+
+    def _measure_peaks(self, found: Recording, size: int) -> None:
+        for fingerprint, layer in self._firsts.items():
+            for parameter in layer.module.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            work = LayerPass(layer, found.inputs[layer.name], self._graph.outputs, self._context)
+            self._costs.peaks[fingerprint, size] = peak_bytes(work.whole, self._device)
+            layer.module.zero_grad(set_to_none=True)
+
+    def _measure_updates(self) -> None:
+        self._progress("measuring the optimizer", 0.0)
+        user, graph = self._subject.user, self._graph
+        self._costs.states = {kind: state_bytes(user, layer) for kind, layer in self._firsts.items()}
+        self._costs.owned = owned_parameters(graph)
+        groups = []
+        for layer in representatives(graph.layers):
+            own = self._costs.owned[layer.name]
+            groups.append(((layer.fingerprint, own), [layer.parameter(attribute) for attribute in own]))
+        self._costs.updates = measure_updates(user, groups, self._device)
 
 
-def _zero_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+def _missing(chain: Chained, found: Recording, size: int) -> Inputs:
+    names = set(chain.missing())
+    inputs = {name: found.inputs[layer.name] for layer in chain.layers for name in layer.inputs if name in names}
+    return Inputs(
+        size,
+        {name: each.tensors[name] for name, each in inputs.items()},
+        {name: each.gradient[name] for name, each in inputs.items()},
+    )
 
 
-def _sizes(batch: int) -> list[int]:
-    """Return at most five micro-batch sizes: powers of two from 1 up, spread evenly.
+def _noise(layers: tuple[formats.Layer, ...], before: Conditions, after: Conditions) -> tuple[formats.Noise, list[str]]:
+    """Return how steady the measurements were, and what to say where they were not."""
+    spreads = {
+        (layer.name, cost.micro_batch): max(cost.forward_spread, cost.backward_spread)
+        for layer in layers
+        if layer.measured_as is None
+        for cost in layer.costs
+    }
+    every = [s for layer in layers for cost in layer.costs for s in (cost.forward_spread, cost.backward_spread)]
+    noise = formats.Noise(
+        median_spread=statistics.median(every),
+        max_spread=max(every),
+        caches="cold",
+        clock_hz=tuple(each.clock_hz for each in (before, after) if each.clock_hz is not None),
+        throttled=after.throttled_since(before),
+    )
+    notes = []
+    if noise.median_spread > BUSY_SPREAD:
+        (worst, size), most = max(spreads.items(), key=lambda item: item[1])
+        notes.append(
+            f"times of the same layer spread by {noise.median_spread:.0%} of their median, those of {worst} at "
+            f"micro-batch {size} by {most:.0%}: other work ran on this machine, or its clock changed"
+        )
+    if noise.throttled is not None:
+        notes.append(f"the device slowed its clock while it was measured: {noise.throttled}")
+    return noise, notes
 
-    >>> _sizes(64), _sizes(6), _sizes(1)
-    ([1, 4, 8, 16, 64], [1, 2, 4], [1])
+
+def sizes_up_to(batch: int) -> list[int]:
+    """Return at most five micro-batch sizes, spread evenly: powers of two from 1 up, and the batch.
+
+    >>> sizes_up_to(64), sizes_up_to(6), sizes_up_to(1)
+    ([1, 4, 8, 16, 64], [1, 2, 4, 6], [1])
     """
-    powers = [2**exponent for exponent in range(batch.bit_length())]
-    if len(powers) <= MAX_SIZES:
-        return powers
-    return [powers[round(index * (len(powers) - 1) / (MAX_SIZES - 1))] for index in range(MAX_SIZES)]
+    sizes = [2**exponent for exponent in range((batch - 1).bit_length())] + [batch]
+    if len(sizes) <= MAX_SIZES:
+        return sizes
+    return [sizes[round(index * (len(sizes) - 1) / (MAX_SIZES - 1))] for index in range(MAX_SIZES)]
 
 
-def _overhead(model: UserModel, module: nn.Module, batch: int) -> float:
+def _overhead_s(subject: Subject, batch: int) -> float:
     """Return the seconds of a step that belong to no layer: loading the mini-batch, forgetting gradients."""
-    dataset = model.dataset()
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        named_tensors(model.load_batch(dataset, range(batch)))
-        module.zero_grad(set_to_none=True)
+        subject.batch(batch)
+        subject.module.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - started)
     return statistics.median(times)

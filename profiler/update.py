@@ -1,42 +1,122 @@
-"""The optimizer's step over one layer's parameters: its time, and the bytes of its state."""
+"""The optimizer's step over layers' parameters: its time, the bytes of its state, and the adding up before it."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from autopar.capture import Layer, UserModel
 
-__all__ = ["measure_update"]
+__all__ = ["Update", "measure_updates", "state_bytes"]
 
 WARM_UP, REPEATS = 2, 7
+Kind = TypeVar("Kind", bound=Hashable)
+# Copies of the weights, their gradients, the terms added to these, and two moments.
+COPIES = 5
 
 
-def measure_update(model: UserModel, layer: Layer, device: torch.device) -> tuple[int, float]:
-    """Return the optimizer's state in bytes and the seconds of one step, on copies of the layer's parameters."""
-    trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-    if not trained:
-        return 0, 0.0
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
-    optimizer = model.make_optimizer(copies)
-    for copy in copies:
-        copy.grad = torch.full_like(copy, 1e-3)
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        _wait(device)
-        started = time.perf_counter()
-        optimizer.step()
-        _wait(device)
-        times.append(time.perf_counter() - started)
+@dataclass(frozen=True)
+class Update:
+    """What training costs a layer once a step, and once a micro-batch but the first."""
+
+    seconds: float
+    accumulate_s: float
+    """Adding a micro-batch's gradients to those that are there."""
+
+
+def state_bytes(user: UserModel, layer: Layer) -> int:
+    """Return the bytes that the optimizer keeps for a layer's trained parameters, on their device."""
+    copies = _copies([parameter for parameter in layer.module.parameters() if parameter.requires_grad])
+    if not copies:
+        return 0
+    optimizer = user.make_optimizer(copies)
+    optimizer.step()
     held: dict[int, int] = {}
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    return sum(held.values()), statistics.median(times[WARM_UP:])
+                held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+def measure_updates(
+    user: UserModel, layers: Sequence[tuple[Kind, Sequence[nn.Parameter]]], device: torch.device
+) -> dict[Kind, Update]:
+    """Return, by kind, the optimizer's step over copies of parameters.
+
+    ``layers`` gives a kind and the parameters of every layer to measure. Where memory has room, copies of all are
+    there at once and take turns, so that none finds its own in the caches that would not find them in a real step.
+    """
+    groups = [list(layers)]
+    if COPIES * sum(parameter.nbytes for _, some in layers for parameter in some) > _free_bytes(device) / 2:
+        groups = [[first] for first in dict(reversed(list(layers))).items()]
+    times: dict[Kind, _Times] = {}
+    for group in groups:
+        turns = [_Turn(user, times.setdefault(kind, _Times()), parameters, device) for kind, parameters in group]
+        for number in range(WARM_UP + REPEATS):
+            for turn in turns:
+                turn.take(recorded=number >= WARM_UP)
+    return {kind: Update(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
+
+
+@dataclass
+class _Times:
+    update: list[float] = field(default_factory=list)
+    add: list[float] = field(default_factory=list)
+
+
+class _Turn:
+    """One layer's copies and their optimizer."""
+
+    def __init__(
+        self, user: UserModel, times: _Times, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> None:
+        self._times, self._device = times, device
+        self._copies = _copies(parameters)
+        self._step: Callable[[], object] = user.make_optimizer(self._copies).step if self._copies else _nothing
+
+    def take(self, recorded: bool) -> None:
+        terms = [torch.zeros_like(copy) for copy in self._copies]
+        add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
+        if recorded:
+            self._times.add.append(add_s)
+            self._times.update.append(update_s)
+
+    def _add(self, terms: Sequence[torch.Tensor]) -> None:
+        for copy, term in zip(self._copies, terms, strict=True):
+            if copy.grad is not None:
+                copy.grad.add_(term)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        _wait(self._device)
+        started = time.perf_counter()
+        work()
+        _wait(self._device)
+        return time.perf_counter() - started
+
+
+def _copies(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    return copies
+
+
+def _nothing() -> None:
+    pass
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _wait(device: torch.device) -> None:

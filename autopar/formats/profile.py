@@ -159,7 +159,9 @@ class Layer(Record):
     optimizer_bytes: Bytes
     buffers_bytes: Bytes = 0
     update_s: Seconds = 0.0
-    """The optimizer's step over this layer's parameters."""
+    """The optimizer's step over this layer's parameters, without those that an earlier layer holds as well."""
+    accumulate_s: Seconds = 0.0
+    """What a backward takes beyond ``backward_s`` where it adds to gradients that are there: not a step's first."""
     costs: tuple[Cost, ...] = Field(min_length=1)
     forward_fit: Line | None = None
     """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""

@@ -27,7 +27,7 @@ def test_the_layers_saved_storages_are_those_of_the_whole_model(name: str) -> No
     model, batch, loss = build(name)
     graph = capture_module(model, batch, loss)
     tensors = named_tensors(batch)
-    _, saved, _ = record(graph, tensors, {tensor.name for tensor in graph.tensors})
+    saved = record(graph, tensors, {tensor.name for tensor in graph.tensors}).saved
     union = {storage: size for storages in saved.values() for storage, size in storages.items()}
     whole = SavedStorages("model", (*model.parameters(), *model.buffers()))
     with whole.recording():
@@ -58,7 +58,7 @@ def test_the_tracker_counts_what_is_alive_at_once() -> None:
 def test_the_peak_of_a_linear_layer_is_what_one_counts_by_hand() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    inputs, _, _ = record(graph, named_tensors(batch), {tensor.name for tensor in graph.tensors})
+    inputs = record(graph, named_tensors(batch), {tensor.name for tensor in graph.tensors}).inputs
     layer = graph.layers[1]
     for parameter in layer.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -75,15 +75,15 @@ def test_fake_tensors_save_and_peak_as_real_ones_do(name: str) -> None:
     model, batch, loss = build(name)
     graph = capture_module(model, batch, loss)
     crossing = {tensor.name for tensor in graph.tensors}
-    inputs, saved, sizes = record(graph, named_tensors(batch), crossing)
+    real = record(graph, named_tensors(batch), crossing)
     layer = graph.layers[1]
-    peak = peak_bytes(LayerPass(layer, inputs[layer.name], graph.outputs).whole, torch.device("cpu"))
+    peak = peak_bytes(LayerPass(layer, real.inputs[layer.name], graph.outputs).whole, torch.device("cpu"))
     with FakeTensorMode() as fake:
         weights = {name: nn.Parameter(fake.from_tensor(tensor)) for name, tensor in model.named_parameters()}
         buffers = {name: fake.from_tensor(tensor) for name, tensor in model.named_buffers()}
         for part in graph.layers:
             materialize(part, {**weights, **buffers})
         faked = {key: fake.from_tensor(tensor) for key, tensor in named_tensors(batch).items()}
-        fake_inputs, fake_saved, fake_sizes = record(graph, faked, crossing)
-        assert peak_bytes(LayerPass(layer, fake_inputs[layer.name], graph.outputs).whole, torch.device("cpu")) == peak
-    assert (fake_saved, fake_sizes) == (saved, sizes)
+        found = record(graph, faked, crossing)
+        assert peak_bytes(LayerPass(layer, found.inputs[layer.name], graph.outputs).whole, torch.device("cpu")) == peak
+    assert (found.saved, found.output_bytes) == (real.saved, real.output_bytes)
