@@ -8,6 +8,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
+from autopar.runtime.precision import crossing_specs
 
 __all__ = ["check_fit", "check_source"]
 
@@ -31,7 +32,7 @@ def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
     _check_layers(graph, plan, model)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     crossing = {}
-    for tensor in graph.tensors:
+    for tensor in crossing_specs(plan, graph):
         if tensor.producer is not None:
             made = stage_of[tensor.producer]
             readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))

@@ -18,6 +18,7 @@ from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
 from autopar.schedules.expand import rank_of, stage_of
@@ -70,8 +71,8 @@ class Job:
         names = plan.stages[self.stage_index].layers
         layers = [graph.layer(name) for name in names]
         self._place(layers, weights, device)
-        crossing = [tensor for tensor in graph.tensors if tensor.producer is not None]
-        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs)
+        crossing = crossing_specs(plan, graph)
+        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs, autocast_of(plan.precision, device))
         clock = clock_of(device)
         self._reducer = Reducer(
             [list(layer.module.parameters()) for layer in layers],
@@ -84,7 +85,7 @@ class Job:
         self.optimizer = model.make_optimizer(trained) if trained else None
         self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
         place = (self.stage_index, self.replica)
-        self._loader = ShareLoader(model, plan, *place, self.stage.inputs, device)
+        self._load = self._loading(model, graph, device)
         self._transport, self._counts = transport, graph.loss == "sum_count"
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
@@ -105,7 +106,7 @@ class Job:
 
     def step(self, step: int) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples."""
-        return self._executor.run(step, self._loader.load(step))
+        return self._executor.run(step, self._load(step))
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -138,6 +139,12 @@ class Job:
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         return [(i, tied) for i, tied in enumerate(self.plan.tied) if self.stage_index in tied.stages]
+
+    def _loading(
+        self, model: UserModel, graph: LayerGraph, device: torch.device
+    ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
+        """Return what gives the share's model inputs of every micro-batch of a step."""
+        return ShareLoader(model, self.plan, self.stage_index, self.replica, self.stage.inputs, device).load
 
     def _tally(self) -> LossTally:
         return LossTally(self.plan.stages[self.stage_index].shares[self.replica], self.plan.batch)

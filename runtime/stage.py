@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -16,7 +17,12 @@ class Stage:
     """The layers of one stage, and the names of the tensors that enter and leave it."""
 
     def __init__(
-        self, layers: Sequence[Layer], tensors: Sequence[TensorSpec], model_inputs: Sequence[str], loss: Sequence[str]
+        self,
+        layers: Sequence[Layer],
+        tensors: Sequence[TensorSpec],
+        model_inputs: Sequence[str],
+        loss: Sequence[str],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Work out what flows.
 
@@ -25,7 +31,9 @@ class Stage:
             tensors: every crossing tensor of the model.
             model_inputs: names of the model's inputs.
             loss: names of the loss outputs.
+            autocast: makes the context that forwards run in.
         """
+        self._autocast = autocast
         self.layers = list(layers)
         mine = {layer.name for layer in layers}
         made = {name for layer in layers for name in layer.outputs}
@@ -65,7 +73,8 @@ class Stage:
             if layer.random:
                 seed(layer.name)
             try:
-                outputs = layer.module(rows, *(values[name] for name in layer.inputs))
+                with self._autocast():
+                    outputs = layer.module(rows, *(values[name] for name in layer.inputs))
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import demo, plan, profile, run, show, simulate, worker
+from autopar.cli import demo, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 
@@ -39,6 +39,7 @@ def _settings(
 app.command("profile")(profile.command)
 app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
+app.command("rehearse")(rehearse.command)
 app.command("run")(run.command)
 app.command("worker")(worker.command)
 app.command("demo")(demo.command)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +36,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
     """Measure every layer of a model on this machine, and the links between local ranks."""
+    from autopar.cli.progress import phases
     from autopar.cli.references import check_output
 
     links_output = cluster_output or output.parent / _CLUSTER
@@ -55,7 +54,7 @@ def command(
     ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
     user = load(model)
     options = ProfileOptions(batch=batch, device=device, threads=threads, seed=seed)
-    with _progress() as progress:
+    with phases() as progress:
         measured = profile(user, options, progress)
         cluster = None
         if ranks > 1:
@@ -95,26 +94,3 @@ def _show(profile: Profile, output: Path, cluster: Path | None) -> None:
     render(profile, console)
     files = f"{output} and {cluster}" if cluster is not None else str(output)
     console.print(f"Written: {files}; `autopar plan {output}` plans with them", highlight=False, markup=False)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield what to call with (what is being done, share done): a bar on a terminal, a line per stage elsewhere."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("loading the model", total=1.0)
-            yield lambda what, share: bar.update(task, description=what, completed=share)
-        return
-    said = ""
-
-    def say(what: str, share: float) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            sys.stderr.write(f"{what}\n")
-
-    yield say

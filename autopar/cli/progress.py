@@ -1,4 +1,4 @@
-"""Progress of a training run on standard error."""
+"""Progress on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["steps_progress"]
+__all__ = ["phases", "steps_progress"]
 
 LINE_EVERY_S = 2.0
 
@@ -40,3 +40,23 @@ def _lines(steps: int) -> Callable[[int, float], None]:
 
     sys.stderr.write("starting ranks\n")
     return say
+
+
+@contextmanager
+def phases() -> Iterator[Callable[[str, float], None]]:
+    """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere."""
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("loading the model", total=1.0)
+            yield lambda what, share: bar.update(task, description=what, completed=share)
+        return
+    said = ""
+
+    def say(what: str, share: float) -> None:
+        nonlocal said
+        if what != said:
+            said = what
+            sys.stderr.write(f"{what}\n")
+
+    yield say

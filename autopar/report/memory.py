@@ -1,20 +1,33 @@
-"""Picture of a plan's memory: each stage's predicted peak beside what its devices have."""
+"""A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.report.quantity import size
+from autopar.report.quantity import percentage, size
+from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
 
     from autopar.formats.plan import Plan
 
-__all__ = ["draw"]
+__all__ = ["draw", "render"]
 
 _USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
+
+
+def render(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:
+    """Print every stage's predicted peak beside the bytes that it was found to hold."""
+    columns = (">stage", ">predicted", ">rehearsed", ">predicted over\nrehearsed", ">device\nmemory")
+    table = new_table("Memory (largest replica of each stage)", columns)
+    limits = plan.predicted.limit_bytes
+    for index, (peak, held) in enumerate(zip(plan.predicted.peak_bytes, held_bytes, strict=True)):
+        error = percentage(peak / held - 1, signed=True) if held else ""
+        table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
+    console.print(table)
 
 
 def draw(plan: Plan, memory_bytes: Sequence[int]) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
+from autopar.capture.storages import StorageTracker
 from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
@@ -25,6 +27,22 @@ def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[floa
     model, graph = _loaded(arguments["model"], arguments["workspace"])
     job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
     return keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))
+
+
+def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
+    """Train two steps; return the most bytes of tensors that were alive in the second."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    # A rank also keeps the order of the samples, eight bytes each.
+    samples = torch.utils.data.Subset(model.dataset(), range(plan.batch))
+    model = replace(model, functions={**model.functions, "dataset": lambda: samples})
+    with StorageTracker() as tracker:
+        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        job.step(0)
+        tracker.peak_bytes = tracker.alive_bytes
+        job.step(1)
+        job.finish()
+    return int(tracker.peak_bytes)
 
 
 @cache

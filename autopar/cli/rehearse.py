@@ -1,0 +1,48 @@
+"""``autopar rehearse``: check a plan's memory by performing its program on tensors that hold no data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.errors import InfeasibleError
+
+__all__ = ["command"]
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Put the stages' peaks on stdout as JSON.")] = False,
+) -> None:
+    """Check the memory of every stage of a plan, without its devices: perform its program on tensors without data.
+
+    Exits with 3 if a stage holds more than its devices have.
+    """
+    from rich.console import Console
+
+    from autopar.cli.progress import phases
+    from autopar.cli.training import model_of, read_plan
+    from autopar.report.memory import render
+
+    chosen = read_plan(plan, None)
+    model = model_of(chosen, plan)
+
+    from autopar.runtime.rehearsal import rehearse_model
+
+    with phases() as progress:
+        peaks = rehearse_model(chosen, model, lambda what: progress(what, 0.0))
+    render(chosen, peaks, Console(stderr=True))
+    limits = chosen.predicted.limit_bytes
+    if as_json:
+        sys.stdout.write(json.dumps({"peak_bytes": peaks, "limit_bytes": limits or None}, indent=1) + "\n")
+    over = [index for index, (peak, limit) in enumerate(zip(peaks, limits, strict=False)) if peak > limit]
+    if over:
+        stage = over[0]
+        raise InfeasibleError(
+            f"stage {stage} holds {peaks[stage]:,} bytes, its devices have {limits[stage]:,}; "
+            f"plan again with a --memory that is smaller by the difference"
+        )

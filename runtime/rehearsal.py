@@ -1,0 +1,150 @@
+"""Rehearsal: a plan's program performed on fake tensors, which take no memory, to see how much real ones would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.capture.storages import StorageTracker
+from autopar.errors import TrainingError
+from autopar.formats.plan import Plan
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.fit import check_fit, check_source
+from autopar.runtime.job import Job
+from autopar.runtime.loss import LossTally
+from autopar.runtime.transport import Pending
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand, rank_of
+
+__all__ = ["rehearse", "rehearse_model"]
+
+_CPU = torch.device("cpu")
+
+
+def rehearse(
+    plan: Plan, graph: LayerGraph, model: UserModel, progress: Callable[[int], None] = lambda stage: None
+) -> tuple[int, ...]:
+    """Return the most bytes that the largest replica of every stage holds in a step.
+
+    Parameters, gradients, optimizer state, activations, inputs and messages are counted, as the runtime allocates
+    them; what a kernel takes for itself while it runs is not. The second step is the one that counts, for the
+    optimizer makes its state in the first.
+
+    Args:
+        plan: what would be carried out.
+        graph: its model; the parameters of its layers are replaced.
+        model: the user's file, for the optimizer.
+        progress: called with the index of every stage that is about to be rehearsed.
+
+    Raises:
+        TrainingError: the model, or its optimizer, does something that fake tensors cannot.
+    """
+    peaks = []
+    state = torch.get_rng_state()
+    try:
+        for index, stage in enumerate(plan.stages):
+            progress(index)
+            largest = max(range(stage.replicas), key=stage.shares.__getitem__)
+            peaks.append(_peak_bytes(plan, rank_of(plan, index, largest), graph, model))
+    finally:
+        torch.set_rng_state(state)
+    return tuple(peaks)
+
+
+def rehearse_model(plan: Plan, model: str, progress: Callable[[str], None]) -> tuple[int, ...]:
+    """Capture MODEL and rehearse a plan of it; see :func:`rehearse`.
+
+    Raises:
+        FileError: the plan is not one of this model.
+        TrainingError: as :func:`rehearse`.
+    """
+    program = expand(plan)
+    check(program, plan)
+    user = load(model)
+    check_source(user, plan)
+    progress("capturing the model")
+    graph = capture(user, user.build(plan.seed))
+    check_fit(graph, plan, user)
+    stages = len(plan.stages)
+    return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
+
+
+def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:
+    shapes = {name: layer.parameter(at) for layer in graph.layers for at, name in layer.parameters.items()}
+    buffers = {name: layer.module.get_buffer(at) for layer in graph.layers for at, name in layer.buffers.items()}
+
+    def blank(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        known: dict[str, torch.Tensor] = {**buffers, **shapes}
+        return {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in names}
+
+    try:
+        # What the model's graph holds itself (constants) is real; it is taken for fake where it meets fake tensors.
+        with FakeTensorMode(allow_non_fake_inputs=True), StorageTracker() as tracker:
+            job = _SilentJob(plan, expand(plan), rank, graph, model, blank, _Silence(), _CPU, lambda step, at: None)
+            job.step(0)
+            tracker.peak_bytes = tracker.alive_bytes
+            job.step(1)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
+    return int(tracker.peak_bytes)
+
+
+class _SilentJob(Job):
+    """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
+
+    def _loading(
+        self, model: UserModel, graph: LayerGraph, device: torch.device
+    ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
+        rows = self.plan.stages[self.stage_index].shares[self.replica]
+        specs = [graph.tensor(name) for name in self.stage.inputs]
+
+        def load(step: int) -> list[dict[str, torch.Tensor]]:
+            count = self.plan.micro_batches
+            return [
+                {spec.name: torch.empty(spec.shape(rows), dtype=spec.dtype) for spec in specs} for _ in range(count)
+            ]
+
+        return load
+
+    def _tally(self) -> LossTally:
+        return _UnreadTally(1, 1)
+
+    def _update(self, record: StepRecord) -> None:
+        if self._counts:
+            self._reducer.scale(1.0)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+class _UnreadTally(LossTally):
+    def settle(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+class _Silence:
+    """A transport to peers that say nothing and take everything."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return _Holding(tensor)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return _Holding(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _Holding(tensor)
+
+
+class _Holding:
+    """Like a piece of work under way, it keeps its tensor alive until it is let go."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        return

@@ -1,0 +1,84 @@
+"""A rehearsal on fake tensors counts the bytes that training processes hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from dictated import dictate
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import TrainingError
+from autopar.ranks.pool import RankPool
+from autopar.runtime.rehearsal import rehearse
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import rank_of
+
+MODELS = {
+    "gpt": Path(__file__).parents[2] / "examples" / "gpt.py",
+    "resnet": Path(__file__).parents[2] / "examples" / "resnet.py",
+    "everything": Path(__file__).parent / "models" / "everything.py",
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with RankPool(4) as pool:
+        patch.undo()
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "schedule"),
+    [
+        ("gpt", (1, 1, 1, 1), "1f1b"),
+        ("gpt", (1, 2), "gpipe"),
+        ("resnet", (1, 1), "gpipe"),
+        ("resnet", (2, 1), "1f1b"),
+        ("everything", (1, 1, 2), "1f1b"),
+    ],
+)
+def test_a_rehearsal_counts_what_training_holds(
+    pool: RankPool, tmp_path: Path, model: str, widths: Sequence[int], schedule: str
+) -> None:
+    user = load(str(MODELS[model]))
+    graph = capture(user, user.build(0))
+    plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule)
+    Workspace(tmp_path).prepare(user, dictate(graph, user, (1,), 1, 2), None)
+    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(tmp_path)}
+    held = pool.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))
+    rehearsed = rehearse(plan, graph, user)
+    real = [max(held[rank_of(plan, s, i)] for i in range(width)) for s, width in enumerate(widths)]
+    assert rehearsed == pytest.approx(real, rel=0.005, abs=200)
+
+
+def test_a_rehearsal_draws_no_random_numbers_and_needs_no_data() -> None:
+    user = load(str(MODELS["everything"]))
+    graph = capture(user, user.build(0))
+    plan = dictate(graph, user, (1, 1), micro_batches=2, rows=2)
+    before = torch.get_rng_state()
+    del user.functions["dataset"]
+    assert all(peak > 0 for peak in rehearse(plan, graph, user))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_optimizer_that_reads_values_is_named() -> None:
+    user = load(str(MODELS["everything"]))
+    graph = capture(user, user.build(0))
+
+    class Reading(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            if self.param_groups[0]["params"][0].grad.sum().item() > 0:
+                super().step()
+
+    user.functions["optimizer"] = lambda parameters: Reading(parameters, lr=0.1)
+    with pytest.raises(
+        TrainingError, match=r"cannot be rehearsed without real values: rank 0 \(stage 0, step 0, U@0\)"
+    ):
+        rehearse(dictate(graph, user, (1, 1), micro_batches=2, rows=2), graph, user)
