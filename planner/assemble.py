@@ -84,8 +84,13 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
         forward_s=tuple(max(costs.forward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
         compute=tuple(map(costs.compute_provenance, stages)),
         communication=costs.communication_provenance(candidate),
-        backward_s=tuple(max(costs.backward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
+        backward_s=tuple(_backward_s(costs, stage, candidate.micro_batches) for stage in stages),
     )
+
+
+def _backward_s(costs: CostModel, stage: Placed, micro_batches: int) -> float:
+    adding = costs.adding(micro_batches, len(stage.devices))
+    return max(costs.backward_s(stage.first, stage.stop, rows, adding) for rows in stage.shares)
 
 
 def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:

@@ -103,17 +103,19 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms, micro_batches: int) 
 def bound(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
     stages = candidate.stages
-    terms = last(_stage_terms(costs, stages[-1]), candidate.micro_batches)
+    micro_batches = candidate.micro_batches
+    terms = last(_stage_terms(costs, stages[-1], micro_batches), micro_batches)
     for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
         link = _link_terms(costs, before, after)
-        terms = fold(_stage_terms(costs, before), link, terms, candidate.micro_batches)
+        terms = fold(_stage_terms(costs, before, micro_batches), link, terms, micro_batches)
     return costs.profile.step_overhead_s + float(terms.step_s)
 
 
-def _stage_terms(costs: CostModel, stage: Placed) -> StageTerms:
+def _stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
     ranks, level = len(stage.devices), costs.links.level(stage.devices)
     forward = [costs.forward_s(stage.first, stage.stop, rows) for rows in stage.shares]
-    backward = [costs.backward_s(stage.first, stage.stop, rows) for rows in stage.shares]
+    adding = costs.adding(micro_batches, ranks)
+    backward = [costs.backward_s(stage.first, stage.stop, rows, adding) for rows in stage.shares]
     exposed = min(costs.exposed_s(stage.first, stage.stop, rows, ranks, level) for rows in stage.shares)
     busiest = max(there + back for there, back in zip(forward, backward, strict=True))
     closing = exposed + costs.update_s(stage.first, stage.stop)

@@ -13,7 +13,7 @@ from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
 from autopar.planner.links import Level, LinkModel
-from autopar.planner.memory import MemoryModel
+from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules.buckets import buckets
 from autopar.schedules.route import routes
@@ -38,7 +38,7 @@ class CostModel:
         self.layers = LayerCosts(profile)
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s)
-        self.memory = MemoryModel(self.layers, self.flows)
+        self.memory = MemoryModel(self.layers, self.flows, profile.updates_at_once)
         self.layer_count = len(profile.layers)
         self._reductions: dict[tuple[int, int, int, Level], list[tuple[int, float]]] = {}
         self._exposed: dict[tuple[int, int, int, int, Level], float] = {}
@@ -72,10 +72,19 @@ class CostModel:
         sums = self.layers.forward_sums(rows)
         return sums[stop] - sums[first]
 
-    def backward_s(self, first: int, stop: int, rows: int) -> float:
-        """Return the seconds of one backward."""
-        sums = self.layers.backward_sums(rows)
+    def backward_s(self, first: int, stop: int, rows: int, adding: float) -> float:
+        """Return the seconds of one backward; see :meth:`adding`."""
+        sums = self.layers.backward_sums(rows, adding)
         return sums[stop] - sums[first]
+
+    @staticmethod
+    def adding(micro_batches: int, ranks: int) -> float:
+        """Return the share of a stage's backwards that add to gradients.
+
+        The step's first one makes them, except among replicas, which add to buffers from the first one on. The time of
+        a backward is the average one's.
+        """
+        return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
 
     def update_s(self, first: int, stop: int) -> float:
         """Return the seconds of the optimizer's step over these layers."""
@@ -92,7 +101,7 @@ class CostModel:
         """
         key = (first, stop, rows, ranks, level)
         if key not in self._exposed:
-            sums = self.layers.backward_sums(rows)
+            sums = self.layers.backward_sums(rows, 1.0)
             free = 0.0
             for layer, seconds in self._reduction(first, stop, ranks, level):
                 free = max(free, sums[stop] - sums[layer]) + seconds
@@ -162,8 +171,12 @@ class CostModel:
     def _stage_peak(self, candidate: Candidate, index: int) -> int:
         stage = candidate.stages[index]
         cuts = [later.stop for later in candidate.stages[index + 1 :]]
+        lead = max(0, candidate.stages[index - 1].warmup - stage.warmup) if index else 0
+        replicated = len(stage.devices) > 1
         return max(
-            self.memory.peak(stage.first, stage.stop, rows, stage.warmup, candidate.micro_batches, cuts)
+            self.memory.peak(
+                stage.first, stage.stop, Held(rows, stage.warmup, candidate.micro_batches, replicated, lead), cuts
+            )
             for rows in set(stage.shares)
         )
 

@@ -87,7 +87,7 @@ class DictatedRun:
 
 
 class _GivenTimes(LayerCosts):
-    """Times of layers that are handed over, at the numbers of samples that are asked for."""
+    """Times of layers that are handed over, at the numbers of samples that are asked for; adding is part of them."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _GivenTimes(LayerCosts):
     def forward_sums(self, rows: int) -> list[float]:
         return self._forward[rows]
 
-    def backward_sums(self, rows: int) -> list[float]:
+    def backward_sums(self, rows: int, adding: float) -> list[float]:
         return self._backward[rows]
 
 

@@ -37,10 +37,11 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
         first, stop, ranks = stage.first, stage.stop, len(stage.devices)
         level = costs.links.level(stage.devices)
         reduce_s, update_s = costs.reduce_s(first, stop, ranks, level), costs.update_s(first, stop)
+        adding = costs.adding(candidate.micro_batches, ranks)
         for rows in stage.shares:
             found.stage.append(index)
             found.forward_s.append(costs.forward_s(first, stop, rows))
-            found.backward_s.append(costs.backward_s(first, stop, rows))
+            found.backward_s.append(costs.backward_s(first, stop, rows, adding))
             found.exposed_s.append(costs.exposed_s(first, stop, rows, ranks, level))
             found.reduce_s.append(reduce_s)
             found.update_s.append(update_s)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from autopar.formats.profile import Profile
 
-__all__ = ["NO_FLOW", "Flow", "Flows"]
+__all__ = ["NO_FLOW", "Flow", "Flows", "TiedLayers"]
 
 
 class Flow(NamedTuple):
@@ -30,7 +30,9 @@ class _Tensor(NamedTuple):
     gradient: bool
 
 
-class _Tied(NamedTuple):
+class TiedLayers(NamedTuple):
+    """A parameter that several layers use."""
+
     number: int
     """Index into ``Profile.tied``."""
     layers: tuple[int, ...]
@@ -51,7 +53,7 @@ class Flows:
             entry = _Tensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
             (self.inputs if tensor.producer is None else self.crossing).append(entry)
         self.tied = [
-            _Tied(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
+            TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
         ]
         self._between: dict[tuple[int, int, int, int], Flow] = {}

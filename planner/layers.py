@@ -41,16 +41,19 @@ class LayerCosts:
     def __init__(self, profile: Profile) -> None:
         self.layers: tuple[Layer, ...] = profile.layers
         self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
-        self._sums: dict[tuple[str, int], list[float]] = {}
+        self._sums: dict[tuple[str, int, float], list[float]] = {}
         self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
 
     def forward_sums(self, rows: int) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it."""
-        return self._summed("forward", rows)
+        return self._summed("forward", rows, 0.0)
 
-    def backward_sums(self, rows: int) -> list[float]:
-        """Return, for every position, the seconds of the backwards of all layers before it."""
-        return self._summed("backward", rows)
+    def backward_sums(self, rows: int, adding: float) -> list[float]:
+        """Return, for every position, the seconds of the backwards of all layers before it.
+
+        ``adding`` is the share of backwards that add to gradients, instead of making them.
+        """
+        return self._summed("backward", rows, adding)
 
     def bytes_at(self, layer: int, value: str, rows: int) -> int:
         """Return ``peak_bytes`` or ``output_bytes`` of a layer at ``rows``, rounded up."""
@@ -71,10 +74,11 @@ class LayerCosts:
                     values.append(float(saved.bytes))
         return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
 
-    def _summed(self, kind: str, rows: int) -> list[float]:
-        key = (kind, rows)
+    def _summed(self, kind: str, rows: int, adding: float) -> list[float]:
+        key = (kind, rows, adding)
         if key not in self._sums:
-            seconds = (self._seconds(index, kind, rows) for index in range(len(self.layers)))
+            layers = enumerate(self.layers)
+            seconds = (self._seconds(index, kind, rows) + adding * layer.accumulate_s for index, layer in layers)
             self._sums[key] = [0.0, *accumulate(seconds)]
         return self._sums[key]
 

@@ -3,66 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from autopar.planner.flows import Flows
+from autopar.formats.profile import Layer
+from autopar.planner.flows import Flows, TiedLayers
 from autopar.planner.layers import LayerCosts
 
-__all__ = ["MemoryModel", "Table"]
+__all__ = ["Held", "MemoryModel", "Table"]
 
 RangeBytes = Callable[[int, int], int]
 Table = list[list[int]]
 """Bytes of the layers first:stop, as ``table[first][stop]``."""
 
 
-class MemoryModel:
-    """Peak memory of a stage (docs/planning.md), with k micro-batches in flight and M in the step:
+class Held(NamedTuple):
+    """What a stage's peak depends on besides its layers."""
 
-        parameters + gradients + optimizer state + buffers      a parameter tied within the stage counted once
-        + (k - 1) activations + peak of one micro-batch          at the replica's rows
-        + M x model inputs that the stage reads                  the mini-batch is loaded at once
-        + 2 x received messages                                  per peer: one being received, one being used
+    rows: int
+    """Of the replica's share."""
+    warmup: int
+    """Most micro-batches in flight."""
+    micro_batches: int
+    replicated: bool
+    lead: int = 0
+    """How many more micro-batches the stage before has in flight; 0 where there is none."""
+
+
+class MemoryModel:
+    """Peak memory of a stage (docs/planning.md), with k of the step's M micro-batches in flight at a replica's rows.
+
+    It is the largest of three moments, with everywhere the state (parameters, buffers, optimizer state; a parameter
+    tied within the stage counted once), the mini-batch's M shares of model inputs, and messages under way:
+
+        a backward with gradients there:   gradients + (k - 1) activations + peak of one micro-batch
+        the first backward, if k = M:      the same, with gradients of the layers only that it has left
+        the update:                        gradients + what the optimizer holds for a while
+
+    Where k = M, the first of these has one micro-batch less in flight. Replicas, and parameters that other stages
+    share, keep their gradients throughout.
 
     Activations are the union, by storage, of what the layers save, what the stage receives and what it sends, model
     inputs excepted. The peak of one micro-batch is the largest, over the stage's layers l, of the activations of the
     layers up to l and what l holds beyond what it saves, plus the outputs the stage keeps because it sends them.
+
+    Messages: receives are posted two computations ahead, and a sent gradient stays until the program proves that it
+    has arrived, which takes as many micro-batches as the stage before leads.
     """
 
-    def __init__(self, costs: LayerCosts, flows: Flows) -> None:
+    def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
         self._costs, self._flows = costs, flows
         self._count = len(costs.layers)
         self._activations: dict[int, Table] = {}
         self._peaks: dict[int, Table] = {}
-        self.states = self._state_table()
+        self._first_peaks: dict[int, Table] = {}
+        self.gradients = self._state_table(self._gradient_bytes, gradients=True)
+        """Of the parameters."""
+        self.states = self._state_table(self._kept_bytes, gradients=False)
+        """Parameters, buffers and optimizer state."""
+        self.lasting = self._range_table(self._lasting_of)
+        """Gradients of parameters that other stages share."""
+        self.update_bytes = self._range_table(self._together if updates_at_once else self._in_turn)
+        """What the optimizer's step holds for a while."""
         self.input_bytes = self._range_table(self._inputs_of)
         """Model inputs per sample."""
         self.received_bytes = self._range_table(self._received_of)
         """Activations received per sample."""
+        self.answered_bytes = self._range_table(self._answered_of)
+        """Gradients sent back per sample."""
         self.returned_bytes = self._range_table(self._returned_of)
         """Gradients received per sample, each tensor counted as if one stage read it."""
 
     def activations(self, rows: int) -> Table:
         """Return the bytes that one micro-batch in flight keeps."""
-        if rows not in self._activations:
-            self._measure(rows)
+        self._measure(rows)
         return self._activations[rows]
 
     def peaks(self, rows: int) -> Table:
         """Return the most bytes that one micro-batch's forward and backward hold."""
-        if rows not in self._peaks:
-            self._measure(rows)
+        self._measure(rows)
         return self._peaks[rows]
 
-    def least(self, first: int, stop: int, rows: int, warmup: int, micro_batches: int) -> int:
-        """Return the peak with every tensor that is sent read by one stage only, as it is in most models."""
-        return (
-            self.states[first][stop]
-            + (warmup - 1) * self.activations(rows)[first][stop]
-            + self.peaks(rows)[first][stop]
-            + micro_batches * rows * self.input_bytes[first][stop]
-            + 2 * rows * (self.received_bytes[first][stop] + self.returned_bytes[first][stop])
-        )
+    def first_peaks(self, rows: int) -> Table:
+        """Return the same with the gradients that the micro-batch's backward makes, if it is a step's first."""
+        self._measure(rows)
+        return self._first_peaks[rows]
 
-    def peak(self, first: int, stop: int, rows: int, warmup: int, micro_batches: int, cuts: Sequence[int] = ()) -> int:
+    def least(self, first: int, stop: int, held: Held) -> int:
+        """Return the peak with every tensor that is sent read by one stage only, as it is in most models."""
+        rows, in_flight, count = held.rows, held.warmup, held.micro_batches
+        activations, gradients = self.activations(rows)[first][stop], self.gradients[first][stop]
+        messages = rows * self._message_bytes(first, stop, held)
+        full = in_flight - 1
+        if in_flight == count and not held.replicated:
+            begun = full * activations + self.first_peaks(rows)[first][stop] + self.lasting[first][stop]
+            full -= 1
+        else:
+            begun = 0
+        steady = gradients + full * activations + self.peaks(rows)[first][stop] if full >= 0 else 0
+        update = gradients + self.update_bytes[first][stop]
+        inputs = count * rows * self.input_bytes[first][stop]
+        return self.states[first][stop] + inputs + max(begun + messages, steady + messages, update)
+
+    def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``."""
         extra = 0
         for tensor in self._flows.crossing:
@@ -72,23 +114,53 @@ class MemoryModel:
                     readers += any(start <= consumer < end for consumer in tensor.consumers)
                     start = end
                 extra += max(0, readers - 1) * tensor.bytes_per_sample
-        return self.least(first, stop, rows, warmup, micro_batches) + 2 * rows * extra
+        return self.least(first, stop, held) + 2 * held.rows * extra
 
-    def _state_table(self) -> Table:
+    def _message_bytes(self, first: int, stop: int, held: Held) -> int:
+        """Bytes per sample, beside what is in flight."""
+        returned, most = self.returned_bytes[first][stop], held.micro_batches
+        answered = min(held.lead, most) * self.answered_bytes[first][stop]
+        if held.warmup == most:
+            return min(3, most) * returned + answered
+        received = self.received_bytes[first][stop]
+        return max(received + min(2, most) * returned, min(3, most) * returned) + answered
+
+    def _state_table(self, of: Callable[[Layer], int], *, gradients: bool) -> Table:
         table = [[0] * (self._count + 1) for _ in range(self._count)]
         for first in range(self._count):
             total = 0
             for last in range(first, self._count):
-                layer = self._costs.layers[last]
-                total += layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes + layer.buffers_bytes
+                total += of(self._costs.layers[last])
                 for tied in self._flows.tied:
                     if last in tied.layers and any(first <= other < last for other in tied.layers):
-                        total -= tied.bytes
-                        if tied.trainable and layer.trainable_bytes:
-                            share = min(1.0, tied.bytes / layer.trainable_bytes)
-                            total -= int(share * (layer.gradient_bytes + layer.optimizer_bytes))
+                        total -= self._counted_twice(self._costs.layers[last], tied, gradients)
                 table[first][last + 1] = total
         return table
+
+    def _counted_twice(self, layer: Layer, tied: TiedLayers, gradients: bool) -> int:
+        share = min(1.0, tied.bytes / layer.trainable_bytes) if tied.trainable and layer.trainable_bytes else 0.0
+        if gradients:
+            return int(share * layer.gradient_bytes)
+        return tied.bytes + int(share * layer.optimizer_bytes)
+
+    def _gradient_bytes(self, layer: Layer) -> int:
+        return layer.gradient_bytes
+
+    def _kept_bytes(self, layer: Layer) -> int:
+        return layer.parameters_bytes + layer.optimizer_bytes + layer.buffers_bytes
+
+    def _lasting_of(self, first: int, stop: int) -> int:
+        return sum(
+            tied.bytes
+            for tied in self._flows.tied
+            if tied.trainable and 0 < sum(first <= layer < stop for layer in tied.layers) < len(tied.layers)
+        )
+
+    def _together(self, first: int, stop: int) -> int:
+        return sum(layer.update_bytes for layer in self._costs.layers[first:stop])
+
+    def _in_turn(self, first: int, stop: int) -> int:
+        return max(layer.update_bytes for layer in self._costs.layers[first:stop])
 
     def _range_table(self, of: RangeBytes) -> Table:
         return [
@@ -102,6 +174,9 @@ class MemoryModel:
             if any(first <= consumer < stop for consumer in tensor.consumers)
         )
 
+    def _answered_of(self, first: int, stop: int) -> int:
+        return self._flows.between(0, first, first, stop).gradient_bytes_per_sample
+
     def _received_of(self, first: int, stop: int) -> int:
         return self._flows.between(0, first, first, stop).bytes_per_sample
 
@@ -109,6 +184,8 @@ class MemoryModel:
         return self._flows.between(first, stop, stop, self._count).gradient_bytes_per_sample
 
     def _measure(self, rows: int) -> None:
+        if rows in self._activations:
+            return
         inputs = {tensor.name for tensor in self._flows.inputs}
         saved = [
             {name: size for name, size in self._costs.saved_at(layer, rows).items() if name not in inputs}
@@ -117,9 +194,10 @@ class MemoryModel:
         transient = [self._transient(layer, rows, saved[layer]) for layer in range(self._count)]
         activations = [[0] * (self._count + 1) for _ in range(self._count)]
         peaks = [[0] * (self._count + 1) for _ in range(self._count)]
+        first_peaks = [[0] * (self._count + 1) for _ in range(self._count)]
         for first in range(self._count):
             held: dict[str, int] = {}
-            total = highest = 0
+            total = highest = highest_begun = 0
             for last in range(first, self._count):
                 for name, size in saved[last].items():
                     total += max(0, size - held.get(name, 0))
@@ -129,6 +207,9 @@ class MemoryModel:
                         held[tensor.name] = rows * tensor.bytes_per_sample
                         total += held[tensor.name]
                 highest = max(highest, total + transient[last])
+                # Behind this layer, the first backward has left the gradients of the stage's later layers.
+                begun = total + transient[last] - self.gradients[first][last + 1]
+                highest_begun = max(highest_begun, begun) if last > first else begun
                 kept = sum(
                     rows * tensor.bytes_per_sample
                     for tensor in self._flows.crossing
@@ -136,7 +217,8 @@ class MemoryModel:
                 )
                 activations[first][last + 1] = total + kept
                 peaks[first][last + 1] = highest + kept
-        self._activations[rows], self._peaks[rows] = activations, peaks
+                first_peaks[first][last + 1] = highest_begun + self.gradients[first][last + 1] + kept
+        self._activations[rows], self._peaks[rows], self._first_peaks[rows] = activations, peaks, first_peaks
 
     def _transient(self, layer: int, rows: int, saved: dict[str, int]) -> int:
         """Bytes a layer holds for a while beyond what it saves; a layer's peak does not count its inputs."""

@@ -148,8 +148,9 @@ def _least_work(costs: CostModel, family: Family) -> float:
     work: npt.NDArray[np.float64] | None = None
     for width in range(1, min(len(costs.devices), family.micro_batch_size) + 1):
         total = np.zeros(costs.layer_count)
+        adding = costs.adding(family.micro_batches, width)
         for rows in even_shares(family.micro_batch_size, width):
-            total += np.diff(costs.layers.forward_sums(rows)) + np.diff(costs.layers.backward_sums(rows))
+            total += np.diff(costs.layers.forward_sums(rows)) + np.diff(costs.layers.backward_sums(rows, adding))
         work = total if work is None else np.minimum(work, total)
     assert work is not None
     seconds = float(work.sum()) * family.micro_batches / len(costs.devices) * (1 - ROUNDING)

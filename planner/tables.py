@@ -14,6 +14,7 @@ from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.candidate import Family
 from autopar.planner.costs import CostModel
 from autopar.planner.links import Level
+from autopar.planner.memory import Held
 from autopar.schedules.route import even_shares, routes
 
 __all__ = ["FlowTables", "SizeTables", "SuffixTables"]
@@ -132,8 +133,9 @@ class SizeTables:
 
     def _time_arrays(self, width: int) -> tuple[Numbers, Numbers, Numbers]:
         forward, backward, both = [], [], []
+        adding = self.costs.adding(self.micro_batches, width)
         for rows in sorted(set(even_shares(self._size, width))):
-            sums = (self.costs.layers.forward_sums(rows), self.costs.layers.backward_sums(rows))
+            sums = (self.costs.layers.forward_sums(rows), self.costs.layers.backward_sums(rows, adding))
             there, back = (np.subtract.outer(np.array(each), np.array(each)).T[:-1] for each in sums)
             forward.append(there)
             backward.append(back)
@@ -153,9 +155,11 @@ class SizeTables:
         memory = self.costs.memory
         found = np.full((self.layers, self.layers + 1), np.inf)
         shares = set(even_shares(self._size, width))
+        # How much the stage before leads is not known here; without a lead, a stage holds least.
+        helds = [Held(rows, warmup, self.micro_batches, width > 1) for rows in shares]
         for first in range(self.layers):
             for stop in range(first + 1, self.layers + 1):
-                found[first, stop] = max(memory.least(first, stop, rows, warmup, self.micro_batches) for rows in shares)
+                found[first, stop] = max(memory.least(first, stop, held) for held in helds)
         return found
 
 

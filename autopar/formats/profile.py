@@ -162,6 +162,8 @@ class Layer(Record):
     """The optimizer's step over this layer's parameters, without those that an earlier layer holds as well."""
     accumulate_s: Seconds = 0.0
     """What a backward takes beyond ``backward_s`` where it adds to gradients that are there: not a step's first."""
+    update_bytes: Bytes = 0
+    """What the optimizer's step holds for a while, beside parameters, gradients and the optimizer's state."""
     costs: tuple[Cost, ...] = Field(min_length=1)
     forward_fit: Line | None = None
     """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""
@@ -216,6 +218,9 @@ class Profile(Document):
     layers: tuple[Layer, ...] = Field(min_length=1)
     tensors: tuple[Tensor, ...]
     tied: tuple[Tied, ...] = ()
+    updates_at_once: bool = False
+    """Whether the optimizer works on all parameters at once, and holds ``update_bytes`` of all layers together, or on
+    one after the other."""
     noise: Noise
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""

@@ -15,6 +15,7 @@ from autopar.planner.candidate import Candidate, Placed, families
 from autopar.planner.costs import CostModel
 from autopar.planner.layers import at_rows
 from autopar.planner.links import LinkModel
+from autopar.planner.memory import Held
 from autopar.planner.options import PlanOptions
 from autopar.planner.tables import FlowTables
 from autopar.schedules.buckets import bucket_limit_bytes, buckets
@@ -124,8 +125,10 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     stages = (Placed(0, 2, (0,), (1,), 1), Placed(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
     assert costs.tied_between((Placed(0, 3, (0,), (1,), 1),)) == []
-    whole = costs.memory.states[0][3]
+    whole = costs.memory.states[0][3] + costs.memory.gradients[0][3]
     assert whole == 1500 * 4 + 3 * 10
+    assert costs.memory.gradients[0][3] == 1500
+    assert (costs.memory.lasting[0][3], costs.memory.lasting[0][2]) == (0, 1000)
 
 
 def test_memory_is_the_sum_the_docstring_says() -> None:
@@ -138,11 +141,13 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
     costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions())
     stages = tuple(Placed(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
-    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Peak: 150 of the layer, and `ab`.
-    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (150 + 40) * 3 + 4 * 8 * 3 + 2 * 3 * (2 * 40)
-    # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`.
-    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (150 + 40 + 24) * 3 + 2 * 3 * (40 + 24)
-    third = 10 + (150 + 40 + 24) * 3 + 2 * 3 * (40 + 24)
+    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Peak: 150 of the layer, and `ab`. Three
+    # gradients of `ab` are on their way from stage 1, and two from stage 2.
+    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (150 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 2 * 40)
+    # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`. A gradient of
+    # `ab` that it sent has not arrived; `ab` and two of `bc`, or three of `bc`, are to come.
+    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (150 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
+    third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 40 + 24)
     assert peaks == [first, second, third]
 
 
@@ -152,7 +157,7 @@ def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> Non
         memory, count = costs.memory, costs.layer_count
         for first in range(count):
             for stop in range(first + 1, count + 1):
-                peaks = [memory.peak(first, stop, 2, depth, 8) for depth in range(1, 9)]
+                peaks = [memory.peak(first, stop, Held(2, depth, 8, True)) for depth in range(1, 8)]
                 grown = {after - before for before, after in pairwise(peaks)}
                 assert grown == {memory.activations(2)[first][stop]}
                 assert memory.peaks(2)[first][stop] >= memory.activations(2)[first][stop]

@@ -21,7 +21,7 @@ def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[floa
     layers = range(costs.layer_count)
     return (
         {size: [costs.forward_s(layer, layer + 1, size) for layer in layers] for size in rows},
-        {size: [costs.backward_s(layer, layer + 1, size) for layer in layers] for size in rows},
+        {size: [costs.backward_s(layer, layer + 1, size, 1.0) for layer in layers] for size in rows},
     )
 
 
@@ -37,7 +37,7 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
     cluster = random_cluster(seed, 4)
     costs = CostModel(profile, cluster, PlanOptions())
     stages = draw.randint(1, min(2, costs.layer_count))
-    cuts = tuple(sorted(draw.sample(range(1, costs.layer_count), stages - 1))) + (costs.layer_count,)
+    cuts = (*sorted(draw.sample(range(1, costs.layer_count), stages - 1)), costs.layer_count)
     widths = (draw.choice((1, 2)),) * stages if seed % 2 else tuple(draw.randint(1, 2) for _ in cuts)
     micro_batches, size = draw.randint(1, 5), draw.choice((2, 3, 4))
     dictated = DictatedRun(costs, cuts, widths, micro_batches, size)

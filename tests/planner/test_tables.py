@@ -68,7 +68,7 @@ def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     )
     uneven = candidate.stages[0]._replace(shares=(1, 2))
     slow = Candidate(2, 3, "1f1b", (uneven._replace(warmup=1),))
-    busiest = costs.forward_s(0, costs.layer_count, 2) + costs.backward_s(0, costs.layer_count, 2)
+    busiest = costs.forward_s(0, costs.layer_count, 2) + costs.backward_s(0, costs.layer_count, 2, 1.0)
     assert busiest > 1e-3
     assert bound(costs, slow) >= 2 * busiest
     assert bound(costs, slow) == pytest.approx(bound(costs, slow._replace(stages=(uneven._replace(shares=(2, 1)),))))
