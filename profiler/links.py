@@ -1,101 +1,122 @@
-"""Links: point-to-point and all-reduce times between local ranks, on the backend that training uses."""
+"""Links: what ranks measure of them becomes a cluster."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
-import torch
-import torch.distributed as dist
-
-from autopar.formats.cluster import Cluster, Curve, Device, Link
-from autopar.formats.profile import DeviceKind
-from autopar.ranks.context import RankContext
+from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
+from autopar.formats.profile import DeviceKind, DeviceType
+from autopar.profiler.probe import Measured, MeasuredCurve, Probe, measure
+from autopar.ranks.board import STEPPING, Note
+from autopar.ranks.context import joined_from_environment
 from autopar.ranks.pool import RankPool
+from autopar.ranks.watch import Doing
 
-__all__ = ["SIZES", "local_cluster", "measure", "measure_links"]
+__all__ = ["local_cluster", "measure_from_environment", "measure_links", "measured_cluster"]
 
-# Twelve sizes from 1 KiB to 64 MiB, evenly on a logarithmic scale, whole numbers of 64 bytes.
-SIZES = tuple(round(2 ** (10 + 16 * index / 11) / 64) * 64 for index in range(12))
-WARM_UP, ROUNDS = 2, 25
-# Messages from here on take long enough to be measured well in a few rounds.
-LARGE_BYTES, LARGE_ROUNDS = 4 * 2**20, 5
-
-
-def measure_links(ranks: int, device: str, threads: int) -> dict[str, Any]:
-    """Start local ranks and return what rank 0 reports: ``sizes``, ``p2p`` and ``all_reduce`` by group size."""
-    with RankPool(ranks, threads=threads, device_type=device) as pool:
-        results = pool.run("autopar.profiler.links:measure", {"sizes": list(SIZES)})
-    return cast("dict[str, Any]", results[0])
+Progress = Callable[[str, float], None]
+"""Called with what is being measured and the share of it that is done."""
+_TIMEOUT_S = 300.0
 
 
-def measure(context: RankContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure, in every rank: one-way times between ranks 0 and 1, all-reduce times among 2, 3 ... all ranks."""
-    sizes = [int(size) for size in arguments["sizes"]]
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(2, context.size + 1)}
-    one_way = _in_rounds(context, sizes, lambda tensor: _ping_pong(context, tensor)) if context.rank < 2 else []
-    context.barrier()
-    reduced: dict[str, list[float]] = {}
-    for ranks, group in groups.items():
-        if context.rank < ranks:
-            reduced[str(ranks)] = _in_rounds(context, sizes, partial(_all_reduce, group=group))
-        context.barrier()
-    return {"sizes": sizes, "p2p": [seconds / 2 for seconds in one_way], "all_reduce": reduced}
+def measure_links(
+    ranks: int,
+    device: str,
+    threads: int,
+    probe: Probe | None = None,
+    progress: Progress = lambda what, share: None,
+) -> Measured:
+    """Start local ranks, and return what they measure on the backend that training uses; by default what is quick.
+
+    Raises:
+        TrainingError: a rank failed, was lost, or stood still; names it.
+    """
+    with RankPool(ranks, threads=threads, device_type=device, timeout_s=_TIMEOUT_S) as pool:
+        results = pool.run(
+            "autopar.profiler.probe:measure",
+            (probe or Probe(quick=True)).as_dict(),
+            describe=_describe,
+            on_message=lambda rank, said: progress(str(said["doing"]), float(str(said["share"]))),
+        )
+    return cast("Measured", results[0])
 
 
-def _in_rounds(context: RankContext, sizes: Sequence[int], work: Callable[[torch.Tensor], None]) -> list[float]:
-    """Return the median time at every size; rounds over all sizes spread the machine's drift evenly."""
-    tensors = [torch.zeros(size // 4, device=context.device) for size in sizes]
-    times: list[list[float]] = [[] for _ in sizes]
-    for number in range(WARM_UP + ROUNDS):
-        for tensor, found in zip(tensors, times, strict=True):
-            if number < WARM_UP + LARGE_ROUNDS or tensor.nbytes < LARGE_BYTES:
-                found.append(_timed(context, work, tensor))
-    return [statistics.median(found[WARM_UP:]) for found in times]
+def measure_from_environment(
+    device: str, threads: int, probe: Probe, progress: Progress = lambda what, share: None
+) -> Measured | None:
+    """Measure as one of the ranks that torchrun has started; rank 0 returns what all found.
+
+    Raises:
+        UsageError: the environment is incomplete.
+        TrainingError: a rank failed, or was lost.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    size = os.environ.get("WORLD_SIZE", "")
+    with joined_from_environment(device, _TIMEOUT_S, int(size) if size.isdecimal() else 0) as context:
+        told = replace(context, report=lambda said: progress(str(said["doing"]), float(str(said["share"]))))
+        measured = measure(told, probe.as_dict())
+        return measured if context.rank == 0 else None
 
 
-def _ping_pong(context: RankContext, tensor: torch.Tensor) -> None:
-    """Make a round trip between ranks 0 and 1."""
-    if context.rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
-    else:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+def _describe(rank: int, note: Note) -> Doing:
+    return Doing("measuring links" if note.phase == STEPPING else "setting up", waiting=False)
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(tensor, group=group)
-
-
-def _timed(context: RankContext, work: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
-    started = time.perf_counter()
-    work(tensor)
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)
-    return time.perf_counter() - started
-
-
-def local_cluster(measured: Mapping[str, Any], kind: DeviceKind, count: int) -> Cluster:
+def local_cluster(measured: Measured, kind: DeviceKind, count: int) -> Cluster:
     """Return this machine as a cluster of ``count`` devices with the measured times."""
-    sizes, one_way = tuple(measured["sizes"]), _rising(measured["p2p"])
-    rate = (sizes[-1] - sizes[0]) / max(one_way[-1] - one_way[0], 1e-12)
-    curves = [Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=one_way)]
-    for ranks, seconds in measured["all_reduce"].items():
-        curves.append(Curve(kind="all_reduce", ranks=int(ranks), level="node", sizes=sizes, seconds=_rising(seconds)))
-    largest = max(curve.ranks for curve in curves)
+    largest = max(curve["ranks"] for curve in measured["curves"])
     notes = [f"all-reduce was measured among up to {largest} ranks; times of larger groups are estimated from that"]
-    return Cluster(
-        name="local",
-        backend="nccl" if kind.type == "cuda" else "gloo",
-        devices=(Device(type=kind.type, memory_bytes=kind.memory_bytes),) * count,
-        links=(Link(level="node", latency_s=one_way[0], bytes_per_s=rate, provenance="measured"),),
-        curves=tuple(curves),
-        notes=tuple(notes) if largest < count else (),
+    cluster = measured_cluster(measured, kind.type, "local")
+    return cluster.model_copy(
+        update={
+            "devices": (Device(type=kind.type, memory_bytes=kind.memory_bytes),) * count,
+            "notes": (*(notes if largest < count else ()), *cluster.notes),
+        }
     )
+
+
+def measured_cluster(measured: Measured, device: DeviceType, name: str) -> Cluster:
+    """Return what was measured as a cluster with a device per rank, in rank order."""
+    places = zip(measured["nodes"], measured["memory_bytes"], strict=True)
+    overlaps = [
+        Overlap(level=each["level"], compute=each["compute"], communication=each["communication"])
+        for each in measured["overlaps"]
+    ]
+    return Cluster(
+        name=name,
+        backend="nccl" if device == "cuda" else "gloo",
+        devices=tuple(Device(type=device, memory_bytes=memory, node=node) for node, memory in places),
+        links=_links(measured["curves"]),
+        curves=tuple(_curve(each) for each in measured["curves"]),
+        overlaps=tuple(overlaps),
+        notes=tuple(measured["notes"]),
+    )
+
+
+def _curve(measured: MeasuredCurve) -> Curve:
+    seconds = _rising(measured["seconds"])
+    sizes = tuple(measured["sizes"])
+    return Curve(kind=measured["kind"], ranks=measured["ranks"], level=measured["level"], sizes=sizes, seconds=seconds)
+
+
+def _links(curves: Sequence[MeasuredCurve]) -> tuple[Link, ...]:
+    """Return a link per level that was measured; where every node has one rank, nodes have no links of their own."""
+    found = {curve["level"]: _link(curve["level"], curve) for curve in curves if curve["kind"] == "p2p"}
+    if "node" not in found:
+        # A cluster states one, although no two of its devices are in a node.
+        found["node"] = found["network"].model_copy(update={"level": "node", "provenance": "estimated"})
+    return tuple(found[level] for level in sorted(found, key=("node", "network").index))
+
+
+def _link(level: Level, curve: MeasuredCurve) -> Link:
+    sizes, seconds = curve["sizes"], _rising(curve["seconds"])
+    rate = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-12)
+    return Link(level=level, latency_s=seconds[0], bytes_per_s=rate, provenance="measured")
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import demo, plan, profile, rehearse, run, show, simulate, worker
+from autopar.cli import cluster, demo, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 
@@ -31,8 +32,8 @@ def _settings(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
-    # A worker's launcher ends all of its workers, and waits for none that is inside a collective.
-    if context.invoked_subcommand != "worker":
+    # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
+    if context.invoked_subcommand not in ("worker", "cluster") or "RANK" not in os.environ:
         context.with_resource(termination_unwinds())
 
 
@@ -42,6 +43,7 @@ app.command("simulate")(simulate.command)
 app.command("rehearse")(rehearse.command)
 app.command("run")(run.command)
 app.command("worker")(worker.command)
+app.add_typer(cluster.app, name="cluster")
 app.command("demo")(demo.command)
 app.command("show")(show.command)
 

@@ -1,4 +1,7 @@
-"""Cluster as tables: devices, links, and the curves that were measured over them."""
+"""Cluster as tables: devices, links, and the curves that were measured over them.
+
+Bandwidths are those of nccl-tests: ``algbw`` is bytes over seconds, ``busbw`` what of it crosses a rank's link.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from autopar.hardware.collectives import moved
 from autopar.report.quantity import bandwidth, duration, size
 from autopar.report.table import new_table
 
@@ -14,28 +18,36 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from autopar.formats.cluster import Cluster
+    from autopar.formats.cluster import Cluster, Curve
 
 __all__ = ["render"]
 
 
-def render(cluster: Cluster, console: Console) -> None:
-    """Print a cluster's devices, links and curves."""
+def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
+    """Print a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
     title = f"cluster {cluster.name}: {len(cluster.devices)} devices, backend {cluster.backend}"
     console.print(title, highlight=False, markup=False)
     console.print(_devices(cluster))
     console.print(_links(cluster))
     if cluster.curves:
-        console.print(_curves(cluster))
+        console.print(_points(cluster) if sizes else _curves(cluster))
+    if cluster.overlaps:
+        console.print(_overlaps(cluster))
     for note in cluster.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
 def _devices(cluster: Cluster) -> Table:
-    table = new_table("Devices", (">node", ">devices", "type", ">memory each", ">price per hour"), folded="type")
-    kinds = Counter((each.node, each.type, each.memory_bytes, each.price_per_hour) for each in cluster.devices)
-    for (node, kind, memory, price), count in kinds.items():
-        table.add_row(str(node), str(count), escape(kind), size(memory), "" if price is None else f"{price:g}")
+    columns = (">nodes", ">devices each", "type", ">memory each", ">price per hour")
+    table = new_table("Devices", columns, folded="type")
+    nodes: dict[int, Counter[tuple[str, int, float | None]]] = {}
+    for each in cluster.devices:
+        nodes.setdefault(each.node, Counter())[each.type, each.memory_bytes, each.price_per_hour] += 1
+    alike = Counter(tuple(counted.items()) for counted in nodes.values())
+    for kinds, count in alike.items():
+        for (kind, memory, price), devices in kinds:
+            dear = "" if price is None else f"{price:g}"
+            table.add_row(str(count), str(devices), escape(kind), size(memory), dear)
     return table
 
 
@@ -48,8 +60,42 @@ def _links(cluster: Cluster) -> Table:
 
 
 def _curves(cluster: Cluster) -> Table:
-    table = new_table("Curves", ("operation", ">ranks", "level", ">from", ">to", "known"))
+    ends = dict.fromkeys(f"{size(curve.sizes[0])} to {size(curve.sizes[-1])}" for curve in cluster.curves)
+    known = {curve.provenance for curve in cluster.curves}
+    title = f"Curves from {' or '.join(ends)}{'' if len(known) > 1 else f' ({min(known)})'}"
+    columns = ("operation", ">ranks", "level", ">smallest", ">largest", ">algbw", ">busbw")
+    table = new_table(title, (*columns, *(("known",) if len(known) > 1 else ())))
     for curve in cluster.curves:
-        ends = [f"{size(curve.sizes[at])} in {duration(curve.seconds[at])}" for at in (0, -1)]
-        table.add_row(curve.kind.replace("_", "-"), str(curve.ranks), curve.level, *ends, curve.provenance)
+        times = (duration(curve.seconds[0]), duration(curve.seconds[-1]))
+        row = (*_operation(curve), *times, *_bandwidths(curve, -1), curve.provenance)
+        table.add_row(*row[: len(table.columns)])
     return table
+
+
+def _points(cluster: Cluster) -> Table:
+    known = ", ".join(dict.fromkeys(curve.provenance for curve in cluster.curves))
+    columns = ("operation", ">ranks", "level", ">size", ">time", ">algbw", ">busbw")
+    table = new_table(f"Curves ({known})", columns)
+    for curve in cluster.curves:
+        for at, (count, seconds) in enumerate(zip(curve.sizes, curve.seconds, strict=True)):
+            numbers = (size(count), duration(seconds), *_bandwidths(curve, at))
+            table.add_row(*_operation(curve), *numbers, end_section=at + 1 == len(curve.sizes))
+    return table
+
+
+def _overlaps(cluster: Cluster) -> Table:
+    table = new_table("Computing while communicating", ("level", ">computing takes", ">communicating takes", "known"))
+    for each in cluster.overlaps:
+        table.add_row(each.level, f"{each.compute:.2f} x", f"{each.communication:.2f} x", each.provenance)
+    return table
+
+
+def _operation(curve: Curve) -> tuple[str, str, str]:
+    return curve.kind.replace("_", "-"), str(curve.ranks), curve.level
+
+
+def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:
+    if curve.seconds[at] == 0:
+        return "", ""
+    rate = curve.sizes[at] / curve.seconds[at]
+    return bandwidth(rate), bandwidth(rate * moved(curve.kind, curve.ranks))

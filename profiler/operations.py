@@ -1,0 +1,120 @@
+"""Operations: how long ranks take to communicate, in the manner of nccl-tests.
+
+Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip.
+Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
+size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopar.formats.cluster import CurveKind
+from autopar.ranks.context import RankContext
+
+__all__ = ["Operation", "Pace", "time_operation"]
+
+Work = Callable[[], object]
+
+# Renamed in torch 2.13, which warns of the names that torch 2.11 has.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many times to measure."""
+
+    warm_up: int = 5
+    iterations: int = 20
+    budget_s: float = 2.0
+    """Seconds for the warm-up and for the timed rounds of one operation, about, beyond the least number."""
+    least: int = 5
+    """Rounds that are made whatever they take."""
+
+
+class Operation(NamedTuple):
+    """What some ranks do together."""
+
+    context: RankContext
+    kind: CurveKind
+    ranks: Sequence[int]
+    group: dist.ProcessGroup
+    """Of exactly these ranks."""
+
+
+def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
+    """Return this rank's seconds at every size; all ranks of the operation call this together."""
+    works = [_work(operation, size) for size in sizes]
+    # A round trip is two messages.
+    trips = 2 if operation.kind == "p2p" else 1
+    repeats = 4 if operation.context.device.type == "cuda" else 1
+    rounds = max(1, pace.iterations // repeats)
+    _rounds(operation, works, 1, pace.warm_up, pace)
+    times = _rounds(operation, works, repeats, rounds, pace)
+    return [statistics.median(found) / trips for found in times]
+
+
+def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int, pace: Pace) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in works]
+    started = time.perf_counter()
+    for number in range(most):
+        for work, found in zip(works, times, strict=True):
+            found.append(_timed(operation.context, work, repeats))
+        if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
+            break
+    return times
+
+
+def _longest(seconds: float, group: dist.ProcessGroup) -> float:
+    """Return the most that a rank of the group has spent, so that all of them stop together."""
+    spent = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX, group=group)
+    return float(spent)
+
+
+def _timed(context: RankContext, work: Work, repeats: int) -> float:
+    if context.device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - started) / repeats
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    for _ in range(repeats):
+        work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3 / repeats
+
+
+def _work(operation: Operation, size: int) -> Work:
+    context, kind, ranks, group = operation
+    # Parts are equal: a vector that does not divide is rounded up to one that does.
+    part = torch.zeros(-(-size // (4 * len(ranks))), device=context.device)
+    whole = torch.zeros(part.numel() * len(ranks), device=context.device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        return lambda: _GATHER(whole, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: _SCATTER(part, whole, group=group)
+    return lambda: _ping_pong(context, ranks, whole)
+
+
+def _ping_pong(context: RankContext, ranks: Sequence[int], tensor: torch.Tensor) -> None:
+    """Make a round trip between two ranks."""
+    first, second = ranks
+    if context.rank == first:
+        dist.send(tensor, second)
+        dist.recv(tensor, second)
+    else:
+        dist.recv(tensor, first)
+        dist.send(tensor, first)

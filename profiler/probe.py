@@ -1,0 +1,251 @@
+"""Probe: what every rank does while the links between ranks are measured."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import torch.distributed as dist
+
+from autopar.formats.cluster import CurveKind, Level
+from autopar.hardware.machines import message_sizes
+from autopar.profiler.device import describe
+from autopar.profiler.operations import Operation, Pace, time_operation
+from autopar.profiler.overlap import measure_overlap
+from autopar.profiler.topology import connections, node_of_each, topology_notes
+from autopar.ranks.board import STEPPING
+from autopar.ranks.context import RankContext
+from autopar.ranks.failure import PeerLostError
+
+__all__ = ["Measured", "MeasuredCurve", "MeasuredOverlap", "Probe", "groups_of", "measure"]
+
+# As in training, where the largest messages are buckets of gradients on the CPU, and gathered weights on GPUs.
+_LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+_COLLECTIVES: tuple[CurveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to measure, and how often."""
+
+    quick: bool = False
+    """Messages and all-reduces alone, in fewer rounds."""
+
+    def pace(self) -> Pace:
+        """Return how many times to measure each operation."""
+        return Pace(warm_up=2, budget_s=1.0) if self.quick else Pace()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the probe as JSON-able data."""
+        return asdict(self)
+
+
+class MeasuredCurve(TypedDict):
+    """Seconds of an operation, the mean over its ranks."""
+
+    kind: CurveKind
+    ranks: int
+    level: Level
+    sizes: list[int]
+    seconds: list[float]
+
+
+class MeasuredOverlap(TypedDict):
+    """Times as long as alone."""
+
+    level: Level
+    compute: float
+    communication: float
+
+
+class Measured(TypedDict):
+    """What all ranks found together."""
+
+    curves: list[MeasuredCurve]
+    overlaps: list[MeasuredOverlap]
+    nodes: list[int]
+    """Of every rank."""
+    memory_bytes: list[int]
+    """Of every rank's device."""
+    notes: list[str]
+
+
+class Groups(NamedTuple):
+    """Disjoint groups of ranks that communicate at the same time."""
+
+    kind: CurveKind
+    level: Level
+    members: tuple[tuple[int, ...], ...]
+
+    def of(self, rank: int) -> tuple[int, ...] | None:
+        """Return the group that a rank is in, if any."""
+        return next((group for group in self.members if rank in group), None)
+
+    def __str__(self) -> str:
+        where = "in a node" if self.level == "node" else "over the network"
+        return f"{self.kind.replace('_', '-')} among {len(self.members[0])} ranks {where}"
+
+
+def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
+    """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
+
+    In the fullest node: 2, 4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all
+    nodes, the other ranks of these nodes doing the same beside them; and all ranks.
+
+    >>> for groups in groups_of([0, 0, 1, 1], quick=True):
+    ...     print(groups, groups.members)
+    p2p among 2 ranks in a node ((0, 1),)
+    all-reduce among 2 ranks in a node ((0, 1),)
+    p2p among 2 ranks over the network ((0, 2), (1, 3))
+    all-reduce among 2 ranks over the network ((0, 2), (1, 3))
+    all-reduce among 4 ranks over the network ((0, 1, 2, 3),)
+    """
+    places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
+    fullest = max(places, key=len)
+    found: dict[tuple[CurveKind, Level, int], Groups] = {}
+
+    def add(kind: CurveKind, level: Level, *members: Sequence[int]) -> None:
+        key = (kind, level, len(members[0]))
+        found.setdefault(key, Groups(kind, level, tuple(tuple(group) for group in members)))
+
+    kinds = _COLLECTIVES[:1] if quick else _COLLECTIVES
+    if len(fullest) > 1:
+        add("p2p", "node", fullest[:2])
+        for count in _counts(len(fullest)):
+            for kind in kinds:
+                add(kind, "node", fullest[:count])
+    if len(places) > 1:
+        add("p2p", "network", *zip(*places[:2], strict=False))
+        for count in _counts(len(places)):
+            for kind in kinds:
+                add(kind, "network", *zip(*places[:count], strict=False))
+        for kind in kinds:
+            add(kind, "network", range(len(nodes)))
+    return list(found.values())
+
+
+def _counts(most: int) -> list[int]:
+    powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent <= most]
+    return powers if most in powers else [*powers, most]
+
+
+def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
+    """Measure, in every rank, what ``arguments`` (a :class:`Probe`) asks; every rank returns what all found.
+
+    Raises:
+        PeerLostError: an operation did not come about; names the rank, and the operation.
+    """
+    probe = Probe(**arguments)
+    own = {
+        "host": socket.gethostname(),
+        "index": context.local_rank,
+        "memory": describe(context.device, 1).memory_bytes,
+    }
+    ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
+    nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
+    wanted = groups_of(nodes, probe.quick)
+    joined = _join(wanted)
+    sizes = list(message_sizes(_LARGEST_BYTES[context.device.type]))
+    times: list[list[float] | None] = []
+    for number, groups in enumerate(wanted):
+        _say(context, str(groups), number, number / (len(wanted) + 1))
+        times.append(_time(context, groups, joined, sizes, probe))
+        context.barrier()
+    overlaps = [] if probe.quick else _overlaps(context, wanted, joined)
+    every = [json.loads(text) for text in context.gather(json.dumps({"times": times, "overlaps": overlaps}))]
+    return Measured(
+        curves=[
+            MeasuredCurve(
+                kind=groups.kind,
+                ranks=len(groups.members[0]),
+                level=groups.level,
+                sizes=sizes,
+                seconds=_mean([each["times"][number] for each in every]),
+            )
+            for number, groups in enumerate(wanted)
+        ],
+        overlaps=_merged([each["overlaps"] for each in every]),
+        nodes=nodes,
+        memory_bytes=[each["memory"] for each in ranks],
+        notes=_notes(context),
+    )
+
+
+def _join(wanted: Sequence[Groups]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make every group once; all ranks make all of them, in the same order."""
+    distinct = dict.fromkeys(group for groups in wanted for group in groups.members)
+    return {group: dist.new_group(list(group)) for group in distinct}
+
+
+def _time(
+    context: RankContext,
+    groups: Groups,
+    joined: Mapping[tuple[int, ...], dist.ProcessGroup],
+    sizes: Sequence[int],
+    probe: Probe,
+) -> list[float] | None:
+    """Return this rank's times; none where it takes no part."""
+    own = groups.of(context.rank)
+    if own is None:
+        return None
+    try:
+        return time_operation(Operation(context, groups.kind, own, joined[own]), sizes, probe.pace())
+    except RuntimeError as error:
+        raise PeerLostError(f"rank {context.rank}: {groups} failed: {_line(error)}") from error
+
+
+def _overlaps(
+    context: RankContext, wanted: Sequence[Groups], joined: Mapping[tuple[int, ...], dist.ProcessGroup]
+) -> list[MeasuredOverlap]:
+    """Measure the largest all-reduce of every level against computing; this rank's part."""
+    largest: dict[Level, Groups] = {}
+    for groups in wanted:
+        if groups.kind == "all_reduce":
+            largest[groups.level] = max(
+                largest.get(groups.level, groups), groups, key=lambda each: len(each.members[0])
+            )
+    found = []
+    for level, groups in largest.items():
+        _say(context, "computing while communicating", len(wanted), len(wanted) / (len(wanted) + 1))
+        own = groups.of(context.rank)
+        if own is not None:
+            compute, communication = measure_overlap(context, joined[own])
+            found.append(MeasuredOverlap(level=level, compute=compute, communication=communication))
+        context.barrier()
+    return found
+
+
+def _merged(every: Sequence[Sequence[MeasuredOverlap]]) -> list[MeasuredOverlap]:
+    levels = dict.fromkeys(each["level"] for found in every for each in found)
+    merged = []
+    for level in levels:
+        mine = [each for found in every for each in found if each["level"] == level]
+        compute = statistics.mean(each["compute"] for each in mine)
+        communication = statistics.mean(each["communication"] for each in mine)
+        merged.append(MeasuredOverlap(level=level, compute=compute, communication=communication))
+    return merged
+
+
+def _mean(times: Sequence[list[float] | None]) -> list[float]:
+    taken = [each for each in times if each is not None]
+    return [statistics.mean(column) for column in zip(*taken, strict=True)]
+
+
+def _notes(context: RankContext) -> list[str]:
+    text = connections() if context.device.type == "cuda" and context.rank == 0 else None
+    return [] if text is None else topology_notes(text)
+
+
+def _say(context: RankContext, what: str, number: int, share: float) -> None:
+    if context.board is not None:
+        context.board.write(context.rank, STEPPING, 0, number)
+    if context.rank == 0:
+        context.report({"doing": what, "share": share})
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
