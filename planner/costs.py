@@ -88,7 +88,14 @@ class CostModel:
 
     def update_s(self, first: int, stop: int) -> float:
         """Return the seconds of the optimizer's step over these layers."""
-        return self.layers.update_sums[stop] - self.layers.update_sums[first]
+        seconds = self.layers.update_sums[stop] - self.layers.update_sums[first]
+        for tied in self.flows.tied:
+            # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
+            owner = self.profile.layers[tied.layers[0]]
+            apart = tied.layers[0] < first and any(first <= layer < stop for layer in tied.layers)
+            if tied.trainable and apart and owner.trainable_bytes:
+                seconds += owner.update_s * min(1.0, tied.bytes / owner.trainable_bytes)
+        return seconds
 
     def reduce_s(self, first: int, stop: int, ranks: int, level: Level) -> float:
         """Return the seconds that reducing a stage's gradients occupies the link."""

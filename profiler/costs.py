@@ -11,6 +11,7 @@ from autopar.formats import profile as formats
 from autopar.profiler.clock import Time
 from autopar.profiler.fit import fitted
 from autopar.profiler.measure import Timing, spread
+from autopar.profiler.optimizer_memory import OptimizerMemory
 from autopar.profiler.passes import Recording
 from autopar.profiler.update import Update
 
@@ -27,8 +28,8 @@ class Costs:
     timings: dict[tuple[str, int], Timing] = field(default_factory=dict)
     """By kind and micro-batch size."""
     peaks: dict[tuple[str, int], int] = field(default_factory=dict)
-    states: dict[str, int] = field(default_factory=dict)
-    """Bytes that the optimizer keeps, by kind."""
+    optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory({}, {}, at_once=False))
+    """By kind."""
     updates: dict[tuple[str, tuple[str, ...]], Update] = field(default_factory=dict)
     """By kind and the parameters that are the layer's own."""
     owned: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -70,10 +71,11 @@ def _layer(layer: Layer, costs: Costs, measured_as: str | None) -> formats.Layer
         parameters_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=trainable,
         gradient_bytes=trainable,
-        optimizer_bytes=costs.states[layer.fingerprint],
+        optimizer_bytes=costs.optimizer.state[layer.fingerprint],
         buffers_bytes=sum(buffer.nbytes for buffer in buffers),
         update_s=update.seconds,
         accumulate_s=update.accumulate_s,
+        update_bytes=costs.optimizer.workspace[layer.fingerprint],
         costs=each,
         forward_fit=fitted(sizes, [cost.forward_s for cost in each]),
         backward_fit=fitted(sizes, [cost.backward_s for cost in each]),

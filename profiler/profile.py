@@ -18,13 +18,14 @@ from autopar.profiler.chained import Chained
 from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, owned_parameters
 from autopar.profiler.measure import measure, representatives
+from autopar.profiler.optimizer_memory import optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
 from autopar.profiler.passes import Inputs, LayerPass, Recording, record
 from autopar.profiler.peak import peak_bytes
 from autopar.profiler.pinned import pinned
 from autopar.profiler.precision import Computing, computing
 from autopar.profiler.subject import Subject, prepare
-from autopar.profiler.update import measure_updates, state_bytes
+from autopar.profiler.update import measure_updates
 
 __all__ = ["measured", "profile"]
 
@@ -73,6 +74,7 @@ def measured(
         layers=layers,
         tensors=describe_tensors(subject.graph, costs),
         tied=describe_ties(subject.graph),
+        updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
         notes=(*subject.notes, *notes),
@@ -137,7 +139,8 @@ class _Survey:
     def _measure_updates(self) -> None:
         self._progress("measuring the optimizer", 0.0)
         user, graph = self._subject.user, self._graph
-        self._costs.states = {kind: state_bytes(user, layer) for kind, layer in self._firsts.items()}
+        kinds = {kind: list(layer.module.parameters()) for kind, layer in self._firsts.items()}
+        self._costs.optimizer = optimizer_memory(user, kinds, self._device)
         self._costs.owned = owned_parameters(graph)
         groups = []
         for layer in representatives(graph.layers):

@@ -1,4 +1,4 @@
-"""The optimizer's step over layers' parameters: its time, the bytes of its state, and the adding up before it."""
+"""The optimizer's step over layers' parameters: its time, and that of the adding up before it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autopar.capture import Layer, UserModel
+from autopar.capture import UserModel
 
-__all__ = ["Update", "measure_updates", "state_bytes"]
+__all__ = ["Update", "measure_updates"]
 
 WARM_UP, REPEATS = 2, 7
 Kind = TypeVar("Kind", bound=Hashable)
@@ -29,21 +29,6 @@ class Update:
     seconds: float
     accumulate_s: float
     """Adding a micro-batch's gradients to those that are there."""
-
-
-def state_bytes(user: UserModel, layer: Layer) -> int:
-    """Return the bytes that the optimizer keeps for a layer's trained parameters, on their device."""
-    copies = _copies([parameter for parameter in layer.module.parameters() if parameter.requires_grad])
-    if not copies:
-        return 0
-    optimizer = user.make_optimizer(copies)
-    optimizer.step()
-    held: dict[int, int] = {}
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(held.values())
 
 
 def measure_updates(
