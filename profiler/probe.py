@@ -34,6 +34,8 @@ class Probe:
 
     quick: bool = False
     """Messages and all-reduces alone, in fewer rounds."""
+    largest_bytes: int | None = None
+    """Of the messages; None: 64 MiB between CPUs, 1 GiB between GPUs."""
 
     def pace(self) -> Pace:
         """Return how many times to measure each operation."""
@@ -149,7 +151,7 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes, probe.quick)
     joined = _join(wanted)
-    sizes = list(message_sizes(_LARGEST_BYTES[context.device.type]))
+    sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
     times: list[list[float] | None] = []
     for number, groups in enumerate(wanted):
         _say(context, str(groups), number, number / (len(wanted) + 1))

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autopar.formats.cluster import Cluster
+    from autopar.formats.profile import DeviceType
+    from autopar.profiler.probe import Probe
 
 __all__ = ["app"]
 
 _OUTPUT = Path("cluster.json")
+_LEAST_BYTES, _MOST_BYTES = 16 * 2**10, 64 * 2**30
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
@@ -40,6 +43,9 @@ def probe(
     quick: Annotated[
         bool, typer.Option("--quick", help="Messages and all-reduces alone, in fewer rounds, and no overlap.")
     ] = False,
+    largest: Annotated[
+        str | None, typer.Option(help="Largest message; default: 64MiB between CPUs, 1GiB between GPUs.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the cluster.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the cluster on stdout as JSON.")] = False,
@@ -50,10 +56,20 @@ def probe(
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
     """
+    from autopar.cli.references import check_output
+
     launched = "RANK" in os.environ
     leads = os.environ.get("RANK", "0") == "0"
     try:
-        measured = _measured(ranks, device, threads, quick, output if leads else None, overwrite, launched)
+        if leads:
+            check_output(output, _OUTPUT, overwrite=overwrite)
+        _check_ranks(ranks, launched)
+        largest_bytes = _largest(largest)
+
+        from autopar.profiler.probe import Probe
+
+        asked = Probe(quick, largest_bytes)
+        measured = _launched(device, threads, asked) if launched else _local(ranks, device, threads, asked)
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
         if leads:
@@ -63,45 +79,55 @@ def probe(
         _deliver(measured, output, as_json)
 
 
-def _measured(
-    ranks: int | None, device: str, threads: int, quick: bool, output: Path | None, overwrite: bool, launched: bool
-) -> Cluster | None:
-    """Return the measured cluster, on the one rank that writes it."""
-    from autopar.cli.references import check_output
-
-    if output is not None:
-        check_output(output, _OUTPUT, overwrite=overwrite)
+def _check_ranks(ranks: int | None, launched: bool) -> None:
     if ranks is not None and (launched or ranks < 2):
         why = "torchrun has started the ranks; leave it out" if launched else "links connect at least 2 ranks"
         raise UsageError(f"--ranks {ranks}: {why}")
     if launched and os.environ.get("WORLD_SIZE") == "1":
         raise UsageError("torchrun started a single rank: links connect at least 2 ranks; raise --nproc-per-node")
 
+
+def _largest(text: str | None) -> int | None:
+    from autopar.formats.units import parse_bytes
+
+    if text is None:
+        return None
+    size = parse_bytes(text, "--largest")
+    if not _LEAST_BYTES <= size <= _MOST_BYTES:
+        raise UsageError(f"--largest {text!r}: must lie between 16KiB and 64GiB; messages of 12 sizes start at 1 KiB")
+    return size
+
+
+def _launched(device: str, threads: int, probe: Probe) -> Cluster | None:
+    """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
+    from autopar.cli.progress import phases
+    from autopar.profiler.device import choose
+    from autopar.profiler.links import measure_from_environment, measured_cluster
+
+    kind: DeviceType = "cuda" if choose(device).type == "cuda" else "cpu"
+    if os.environ["RANK"] != "0":
+        measure_from_environment(kind, threads, probe)
+        return None
+    with phases() as progress:
+        progress("joining the other ranks", 0.0)
+        measured = measure_from_environment(kind, threads, probe, progress)
+    return None if measured is None else measured_cluster(measured, kind, "probed")
+
+
+def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluster:
+    """Start ranks on this machine and measure between them."""
     from autopar.cli.progress import phases
     from autopar.profiler.device import choose, count, describe
-    from autopar.profiler.links import local_cluster, measure_from_environment, measure_links, measured_cluster
-    from autopar.profiler.probe import Probe
+    from autopar.profiler.links import local_cluster, measure_links
 
     chosen = choose(device)
-    asked = Probe(quick=quick)
-    if launched:
-        if output is None:
-            measure_from_environment(chosen.type, threads, asked)
-            return None
-        with phases() as progress:
-            progress("joining the other ranks", 0.0)
-            found = measure_from_environment(chosen.type, threads, asked, progress)
-        assert found is not None
-        return measured_cluster(found, describe(chosen, threads).type, "probed")
-    started = ranks or max(2, count(chosen) if chosen.type == "cuda" else 2)
-    if chosen.type == "cuda" and started > count(chosen):
-        raise UsageError(
-            f"--ranks {started}: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks"
-        )
+    started = ranks or (count(chosen) if chosen.type == "cuda" else 2)
+    if chosen.type == "cuda" and not 2 <= started <= count(chosen):
+        raise UsageError(f"{started} ranks: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks")
     with phases() as progress:
         progress("starting ranks", 0.0)
-        found = measure_links(started, chosen.type, threads, asked, progress)
-    return local_cluster(found, describe(chosen, threads), max(started, count(chosen)))
+        measured = measure_links(started, chosen.type, threads, probe, progress)
+    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)))
 
 
 @app.command("list")
