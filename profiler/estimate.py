@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from autopar.capture import Layer
 from autopar.formats import profile as formats
@@ -93,11 +94,14 @@ def workload(
         CaptureError: a layer needs the values of its tensors to run.
     """
     gpu.flops_per_s(subject.precision)
+    single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
+    # Parameters that are in half precision themselves need no autocast.
+    precision = subject.precision if single else "fp32"
     chosen = tuple(sizes) if sizes is not None else _sizes(batch)
     works = []
     for index, size in enumerate(chosen):
         progress("recording layers on fake tensors", index / len(chosen))
-        works.append(graph_work(subject.graph, size, gpu, subject.precision))
+        works.append(graph_work(subject.graph, size, gpu, precision))
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
     updates = {fingerprint: update_work(subject.user, layer) for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works for layer in work.layers}

@@ -1,0 +1,258 @@
+"""How well are steps predicted on GPUs that are not there? Against published runs of GPT-like models on A100.
+
+    python benchmarks/vtrain.py --data ground_truth_single.csv --json benchmarks/results/vtrain.json
+
+The data are VIA-Research/vTrain's (MIT): steps of Megatron-DeepSpeed in float16, every layer recomputed, on one node of
+eight A100 (``--data``) and on several (``--multi``). Runs with tensor parallelism are left out. Every model is captured
+and estimated without a GPU as any user's would be, the constants are fitted to ``--fit`` of the runs, and the others
+are predicted by the planner's simulator; the runs of several nodes are predicted with the same constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+from machine import Watch
+
+from autopar.capture import load
+from autopar.capture.export import capture_module
+from autopar.formats.cluster import Cluster, Curve
+from autopar.formats.profile import Profile
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import find
+from autopar.planner.costs import CostModel
+from autopar.planner.dictated_run import DictatedRun
+from autopar.planner.options import PlanOptions
+from autopar.profiler.calibrate import Observation, calibrate, predict
+from autopar.profiler.estimate import Workload, profile_of, workload
+from autopar.profiler.roofline import Constants, default_constants
+from autopar.profiler.subject import Subject
+
+GPU = "A100-SXM-80G"
+GPUS_PER_NODE = 8
+VOCABULARY = 51200
+NEARLY_EQUAL = 0.02
+"""Two plans whose steps differ by less are as good as each other."""
+
+
+class Model(NamedTuple):
+    """A GPT by its sizes."""
+
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of the data."""
+
+    model: Model
+    gpus: int
+    batch: int
+    micro_batch: int
+    """Samples per replica."""
+    replicas: int
+    stages: int
+    step_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="runs on one node")
+    parser.add_argument("--multi", type=Path, help="runs on several nodes, predicted with the constants of one")
+    parser.add_argument("--curves", type=Path, help="folder of measured all-reduce curves; default: beside the data")
+    parser.add_argument("--network", default="800Gbps", help="of a node (default: four 200 Gbit/s ports)")
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--fit", type=int, default=50, help="runs that the constants are fitted to")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    watch = Watch()
+    folder = arguments.curves or arguments.data.parent / "a100_allreduce"
+    curves = read_curves(folder) if folder.is_dir() else ()
+    runs, further = read_runs(arguments.data), read_runs(arguments.multi) if arguments.multi else []
+    models = estimated((*runs, *further))
+    result = evaluate(runs, observed(runs, models, curves, arguments.network), arguments.draws, arguments.fit)
+    if further:
+        constants = Constants(**result["constants_of_first_draw"])
+        predicted = predict(observed(further, models, curves, arguments.network), constants)
+        result["multi"] = {"runs": len(further), "network": arguments.network, **score(further, predicted)}
+    text = json.dumps({**watch.describe(), "measured_curves": len(curves), **result}, indent=1)
+    sys.stdout.write(text + "\n")
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Read the rows without tensor parallelism; columns are found by name."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = [{(key or "").strip(): value for key, value in row.items()} for row in csv.DictReader(file)]
+    return [_run(row) for row in rows if int(row["tensor parallelism"]) == 1]
+
+
+def _run(row: dict[str, str]) -> Run:
+    sizes = ("hidden size", "attention heads", "# layers", "sequence length")
+    return Run(
+        model=Model(*(int(row[name]) for name in sizes)),
+        gpus=int(row["# GPUs"]),
+        batch=int(row["global batch"]),
+        micro_batch=int(row["micro batch"]),
+        replicas=int(row["data parallelism"]),
+        stages=int(row["pipeline parallelism"]),
+        step_s=float(row["iteration time (ms)"]) / 1e3,
+    )
+
+
+def read_curves(folder: Path) -> tuple[Curve, ...]:
+    """Read all-reduce curves as nccl-tests prints them, one file per number of GPUs."""
+    curves = []
+    for path in sorted(folder.glob("AR_GPU*")):
+        ranks = int("".join(letter for letter in path.name.split("_")[1] if letter.isdigit()))
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(file))[1:]
+        sizes, seconds = zip(*((int(row[0]), float(row[3]) / 1e9) for row in rows), strict=True)
+        curves.append(Curve(kind="all_reduce", ranks=ranks, level="node", sizes=sizes, seconds=seconds))
+    return tuple(curves)
+
+
+def estimated(runs: Iterable[Run]) -> dict[Model, tuple[Profile, Workload]]:
+    """Capture and estimate every model, at the micro-batches that its runs have."""
+    rows: dict[Model, set[int]] = {}
+    for run in runs:
+        rows.setdefault(run.model, set()).add(run.micro_batch)
+    found = {}
+    for model, sizes in sorted(rows.items()):
+        sys.stderr.write(f"estimating {model}\n")
+        found[model] = estimate_model(model, sorted(sizes))
+    return found
+
+
+def estimate_model(model: Model, sizes: Sequence[int]) -> tuple[Profile, Workload]:
+    """Return a model's profile and work on an A100; its parameters are float16, as Megatron's are."""
+    gpu = find(GPU)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(_config(model)))
+        user = load(f"hf:{config}")
+        module = user.build(hollow=True).half()
+        module.config._attn_implementation = "eager"  # type: ignore[union-attr]
+        graph = capture_module(module, user.load_batch(user.dataset(), range(2)), user.loss)
+    subject = Subject(user, module, graph, "fp16", ())
+    load_ = workload(subject, gpu, max(sizes), sizes=sizes)
+    return profile_of(subject, load_, max(sizes), default_constants(gpu)), load_
+
+
+def _config(model: Model) -> dict[str, object]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": VOCABULARY,
+        "n_positions": model.sequence,
+        "n_embd": model.hidden,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "activation_function": "gelu_pytorch_tanh",
+    }
+
+
+def observed(
+    runs: Sequence[Run], models: dict[Model, tuple[Profile, Workload]], curves: Sequence[Curve], network: str
+) -> list[Observation]:
+    """Return the runs as the calibration takes them."""
+    costs: dict[tuple[Model, int], CostModel] = {}
+    found = []
+    for run in runs:
+        profile, load_ = models[run.model]
+        key = (run.model, -(-run.gpus // GPUS_PER_NODE))
+        if key not in costs:
+            costs[key] = CostModel(profile, _cluster(key[1], curves, network), PlanOptions())
+        dictated = DictatedRun(
+            costs[key],
+            cuts=_cuts(profile, run.stages),
+            widths=(run.replicas,) * run.stages,
+            micro_batches=run.batch // (run.replicas * run.micro_batch),
+            micro_batch_size=run.replicas * run.micro_batch,
+        )
+        found.append(Observation(load_, dictated, True, run.step_s))
+    return found
+
+
+def _cluster(nodes: int, curves: Sequence[Curve], network: str) -> Cluster:
+    name = f"{GPUS_PER_NODE}x{GPU}" if nodes == 1 else f"{nodes}x{GPUS_PER_NODE}x{GPU}:{network}"
+    cluster = cluster_named(name)
+    measured = {(curve.kind, curve.ranks, curve.level) for curve in curves}
+    others = [each for each in cluster.curves if (each.kind, each.ranks, each.level) not in measured]
+    return cluster.model_copy(update={"curves": (*curves, *others)})
+
+
+def _cuts(profile: Profile, stages: int) -> tuple[int, ...]:
+    """Return the ends of stages with equally many blocks; embeddings are in the first, the head in the last."""
+    blocks = [index for index, layer in enumerate(profile.layers) if layer.name.startswith("transformer.h.")]
+    each = len(blocks) // stages
+    return (*(blocks[stage * each] for stage in range(1, stages)), len(profile.layers))
+
+
+def evaluate(runs: Sequence[Run], observations: Sequence[Observation], draws: int, fit: int) -> dict[str, object]:
+    """Fit to some runs and predict the others, in several seeded draws; return medians over the draws."""
+    defaults = default_constants(find(GPU))
+    scores, fitted = [], []
+    for seed in range(draws):
+        chosen = set(random.Random(seed).sample(range(len(runs)), fit))
+        calibration = calibrate([observations[index] for index in sorted(chosen)], defaults, leave_out=False)
+        rest = [index for index in range(len(runs)) if index not in chosen]
+        predicted = predict([observations[index] for index in rest], calibration.constants)
+        scores.append(score([runs[index] for index in rest], predicted))
+        fitted.append(calibration.constants)
+        sys.stderr.write(f"draw {seed}: {scores[-1]}\n")
+    return {
+        "runs": len(runs),
+        "fitted_to": fit,
+        "draws": draws,
+        "median": {name: round(statistics.median(each[name] for each in scores), 4) for name in scores[0]},
+        "worst_error": round(max(each["error_mean"] for each in scores), 4),
+        "by_default": score(runs, predict(observations, defaults)),
+        "constants_of_first_draw": asdict(fitted[0]),
+    }
+
+
+def score(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, float]:
+    """Return errors of steps, the share of pairs of plans in the right order, and what the plan picked loses."""
+    errors = [abs(step_s / run.step_s - 1) for run, step_s in zip(runs, predicted, strict=True)]
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for run, step_s in zip(runs, predicted, strict=True):
+        groups.setdefault((run.model, run.gpus, run.batch), []).append((run.step_s, step_s))
+    pairs = [pair for group in groups.values() for pair in combinations(group, 2)]
+    apart = [(a, b) for a, b in pairs if max(a[0], b[0]) > (1 + NEARLY_EQUAL) * min(a[0], b[0])]
+    regrets = [
+        min(group, key=lambda each: each[1])[0] / min(measured for measured, _ in group) - 1
+        for group in groups.values()
+        if len(group) > 1
+    ]
+    result = {"error_mean": statistics.mean(errors), "error_median": statistics.median(errors)}
+    result["bias"] = statistics.mean(step_s / run.step_s - 1 for run, step_s in zip(runs, predicted, strict=True))
+    if pairs:
+        result["pairs_right"] = _right(apart)
+        result["all_pairs_right"] = _right(pairs)
+        result["regret_mean"] = statistics.mean(regrets)
+        result["regret_max"] = max(regrets)
+    return {name: round(value, 4) for name, value in result.items()}
+
+
+def _right(pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+    return statistics.mean((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs) if pairs else 1.0
+
+
+if __name__ == "__main__":
+    main()
