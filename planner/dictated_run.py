@@ -61,6 +61,7 @@ class DictatedRun:
         self,
         forward_s: Mapping[int, Sequence[float]],
         backward_s: Mapping[int, Sequence[float]],
+        accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
         message_s: float = 0.0,
@@ -68,10 +69,11 @@ class DictatedRun:
     ) -> float:
         """Return the seconds of a step, given every layer's times by number of samples.
 
-        ``overhead_s`` is what a step takes beside its layers, ``message_s`` what a message takes beyond its link, and
+        ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
+        ``overhead_s`` what a step takes beside its layers, ``message_s`` what a message takes beyond its link, and
         ``hidden_share`` how much of what can hide of a reduction behind the last backward does.
         """
-        costs = self._costs.retimed(_GivenTimes(forward_s, backward_s, update_s))
+        costs = self._costs.retimed(_GivenTimes(forward_s, backward_s, accumulate_s, update_s))
         times = durations(costs, self._candidate)
         exposed = [
             hidden_share * some + (1 - hidden_share) * every
@@ -87,23 +89,25 @@ class DictatedRun:
 
 
 class _GivenTimes(LayerCosts):
-    """Times of layers that are handed over, at the numbers of samples that are asked for; adding is part of them."""
+    """Times of layers that are handed over, at the numbers of samples that are asked for."""
 
     def __init__(
         self,
         forward_s: Mapping[int, Sequence[float]],
         backward_s: Mapping[int, Sequence[float]],
+        accumulate_s: Sequence[float],
         update_s: Sequence[float],
     ) -> None:
         self._forward = {rows: [0.0, *accumulate(seconds)] for rows, seconds in forward_s.items()}
-        self._backward = {rows: [0.0, *accumulate(seconds)] for rows, seconds in backward_s.items()}
+        self._backward, self._accumulate = backward_s, accumulate_s
         self.update_sums = [0.0, *accumulate(update_s)]
 
     def forward_sums(self, rows: int) -> list[float]:
         return self._forward[rows]
 
     def backward_sums(self, rows: int, adding: float) -> list[float]:
-        return self._backward[rows]
+        each = zip(self._backward[rows], self._accumulate, strict=True)
+        return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]
 
 
 def _common_width(candidate: Candidate, times: Durations) -> int:

@@ -60,6 +60,7 @@ class PricedRun(Protocol):
         self,
         forward_s: Mapping[int, Sequence[float]],
         backward_s: Mapping[int, Sequence[float]],
+        accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
         message_s: float = 0.0,
@@ -140,6 +141,7 @@ def _step_s(observation: Observation, times: _Times, constants: Constants) -> fl
     return observation.run.step_s(
         times.forward_s,
         times.backward_again_s if observation.recompute else times.backward_s,
+        times.accumulate_s,
         times.update_s,
         constants.step_s,
         constants.message_s,
@@ -154,6 +156,7 @@ class _Times:
     forward_s: Mapping[int, Sequence[float]]
     backward_s: Mapping[int, Sequence[float]]
     backward_again_s: Mapping[int, Sequence[float]]
+    accumulate_s: Sequence[float]
     update_s: Sequence[float]
 
     @classmethod
@@ -162,7 +165,8 @@ class _Times:
             return dict(zip(load.sizes, values.tolist(), strict=True))
 
         again = times.backward_s + times.forward_s
-        return cls(by_rows(times.forward_s), by_rows(times.backward_s), by_rows(again), times.update_s.tolist())
+        once = (times.accumulate_s.tolist(), times.update_s.tolist())
+        return cls(by_rows(times.forward_s), by_rows(times.backward_s), by_rows(again), *once)
 
 
 def _fit(observations: Sequence[Observation], start: Constants) -> Constants:

@@ -7,8 +7,8 @@ powers and losses in float32 (torch.amp, "CUDA Ops that can autocast to float32"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
+from autopar.profiler.precision import Computing
 
-__all__ = ["AttentionKernel", "CudaRules", "attention_kernel", "autocast"]
+__all__ = ["AttentionKernel", "CudaRules", "as_on_cuda", "attention_kernel"]
 
 AttentionKernel = Literal["flash", "efficient", "math"]
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,10 +40,16 @@ _IN_FLOAT32_TEXT = (
 _IN_FLOAT32 = frozenset(_IN_FLOAT32_TEXT.split())
 
 
-def autocast(precision: Precision) -> AbstractContextManager[object]:
-    """Return the context in which layers of a precision are computed; :class:`CudaRules` mends what it leaves."""
+def as_on_cuda(gpu: Gpu, precision: Precision) -> Computing:
+    """Return what forwards on the CPU's fake tensors run in, to launch and keep what they would on a GPU."""
     half = _HALF.get(precision)
-    return nullcontext() if half is None else torch.autocast("cpu", dtype=half)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with nullcontext() if half is None else torch.autocast("cpu", dtype=half), CudaRules(gpu, precision):
+            yield
+
+    return context
 
 
 def attention_kernel(

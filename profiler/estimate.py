@@ -8,15 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from autopar.capture import Layer
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.costs import describe_tensors, describe_ties
+from autopar.profiler.costs import describe_tensors, describe_ties, owned_parameters
+from autopar.profiler.fit import fitted
+from autopar.profiler.kernels import Kernel
+from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
+from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
 from autopar.profiler.subject import Subject
-from autopar.profiler.update_work import UpdateWork, update_work
+from autopar.profiler.update_work import moved_per_number
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
 
 __all__ = ["RESERVED_BYTES", "LayerSeconds", "Workload", "estimate", "layer_seconds", "profile_of", "workload"]
@@ -29,7 +34,6 @@ COMMUNICATORS = 2
 """Of a rank: one with all ranks, one with its stage's replicas."""
 RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
 
-MOST_SIZES = 8
 Numbers = npt.NDArray[np.float64]
 
 
@@ -41,21 +45,24 @@ class Workload:
     sizes: tuple[int, ...]
     works: tuple[GraphWork, ...]
     """By micro-batch size."""
-    updates: tuple[UpdateWork, ...]
-    """By layer."""
+    optimizer: OptimizerMemory
+    """By fingerprint."""
+    updated_bytes: Numbers
+    """What the optimizer's step reads and writes, by layer."""
     table: KernelTable
-    """Three groups for every different work: forward, backward, and the part of it that makes inputs' gradients."""
+    """Four groups for every different work: forward, backward, its half for the inputs, and adding to gradients."""
     places: npt.NDArray[np.int64]
     """Index of a layer's work, by size and layer."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Times by (micro-batch size, layer), and of the optimizer's step by layer."""
+    """Times by (micro-batch size, layer); of adding to gradients and of the optimizer's step, by layer."""
 
     forward_s: Numbers
     backward_s: Numbers
     backward_input_s: Numbers
+    accumulate_s: Numbers
     forward_launch_s: Numbers
     backward_launch_s: Numbers
     update_s: Numbers
@@ -97,51 +104,54 @@ def workload(
     single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
     # Parameters that are in half precision themselves need no autocast.
     precision = subject.precision if single else "fp32"
-    chosen = tuple(sizes) if sizes is not None else _sizes(batch)
+    chosen = tuple(sizes) if sizes is not None else tuple(sizes_up_to(batch))
     works = []
     for index, size in enumerate(chosen):
         progress("recording layers on fake tensors", index / len(chosen))
         works.append(graph_work(subject.graph, size, gpu, precision))
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
-    updates = {fingerprint: update_work(subject.user, layer) for fingerprint, layer in first.items()}
+    kinds = {fingerprint: list(layer.module.parameters()) for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works for layer in work.layers}
     index_of = {key: index for index, key in enumerate(distinct)}
-    groups = [group for work in distinct.values() for group in (work.forward, work.backward, work.backward_input)]
+    groups = [group for work in distinct.values() for group in _groups(work)]
     return Workload(
         gpu=gpu,
         sizes=chosen,
         works=tuple(works),
-        updates=tuple(updates[layer.fingerprint] for layer in subject.graph.layers),
+        optimizer=optimizer_memory(subject.user, kinds, torch.device("cuda")),
+        updated_bytes=_updated_bytes(subject, kinds),
         table=KernelTable.of(groups, gpu),
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works], dtype=np.int64),
     )
 
 
-def _sizes(batch: int) -> tuple[int, ...]:
-    """Return at most eight micro-batch sizes: powers of two from 1 up, spread evenly.
+def _groups(work: LayerWork) -> tuple[tuple[Kernel, ...], ...]:
+    return work.forward, work.backward, work.backward_input, work.accumulate
 
-    >>> _sizes(16), _sizes(6)
-    ((1, 2, 4, 8, 16), (1, 2, 4))
-    """
-    powers = [2**exponent for exponent in range(batch.bit_length())]
-    count = min(MOST_SIZES, len(powers))
-    return tuple(dict.fromkeys(powers[round(index * (len(powers) - 1) / max(1, count - 1))] for index in range(count)))
+
+def _updated_bytes(subject: Subject, kinds: Mapping[str, Sequence[nn.Parameter]]) -> Numbers:
+    """Return what the optimizer moves, by layer; a parameter of several layers is updated with the first."""
+    moved = {kind: moved_per_number(subject.user, parameters) for kind, parameters in kinds.items()}
+    owned = owned_parameters(subject.graph)
+    numbers = [sum(layer.parameter(at).numel() for at in owned[layer.name]) for layer in subject.graph.layers]
+    each = zip(subject.graph.layers, numbers, strict=True)
+    return np.array([moved[layer.fingerprint] * count for layer, count in each])
 
 
 def layer_seconds(load: Workload, constants: Constants) -> LayerSeconds:
     """Price a workload."""
-    launch_s = [constants.forward_launch_s, constants.backward_launch_s, constants.backward_launch_s]
-    per_group = np.tile(launch_s, load.table.groups // 3)
-    every = seconds(load.table, load.gpu, constants, per_group).reshape(-1, 3)
-    launches = (load.table.launches * per_group).reshape(-1, 3)
-    moved = np.array([float(update.moved_bytes) for update in load.updates])
+    launch_s = [constants.forward_launch_s] + 3 * [constants.backward_launch_s]
+    per_group = np.tile(launch_s, load.table.groups // 4)
+    every = seconds(load.table, load.gpu, constants, per_group).reshape(-1, 4)
+    launches = (load.table.launches * per_group).reshape(-1, 4)
     return LayerSeconds(
         forward_s=every[load.places, 0],
         backward_s=every[load.places, 1],
         backward_input_s=every[load.places, 2],
+        accumulate_s=every[load.places[0], 3],
         forward_launch_s=launches[load.places, 0],
         backward_launch_s=launches[load.places, 1],
-        update_s=moved / (load.gpu.memory_bytes_per_s * constants.update_share),
+        update_s=load.updated_bytes / (load.gpu.memory_bytes_per_s * constants.update_share),
     )
 
 
@@ -166,6 +176,7 @@ def profile_of(
         layers=tuple(layers),
         tensors=_tensors(subject, load.works[0]),
         tied=describe_ties(subject.graph),
+        updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
         notes=(
@@ -189,12 +200,14 @@ def _layer(
         parameters_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=trainable,
         gradient_bytes=trainable,
-        optimizer_bytes=load.updates[index].state_bytes,
+        optimizer_bytes=load.optimizer.state[layer.fingerprint],
         buffers_bytes=sum(buffer.nbytes for buffer in buffers),
         update_s=float(times.update_s[index]),
+        accumulate_s=float(times.accumulate_s[index]),
+        update_bytes=load.optimizer.workspace[layer.fingerprint],
         costs=tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes))),
-        forward_fit=_line(load.sizes, times.forward_s[:, index]),
-        backward_fit=_line(load.sizes, times.backward_s[:, index]),
+        forward_fit=fitted(load.sizes, times.forward_s[:, index].tolist()),
+        backward_fit=fitted(load.sizes, times.backward_s[:, index].tolist()),
         measured_as=estimated_as,
     )
 
@@ -245,17 +258,3 @@ def _tensors(subject: Subject, work: GraphWork) -> tuple[formats.Tensor, ...]:
         )
         for tensor in describe_tensors(subject.graph)
     )
-
-
-def _line(sizes: Sequence[int], values: Numbers) -> formats.Line | None:
-    """Fit an affine function with relative errors least, neither part negative; none to a single size."""
-    if len(sizes) < 2:
-        return None
-    rows = np.array(sizes, dtype=np.float64)
-    per_sample, fixed = np.polyfit(rows, values, 1, w=1 / values)
-    if fixed < 0:
-        per_sample, fixed = float(np.sum(rows / values) / np.sum((rows / values) ** 2)), 0.0
-    if per_sample < 0:
-        per_sample, fixed = 0.0, float(np.sum(1 / values) / np.sum(1 / values**2))
-    residual = float(np.max(np.abs((fixed + per_sample * rows) / values - 1)))
-    return formats.Line(fixed_s=float(fixed), per_sample_s=float(per_sample), residual=residual)

@@ -16,10 +16,11 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.activations import SavedStorages
-from autopar.profiler.cuda_rules import CudaRules, autocast
+from autopar.profiler.cuda_rules import as_on_cuda
 from autopar.profiler.kernels import Kernel, KernelLog
 from autopar.profiler.passes import Inputs, LayerPass
 from autopar.profiler.peak import peak_bytes
+from autopar.profiler.precision import Computing
 
 __all__ = ["GraphWork", "LayerWork", "graph_work"]
 
@@ -32,6 +33,8 @@ class LayerWork:
     backward: tuple[Kernel, ...]
     backward_input: tuple[Kernel, ...]
     """What makes the gradients of the inputs alone."""
+    accumulate: tuple[Kernel, ...]
+    """What adding to gradients that are there takes beyond ``backward``."""
     saved: Mapping[str, int]
     peak_bytes: int
     outputs: tuple[tuple[torch.dtype, bool, int], ...]
@@ -48,9 +51,6 @@ class GraphWork:
     """Of every tensor between layers: autocast decides them, so they can differ from the captured ones."""
 
 
-_Known = dict[tuple[object, ...], LayerWork]
-
-
 def graph_work(graph: LayerGraph, rows: int, gpu: Gpu, precision: Precision) -> GraphWork:
     """Run one layer of every kind forward and backward on fake tensors, as a GPU would; nothing is computed.
 
@@ -61,13 +61,14 @@ def graph_work(graph: LayerGraph, rows: int, gpu: Gpu, precision: Precision) -> 
     """
     specs = {tensor.name: tensor for tensor in graph.tensors}
     types = {name: (spec.dtype, False) for name, spec in specs.items() if spec.producer is None}
-    known: _Known = {}
+    computing = as_on_cuda(gpu, precision)
+    known: dict[tuple[object, ...], LayerWork] = {}
     found = []
     for layer in graph.layers:
         given = tuple(types[name] for name in layer.inputs)
         key = (layer.fingerprint, given)
         if key not in known:
-            known[key] = _run(layer, {name: specs[name] for name in layer.inputs}, types, rows, graph, gpu, precision)
+            known[key] = _run(layer, {name: specs[name] for name in layer.inputs}, types, rows, graph, computing)
         work = known[key]
         found.append(work)
         types.update({name: made[:2] for name, made in zip(layer.outputs, work.outputs, strict=True)})
@@ -80,17 +81,16 @@ def _run(
     types: Mapping[str, tuple[torch.dtype, bool]],
     rows: int,
     graph: LayerGraph,
-    gpu: Gpu,
-    precision: Precision,
+    computing: Computing,
 ) -> LayerWork:
     mode = FakeTensorMode()
-    faked = _faked(layer, mode, CudaRules(gpu, precision), precision)
+    faked = _faked(layer, mode)
     with mode:
         tensors = {name: torch.empty(spec.shape(rows), dtype=types[name][0]) for name, spec in specs.items()}
     inputs = Inputs(rows, tensors, {name: types[name][1] for name in specs})
     try:
         with mode:
-            return _record(faked, inputs, graph.outputs)
+            return _record(faked, inputs, graph.outputs, computing)
     except AutoparError:
         raise
     except Exception as error:
@@ -101,11 +101,9 @@ def _run(
         ) from error
 
 
-def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...]) -> LayerWork:
-    parameters = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    work = LayerPass(layer, inputs, loss)
+def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Computing) -> LayerWork:
+    trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+    work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
     with KernelLog() as forward, storages.recording():
         work.forward()
@@ -119,42 +117,41 @@ def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...]) -> LayerWork:
     with KernelLog() as backward:
         work.backward()
     del work, tensors, storages
-    peak = peak_bytes(LayerPass(layer, inputs, loss).whole, torch.device("cpu"))
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    halved = LayerPass(layer, inputs, loss)
-    halved.forward()
-    halved.prepare_backward()
-    with KernelLog() as half:
-        halved.backward()
+    gradients = [torch.zeros_like(parameter) for parameter in trained]
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = torch.zeros_like(gradient)
+    with KernelLog() as adding:
+        torch.autograd.backward(trained, gradients)
+    peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
     return LayerWork(
         forward=tuple(forward.kernels),
         backward=tuple(backward.kernels),
-        backward_input=tuple(half.kernels),
+        backward_input=_input_half(layer, inputs, loss, computing, trained),
+        accumulate=tuple(adding.kernels),
         saved=saved,
         peak_bytes=peak,
         outputs=outputs,
     )
 
 
-class _AsOnCuda(nn.Module):
-    """A layer's module, run by a GPU's rules."""
+def _input_half(
+    layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Computing, trained: list[nn.Parameter]
+) -> tuple[Kernel, ...]:
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    work = LayerPass(layer, inputs, loss, computing)
+    work.forward()
+    work.prepare_backward()
+    with KernelLog() as log:
+        work.backward()
+    return tuple(log.kernels)
 
-    def __init__(self, module: nn.Module, rules: CudaRules, precision: Precision) -> None:
-        super().__init__()
-        self.module = module
-        self._rules, self._precision = rules, precision
 
-    def forward(self, rows: int, *inputs: torch.Tensor) -> object:
-        with autocast(self._precision), self._rules:
-            return self.module(rows, *inputs)
-
-
-def _faked(layer: Layer, mode: FakeTensorMode, rules: CudaRules, precision: Precision) -> Layer:
+def _faked(layer: Layer, mode: FakeTensorMode) -> Layer:
     """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
     held = [*layer.module.parameters(), *layer.module.buffers(), *_constants(layer.module)]
     memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in held}
-    return replace(layer, module=_AsOnCuda(copy.deepcopy(layer.module, memo), rules, precision))
+    return replace(layer, module=copy.deepcopy(layer.module, memo))
 
 
 def _constants(module: nn.Module) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[floa
     layers = range(costs.layer_count)
     return (
         {size: [costs.forward_s(layer, layer + 1, size) for layer in layers] for size in rows},
-        {size: [costs.backward_s(layer, layer + 1, size, 1.0) for layer in layers] for size in rows},
+        {size: [costs.backward_s(layer, layer + 1, size, 0.0) for layer in layers] for size in rows},
     )
 
 
@@ -42,8 +42,9 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
     micro_batches, size = draw.randint(1, 5), draw.choice((2, 3, 4))
     dictated = DictatedRun(costs, cuts, widths, micro_batches, size)
     forward_s, backward_s = _times(costs, dictated.rows)
+    accumulate_s = [layer.accumulate_s for layer in profile.layers]
     update_s = [layer.update_s for layer in profile.layers]
-    step_s = dictated.step_s(forward_s, backward_s, update_s, profile.step_overhead_s)
+    step_s = dictated.step_s(forward_s, backward_s, accumulate_s, update_s, profile.step_overhead_s)
     whole_s = Simulator(costs).step_s(_candidate(cuts, widths, micro_batches, size))
     assert step_s == pytest.approx(whole_s, rel=1e-12)
 
@@ -54,13 +55,14 @@ def test_longer_layers_messages_and_bare_reductions_make_a_step_longer() -> None
     cuts = tuple(accumulate((costs.layer_count // 2, costs.layer_count - costs.layer_count // 2)))
     dictated = DictatedRun(costs, cuts, (2, 2), 4, 4)
     forward_s, backward_s = _times(costs, dictated.rows)
-    update_s = [0.0] * costs.layer_count
-    step_s = dictated.step_s(forward_s, backward_s, update_s, 0.0)
-    assert dictated.step_s(forward_s, backward_s, update_s, 0.5) == pytest.approx(step_s + 0.5)
-    assert dictated.step_s(forward_s, backward_s, update_s, 0.0, message_s=0.01) > step_s
-    assert dictated.step_s(forward_s, backward_s, update_s, 0.0, hidden_share=0.0) > step_s
+    none = [0.0] * costs.layer_count
+    step_s = dictated.step_s(forward_s, backward_s, none, none, 0.0)
+    assert dictated.step_s(forward_s, backward_s, none, none, 0.5) == pytest.approx(step_s + 0.5)
+    assert dictated.step_s(forward_s, backward_s, none, none, 0.0, message_s=0.01) > step_s
+    assert dictated.step_s(forward_s, backward_s, none, none, 0.0, hidden_share=0.0) > step_s
+    assert dictated.step_s(forward_s, backward_s, [0.1] * costs.layer_count, none, 0.0) > step_s
     doubled = {size: [2 * seconds for seconds in each] for size, each in backward_s.items()}
-    assert dictated.step_s(forward_s, doubled, update_s, 0.0) > step_s
+    assert dictated.step_s(forward_s, doubled, none, none, 0.0) > step_s
 
 
 @pytest.mark.parametrize(
