@@ -64,27 +64,14 @@ class DictatedRun:
         accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
-        message_s: float = 0.0,
-        hidden_share: float = 1.0,
     ) -> float:
         """Return the seconds of a step, given every layer's times by number of samples.
 
         ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
-        ``overhead_s`` what a step takes beside its layers, ``message_s`` what a message takes beyond its link, and
-        ``hidden_share`` how much of what can hide of a reduction behind the last backward does.
+        ``overhead_s`` what a step takes beside its layers.
         """
         costs = self._costs.retimed(_GivenTimes(forward_s, backward_s, accumulate_s, update_s))
-        times = durations(costs, self._candidate)
-        exposed = [
-            hidden_share * some + (1 - hidden_share) * every
-            for some, every in zip(times.exposed_s, times.reduce_s, strict=True)
-        ]
-        times = replace(
-            times,
-            overhead_s=overhead_s,
-            exposed_s=exposed,
-            message_s={pair: seconds + message_s for pair, seconds in times.message_s.items()},
-        )
+        times = replace(durations(costs, self._candidate), overhead_s=overhead_s)
         return run(self._program, _first_replicas(times, self._width))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import exp, log
+from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +24,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class _Prior(NamedTuple):
-    """How far a constant may be from its default: the logarithm's standard deviation, or the share's own."""
+    """How far a constant may be from its default: its logarithm's standard deviation."""
 
     deviation: float
     least: float
@@ -42,11 +41,7 @@ _PRIORS = {
     "backward_launch_s": _Prior(0.7, 1e-7, 1e-3),
     "update_share": _Prior(0.5, 0.01, 3.0),
     "step_s": _Prior(1.0, 1e-5, 10.0),
-    "message_s": _Prior(1.0, 1e-7, 0.1),
-    "hidden_share": _Prior(0.5, 0.0, 1.0),
 }
-_LINEAR = frozenset(("hidden_share",))
-"""Constants that may be 0, and are therefore fitted as they are."""
 
 
 class PricedRun(Protocol):
@@ -63,8 +58,6 @@ class PricedRun(Protocol):
         accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
-        message_s: float = 0.0,
-        hidden_share: float = 1.0,
     ) -> float:
         """Return the seconds of a step, given every layer's times by number of samples."""
 
@@ -144,8 +137,6 @@ def _step_s(observation: Observation, times: _Times, constants: Constants) -> fl
         times.accumulate_s,
         times.update_s,
         constants.step_s,
-        constants.message_s,
-        constants.hidden_share,
     )
 
 
@@ -176,18 +167,18 @@ def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
     deviations = np.array([_PRIORS[name].deviation for name in names])
 
     def residuals(point: Numbers) -> Numbers:
-        predicted = np.log(predict(observations, _decode(point, start)))
+        predicted = np.log(predict(observations, _decode(point)))
         # The robust loss is for runs; a pull to the start is made as strong there as the square is.
         errors = np.sign(predicted - measured) * np.sqrt(_soft_l1((predicted - measured) / NOISE))
         return np.concatenate((errors, (point - origin) / deviations))
 
     bounds = (
-        np.array([_code(name, _PRIORS[name].least) for name in names]),
-        np.array([_code(name, _PRIORS[name].most) for name in names]),
+        np.log([_PRIORS[name].least for name in names]),
+        np.log([_PRIORS[name].most for name in names]),
     )
     inside = np.clip(origin, bounds[0] + 1e-9, bounds[1] - 1e-9)
     result = least_squares(residuals, inside, bounds=bounds, x_scale=deviations, diff_step=1e-4, ftol=1e-5, xtol=1e-5)
-    return _decode(result.x, start)
+    return _decode(result.x)
 
 
 def _soft_l1(errors: Numbers) -> Numbers:
@@ -196,16 +187,11 @@ def _soft_l1(errors: Numbers) -> Numbers:
 
 
 def _encode(constants: Constants) -> Numbers:
-    return np.array([_code(name, value) for name, value in asdict(constants).items()])
+    return np.log(list(asdict(constants).values()))
 
 
-def _code(name: str, value: float) -> float:
-    return value if name in _LINEAR else log(value)
-
-
-def _decode(point: Numbers, start: Constants) -> Constants:
-    values = zip(Constants.names(), point.tolist(), strict=True)
-    return replace(start, **{name: value if name in _LINEAR else exp(value) for name, value in values})
+def _decode(point: Numbers) -> Constants:
+    return Constants(*np.exp(point).tolist())
 
 
 def _error(observations: Sequence[Observation], constants: Constants) -> float:

@@ -9,9 +9,8 @@ the host launches them, for launching is asynchronous.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -50,14 +49,6 @@ class Constants:
     the optimizer does that was recorded."""
     step_s: float = 5e-3
     """Time of a step that belongs to no layer: loading, zeroing, the first launches."""
-    message_s: float = 20e-6
-    """Time a message between stages takes beyond what the link does: two hosts, and the waiting of their streams."""
-    hidden_share: float = 1.0
-    """Of a reduction of gradients, that hides behind the last backward where the plan says that it does."""
-
-    def to_json(self) -> str:
-        """Return the constants as a JSON object."""
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
