@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autopar.capture import chain
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
@@ -63,27 +64,46 @@ def capture_module(
     model's own objects; buffers and the random state are left as they were. With ``layers``, its list of modules is
     taken as it is, one layer each.
 
+    A model whose parameters have no values (``UserModel.build(hollow=True)``) gives a graph without values.
+
     Raises:
         ModelError: the model raises, or batch, output and loss do not fit together.
         CaptureError: the model cannot be captured; names the construct, file and line.
     """
     model.train()
+    hollow = is_hollow(model)
+    if hollow:
+        refuse_lost_buffers(model)
     tensors = named_tensors(batch)
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
     step = StepModule(model, batch, loss).train()
     with unchanged(model):
         if layers is not None:
+            if hollow:
+                raise CaptureError("layers(model) runs its modules to describe them, and this model exceeds the memory")
             with _told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers)
-        with _told_apart("the model's forward"), watch():
-            outputs = step(*(tensor.clone() for tensor in tensors.values()))
-        if not outputs[0].requires_grad:
-            raise ModelError(NOTHING_TO_TRAIN)
-    with unchanged(model):
-        program = _export(step, tensors)
-    with unchanged(model):
-        return _cut(program, model, tensors)
+        with faked(model) if hollow else contextlib.nullcontext() as mode:
+            _try_out(step, tensors, mode)
+            program = _export(step, tensors)
+    if hollow:
+        # Export has kept the fake tensors that stood for the parameters.
+        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
+    return _cut(program, model, tensors)
+
+
+def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
+    """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
+    with unchanged(step), _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
+        examples = (mode.from_tensor(tensor) if mode else tensor.clone() for tensor in tensors.values())
+        outputs = step(*examples)
+    if not outputs[0].requires_grad:
+        raise ModelError(NOTHING_TO_TRAIN)
+
+
+def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
 
 
 @contextlib.contextmanager
@@ -159,7 +179,7 @@ def _first_line(error: BaseException) -> str:
 def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
-    attributes: dict[str, object] = dict(model.named_parameters(remove_duplicate=False))
+    attributes: dict[str, object] = dict(_all_parameters(model))
     attributes |= dict(model.named_buffers(remove_duplicate=False))
     canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
     inputs = placeholders(program, list(tensors), canonical)
@@ -172,11 +192,7 @@ def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch
         {node: program.constants[target] for node, target in inputs.constants.items()},
     )
     graph = assemble(Exported(program, inputs, segments), list(tensors), values)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    gradients = {
-        name: tensor.requires_grad for run in chain.forward(graph, copies) for name, tensor in run.outputs.items()
-    }
-    return with_gradients(graph, gradients)
+    return with_gradients(graph, gradient_flow(graph))
 
 
 def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
@@ -229,5 +245,6 @@ def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> Laye
         inputs=tuple(tensors),
         outputs=outputs,
         loss="mean" if len(outputs) == 1 else "sum_count",
+        hollow=any(value.device.type == "meta" for value in values.parameters.values()),
         exported=exported,
     )

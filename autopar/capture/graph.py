@@ -81,6 +81,8 @@ class LayerGraph:
     """What the loss outputs are: one mean over the samples, or a sum and what to divide it by."""
     portable: bool = True
     """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
+    hollow: bool = False
+    """Whether its parameters have shapes but no values (``place.materialize`` gives a layer values)."""
     exported: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 

@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.configured import PREFIX, SYNTHETIC, read_configured
-from autopar.errors import AutoparError, ModelError, UsageError
+from autopar.capture.hollow import hollow_parameters
+from autopar.capture.traps import user_line
+from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.profile import path_of
 
 __all__ = ["UserModel", "load"]
@@ -43,16 +45,34 @@ class UserModel:
     notes: tuple[str, ...] = ()
     """What a reader of a profile must know about the model and its inputs."""
 
-    def build(self, seed: int = 0) -> nn.Module:
+    def build(self, seed: int = 0, hollow: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
+
+        A hollow model's parameters are shapes on the meta device, and at no time more than one of them is held; its
+        buffers have their values.
 
         Raises:
             ModelError: ``model()`` raises, or returns something else than a module.
+            CaptureError: a hollow model cannot be built, since the constructor reads values of parameters.
         """
         torch.manual_seed(seed)
-        built = self._call("model", self.factory)
+        built = self._build_hollow() if hollow else self._call("model", self.factory)
         if not isinstance(built, nn.Module):
             raise ModelError(f"{self.path}: model() returned {_a(built)}; it must return a torch.nn.Module")
+        return built
+
+    def _build_hollow(self) -> object:
+        try:
+            with hollow_parameters():
+                built = self._call("model", self.factory)
+        except ModelError as error:
+            if "meta" not in str(error.__cause__).lower():
+                raise
+            line, source = user_line(error.__cause__.__traceback__ if error.__cause__ else None)
+            raise CaptureError(
+                f"{line}: `{source}` reads the value of a parameter, and a model that is larger than memory is built "
+                "without values; compute it of other values"
+            ) from error
         return built
 
     def dataset(self) -> Dataset[Any]:
