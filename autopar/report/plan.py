@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from autopar.formats.document import least_certain
 from autopar.report.quantity import duration, percentage, size
 from autopar.report.table import new_table
 
@@ -40,13 +41,16 @@ def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
     computed = (">forward", ">backward")
     columns = (">stage", "layers", "devices", "shares", ">in\nflight", *computed, ">peak\nmemory", ">headroom")
-    table = new_table("Stages (times of one micro-batch)", columns, folded="layers")
+    known = set(predicted.compute)
+    title = f"Stages (times of one micro-batch{f', {min(known)}' if len(known) == 1 else ''})"
+    table = new_table(title, (*columns, "known") if len(known) > 1 else columns, folded="layers")
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
-        table.add_row(str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
+        row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
+        table.add_row(*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ()))
     return table
 
 
@@ -84,6 +88,11 @@ def _prediction(plan: Plan) -> Table:
     if predicted.lower_bound_s > 0:
         table.add_row("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1))
     table.add_row("bubble", percentage(predicted.bubble))
+    computing = least_certain(predicted.compute)
+    if computing is not None:
+        table.add_row("computing times", computing)
+    if predicted.communication is not None:
+        table.add_row("communication times", predicted.communication)
     return table
 
 

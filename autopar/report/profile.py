@@ -1,7 +1,8 @@
-"""Profile as tables: layers, what crosses their boundaries, totals."""
+"""Profile as tables: layers, what crosses their boundaries, where time and memory are, how times were found."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,48 +15,150 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from autopar.formats.profile import Cost, Layer, Profile
+    from autopar.formats.profile import Cost, Layer, Line, Profile
 
-__all__ = ["render"]
+__all__ = ["render", "title_of"]
+
+_SHOWN_KINDS = 8
 
 
 def render(profile: Profile, console: Console) -> None:
-    """Print a profile's layers at the largest size measured, totals and notes."""
-    device = profile.device
-    threads = f", {device.threads} thread{'s' if device.threads > 1 else ''} per rank" if device.type == "cpu" else ""
-    title = f"profile of {profile.model.source}: {profile.precision} on {device.name}{threads}"
-    console.print(title, highlight=False, markup=False)
+    """Print a profile's layers at the largest size that is known, totals, how sure its times are, and notes."""
+    console.print(title_of(profile), highlight=False, markup=False)
     console.print(_layers(profile))
-    spread = f"median {percentage(profile.noise.median_spread)}, largest {percentage(profile.noise.max_spread)}"
-    console.print(f"spread of the times: {spread}", highlight=False, markup=False)
-    overhead = duration(profile.step_overhead_s)
-    console.print(f"loading a mini-batch of {profile.batch}: {overhead}", highlight=False, markup=False)
+    if any(_halved(layer.costs[-1]) for layer in profile.layers):
+        console.print(_parts(profile))
+    console.print(_shares(profile))
+    for line in (*_certainty(profile), *_totals_in_words(profile)):
+        console.print(line, highlight=False, markup=False)
     for tied in profile.tied:
         console.print(f"tied: {tied.parameter} in {', '.join(tied.layers)}", highlight=False, markup=False)
     for note in profile.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
+def title_of(profile: Profile) -> str:
+    """Return what was profiled, in which precision and on what."""
+    device = profile.device
+    threads = f", {device.threads} thread{'s' if device.threads > 1 else ''} per rank" if device.type == "cpu" else ""
+    compiled = ", compiled" if profile.compiled else ""
+    return f"profile of {profile.model.source}: {profile.precision}{compiled} on {device.name}{threads}"
+
+
 def _layers(profile: Profile) -> Table:
     rows = profile.layers[0].costs[-1].micro_batch
+    mixed = len({cost.provenance for layer in profile.layers for cost in layer.costs}) > 1
     columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
-    table = new_table(f"Layers (micro-batch of {rows}, each)", columns, folded="layer", footer=True)
+    title = f"Layers (micro-batch of {rows}, each)"
+    table = new_table(title, (*columns, "known") if mixed else columns, folded="layer", footer=True)
     crossing = profile.crossing_bytes()
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
-        table.add_row(
-            f"{first}-{last}" if last > first else str(first),
-            escape(layer.name) + (" .." if last > first else ""),
+        row = (
+            *_names(layer, first, last),
             size(layer.parameters_bytes),
             duration(cost.forward_s),
             duration(cost.backward_s),
             size(_saved(cost)),
             size(cost.peak_bytes),
             size(crossing[last] * rows) if last + 1 < len(profile.layers) else "",
+            cost.provenance,
         )
-    for column, footer in zip(table.columns, _totals(profile), strict=True):
+        table.add_row(*row[: len(table.columns)])
+    for column, footer in zip(table.columns, _totals(profile), strict=False):
         column.footer = footer
     return table
+
+
+def _names(layer: Layer, first: int, last: int) -> tuple[str, str]:
+    if last > first:
+        return f"{first}-{last}", f"{escape(layer.name)} .."
+    return str(first), escape(layer.name)
+
+
+def _parts(profile: Profile) -> Table:
+    """Return what a backward takes in halves or with the forward run again, where that is known."""
+    columns = ("index", "layer", ">backward", ">for inputs", ">for weights", ">recompute", ">update")
+    rows = profile.layers[0].costs[-1].micro_batch
+    table = new_table(
+        f"Backwards split or recomputed, and updates (micro-batch of {rows}, each)", columns, folded="layer"
+    )
+    for first, last in _alike(profile):
+        layer, cost = profile.layers[first], profile.layers[first].costs[-1]
+        halves = (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s)
+        times = ("" if each is None else duration(each) for each in halves)
+        table.add_row(*_names(layer, first, last), duration(cost.backward_s), *times, duration(layer.update_s))
+    return table
+
+
+def _halved(cost: Cost) -> bool:
+    return any(each is not None for each in (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s))
+
+
+def _shares(profile: Profile) -> Table:
+    """Return which kinds of layers hold the time, the parameters and the activations; the greatest in time first."""
+    kinds: dict[str, list[Layer]] = {}
+    for layer in profile.layers:
+        kinds.setdefault(layer.measured_as or layer.name, []).append(layer)
+    ordered = sorted(kinds.items(), key=lambda item: -sum(_seconds(layer) for layer in item[1]))
+    shown, rest = ordered[:_SHOWN_KINDS], [layer for name, layers in ordered[_SHOWN_KINDS:] for layer in layers]
+    groups = [*shown, *([("all others", rest)] if rest else [])]
+    time, parameters = sum(map(_seconds, profile.layers)), _parameters(profile.layers)
+    kept = sum(_saved(layer.costs[-1]) for layer in profile.layers)
+    columns = ("layers like", ">layers", ">time", ">parameters", ">saved")
+    table = new_table("Where time and memory are (forward and backward)", columns, folded="layers like")
+    for name, layers in groups:
+        shares = (
+            _share(sum(map(_seconds, layers)), time),
+            _share(_parameters(tuple(layers)), parameters),
+            _share(sum(_saved(layer.costs[-1]) for layer in layers), kept),
+        )
+        table.add_row(escape(name), str(len(layers)), *shares)
+    return table
+
+
+def _share(part: float, whole: float) -> str:
+    return percentage(part / whole) if whole else ""
+
+
+def _seconds(layer: Layer) -> float:
+    return layer.costs[-1].forward_s + layer.costs[-1].backward_s
+
+
+def _certainty(profile: Profile) -> Iterator[str]:
+    """Yield where the times come from, and how far they may be off."""
+    costs = [cost for layer in profile.layers for cost in layer.costs]
+    counted = Counter(cost.provenance for cost in costs)
+    parts = ", ".join(f"{count} of {len(costs)} {known}" for known, count in counted.items())
+    yield f"times: {parts if len(counted) > 1 else next(iter(counted))}"
+    repeats = [cost.repeats for cost in costs if cost.repeats]
+    if counted["measured"]:
+        often = f"each {min(repeats)} to {max(repeats)} times, " if repeats else ""
+        spread = f"median {percentage(profile.noise.median_spread)}, largest {percentage(profile.noise.max_spread)}"
+        yield f"measuring: {often}caches {profile.noise.caches}, spread {spread}"
+    fits = [(layer.name, line) for layer in profile.layers for line in (layer.forward_fit, layer.backward_fit) if line]
+    if fits:
+        name, worst = max(fits, key=lambda item: item[1].residual)
+        yield f"affine fits over micro-batch sizes: at most {percentage(worst.residual)} off ({_formula(name, worst)})"
+    if profile.noise.clock_hz:
+        clocks = " and ".join(f"{hertz / 1e6:.0f} MHz" for hertz in profile.noise.clock_hz)
+        yield f"clock before and after: {clocks}"
+    if profile.noise.throttled is not None:
+        yield f"throttled: {profile.noise.throttled}"
+
+
+def _formula(name: str, line: Line) -> str:
+    return f"{name}: {duration(line.fixed_s)} + {duration(line.per_sample_s)} a sample"
+
+
+def _totals_in_words(profile: Profile) -> Iterator[str]:
+    yield f"loading a mini-batch of {profile.batch}: {duration(profile.step_overhead_s)}"
+    update, state = (
+        sum(layer.update_s for layer in profile.layers),
+        sum(layer.optimizer_bytes for layer in profile.layers),
+    )
+    gradients = sum(layer.gradient_bytes for layer in profile.layers)
+    yield f"updating all parameters: {duration(update)}; gradients {size(gradients)}, optimizer's state {size(state)}"
 
 
 def _alike(profile: Profile) -> Iterator[tuple[int, int]]:
@@ -75,7 +178,7 @@ def _totals(profile: Profile) -> tuple[str, ...]:
     costs = [layer.costs[-1] for layer in profile.layers]
     return (
         "",
-        f"{len(profile.layers)} layers",
+        f"{len(profile.layers)} layer{'s' if len(profile.layers) > 1 else ''}",
         size(_parameters(profile.layers) - _shared(profile)),
         duration(sum(cost.forward_s for cost in costs)),
         duration(sum(cost.backward_s for cost in costs)),

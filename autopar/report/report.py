@@ -41,11 +41,18 @@ def _times(report: Report) -> Table:
     table = new_table("Prediction and measurement", ("", ""))
     spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
     table.add_row("measured step (median)", f"{duration(report.step_s.median)} {spread}")
-    table.add_row("predicted step", duration(report.predicted_step_s))
+    table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
     table.add_row("error", percentage(report.error, signed=True))
     table.add_row("samples per second", f"{report.samples_per_s:.4g}")
     table.add_row("bubble", percentage(report.bubble))
     return table
+
+
+def _known(report: Report) -> str:
+    """Return, in brackets, where the numbers came from that the prediction used."""
+    known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
+    parts = [f"{what} {each}" for what, each in known if each is not None]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _ranks(report: Report) -> Table:

@@ -204,3 +204,47 @@ def test_a_plan_whose_profile_has_changed_is_not_drawn(run: Run, plan_file: Path
     assert code == 4
     assert "has changed since the plan was made" in err
     assert not Path("step.png").exists()
+
+
+def test_a_profile_is_drawn_and_made_a_page(run: Run) -> None:
+    _profile().save("profile.json")
+    code, out, err = run("profile.json", "--png", "bars.png", "--html", "page.html", "--json")
+    assert code == 0, err
+    assert Profile.parse(out, Path("stdout")) == _profile()
+    assert Path("bars.png").read_bytes().startswith(b"\x89PNG")
+    text = Path("page.html").read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert text.count("<svg") == 1
+    assert "Where time and memory are" in text
+
+
+def test_every_kind_of_file_becomes_a_page(run: Run, plan_file: Path) -> None:
+    _cluster().save("cluster.json")
+    _trace("measured.json", "measured")
+    _trace("simulated.json", "simulated")
+    pictures = {"cluster.json": 0, str(plan_file): 1, "measured.json": 1}
+    for name, count in pictures.items():
+        code, _, err = run(name, "--html", f"{name}.html")
+        assert code == 0, err
+        assert Path(f"{name}.html").read_text().count("<svg") == count
+    assert run("measured.json", "--over", "simulated.json", "--html", "both.html")[0] == 0
+    assert "Measured step" in Path("both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--html", "page.txt"), "--html page.txt: the page is HTML; give a name that ends in .html"),
+        (("--html", "old.html"), "old.html exists; pass --overwrite"),
+        (("--png", "picture.svg"), "--png picture.svg: the picture is a PNG"),
+        (("--html", "profile.json"), "--html profile.json: the page is HTML"),
+    ],
+)
+def test_a_page_replaces_nothing_unasked(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    _profile().save("profile.json")
+    Path("old.html").write_text("precious")
+    code, out, err = run("profile.json", *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+    assert Path("old.html").read_text() == "precious"

@@ -43,7 +43,18 @@ def test_a_cluster_table_groups_equal_devices_and_names_what_was_measured() -> N
     stream = io.StringIO()
     cluster_tables.render(cluster, Console(file=stream, width=120))
     text = stream.getvalue()
-    for expected in ("4", "[cpu]", "8 GiB", "20 us", "5 GB/s", "measured", "all-reduce", "1 MiB in 2 ms", "a [note]"):
+    for expected in (
+        "4",
+        "[cpu]",
+        "8 GiB",
+        "20 us",
+        "5 GB/s",
+        "measured",
+        "all-reduce",
+        "1 KiB to 1 MiB",
+        "2 ms",
+        "a [note]",
+    ):
         assert expected in text
 
 
