@@ -85,18 +85,19 @@ class Calibration:
     error_left_out: float | None
     """Of each run with constants fitted to the others; none for fewer than five runs."""
 
-    def note(self) -> str:
+    def notes(self) -> tuple[str, ...]:
         """Return what a profile says of its constants.
 
-        >>> Calibration(Constants(), 6, 0.31, 0.04, 0.07).note()
-        'constants fitted to 6 measured runs: median error 4.0 %, was 31.0 % by default; 7.0 % for a run left out'
+        >>> Calibration(Constants(), 6, 0.31, 0.04, 0.07).notes()[0]
+        'constants fitted to 6 measured runs: median error 4.0 %, by default 31.0 %, of a run left out 7.0 %'
         """
-        left_out = "" if self.error_left_out is None else f"; {self.error_left_out:.1%} for a run left out"
-        text = (
+        left_out = "" if self.error_left_out is None else f", of a run left out {100 * self.error_left_out:.1f} %"
+        values = ", ".join(f"{name} {value:.3g}" for name, value in asdict(self.constants).items())
+        return (
             f"constants fitted to {self.runs} measured run{'s' if self.runs > 1 else ''}: median error "
-            f"{self.error_after:.1%}, was {self.error_before:.1%} by default{left_out}"
+            f"{100 * self.error_after:.1f} %, by default {100 * self.error_before:.1f} %{left_out}",
+            f"fitted constants: {values}",
         )
-        return text.replace("%", " %")
 
 
 def calibrate(observations: Sequence[Observation], start: Constants, leave_out: bool = True) -> Calibration:
