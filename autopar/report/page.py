@@ -28,7 +28,7 @@ body {{ margin: 2em auto; max-width: 75em; padding: 0 1em; font-family: system-u
 h1 {{ font-size: 1.2em; overflow-wrap: anywhere; }}
 pre {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.85em;
        line-height: 1.3; overflow-x: auto; }}
-svg {{ width: 100%; height: auto; }}
+figure {{ margin: 0; overflow-x: auto; }}
 </style>
 </head>
 <body>

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from played import small_plan
 from rich.console import Console
 
-from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
+from autopar.report import plan as plan_tables
 from autopar.report import program as program_tables
 from autopar.report import report as report_tables
 from autopar.report.quantity import bandwidth, duration, size
@@ -70,6 +71,8 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
         loss=tuple(5.0 - 0.1 * step for step in range(20)),
         step_s=StepTimes(median=0.5, p10=0.48, p90=0.55),
         predicted_step_s=0.49,
+        predicted_compute="measured",
+        predicted_communication="interpolated",
         error=-0.02,
         samples_per_s=32.0,
         peak_bytes=(2**20, 2**21),
@@ -87,7 +90,7 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
     for expected in (
         "3.1",
         "500 ms (p10 480 ms, p90 550 ms)",
-        "490 ms",
+        "490 ms (computing measured, communication interpolated)",
         "-2.0 %",
         "32",
         "2 MiB",
@@ -100,3 +103,49 @@ def test_a_program_table_holds_every_rank_in_order() -> None:
     stream = io.StringIO()
     program_tables.render(expand(small_plan((1, 1), 2)), Console(file=stream, width=200))
     assert "F0@0 S0@0>1@1 F1@0" in stream.getvalue()
+
+
+def test_a_plan_table_says_where_its_times_come_from() -> None:
+    plan = small_plan((1, 1), 2)
+
+    def text(**known: object) -> str:
+        stream = io.StringIO()
+        predicted = plan.predicted.model_copy(update=known)
+        plan_tables.render(plan.model_copy(update={"predicted": predicted}), Console(file=stream, width=120))
+        return stream.getvalue()
+
+    assert "computing times" not in text()
+    alike = text(compute=("measured", "measured"), communication="interpolated")
+    assert "Stages (times of one micro-batch, measured)" in alike
+    assert "known" not in alike
+    assert "interpolated" in alike
+    mixed = text(compute=("measured", "estimated"))
+    assert "known" in mixed
+    assert "communication times" not in mixed
+    rows = [line.split() for line in mixed.splitlines()]
+    assert ["computing", "times", "estimated"] in rows
+    assert [row[-1] for row in rows if row[:1] in (["0"], ["1"])] == ["measured", "estimated"]
+
+
+def test_a_cluster_table_shows_both_bandwidths_and_every_size_where_asked() -> None:
+    cluster = Cluster(
+        devices=tuple(Device(type="cuda", memory_bytes=2**33, node=node) for node in (0, 0, 1, 1)),
+        links=(
+            Link(level="node", latency_s=2e-5, bytes_per_s=5e9),
+            Link(level="network", latency_s=2e-5, bytes_per_s=5e9),
+        ),
+        curves=(Curve(kind="all_reduce", ranks=4, level="node", sizes=(10**6, 10**9), seconds=(1e-3, 1e-1)),),
+        overlaps=(Overlap(level="node", compute=1.25, communication=1.5),),
+    )
+    texts = []
+    for sizes in (False, True):
+        stream = io.StringIO()
+        cluster_tables.render(cluster, Console(file=stream, width=80), sizes=sizes)
+        texts.append(stream.getvalue())
+    assert ["2", "2", "cuda", "8", "GiB"] in [line.split() for line in texts[0].splitlines()]
+    for text in texts:
+        # 10^9 bytes in a tenth of a second; an all-reduce among 4 moves 1.5 times as much.
+        assert "10 GB/s" in text
+        assert "15 GB/s" in text
+        assert "1.25 x" in text
+    assert "1.5 GB/s" in texts[1]
