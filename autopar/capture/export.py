@@ -96,7 +96,7 @@ def capture_module(
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     with unchanged(step), _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
-        examples = (mode.from_tensor(tensor) if mode else tensor.clone() for tensor in tensors.values())
+        examples = (mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values())
         outputs = step(*examples)
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)

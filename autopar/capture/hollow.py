@@ -130,7 +130,7 @@ def _outputs_with_gradient(
 ) -> tuple[bool, ...]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     held: dict[str, Any] = {name: _fake(mode, value) for name, value in layer.module.named_parameters()}
-    held |= {name: mode.from_tensor(layer.module.get_buffer(name)) for name in layer.buffers}
+    held |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
     with mode:
         inputs = []
         for name, flag in zip(layer.inputs, flags, strict=True):
