@@ -141,7 +141,15 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
     Raises:
         PeerLostError: an operation did not come about; names the rank, and the operation.
     """
-    probe = Probe(**arguments)
+    try:
+        return _measure(context, Probe(**arguments))
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {context.rank}: lost the other ranks while measuring links: {_line(error)}"
+        ) from error
+
+
+def _measure(context: RankContext, probe: Probe) -> Measured:
     own = {
         "host": socket.gethostname(),
         "index": context.local_rank,
