@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,6 +27,10 @@ def command(
         int | None, typer.Option(help="Local ranks whose links are measured; default: 2, or the number of GPUs.")
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank on the CPU.", min=1)] = 1,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="bf16, fp16: float32 parameters, layers under autocast; default: the parameters' own."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     cluster_output: Annotated[
@@ -53,7 +57,7 @@ def command(
     chosen = choose(device)
     ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
     user = load(model)
-    options = ProfileOptions(batch=batch, device=device, threads=threads, seed=seed)
+    options = ProfileOptions(batch=batch, device=device, threads=threads, seed=seed, precision=precision)
     with phases() as progress:
         measured = profile(user, options, progress)
         cluster = None
