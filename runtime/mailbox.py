@@ -54,13 +54,15 @@ class Mailbox:
         self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
         self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
         self._sending: dict[int, list[Pending]] = {}
-        self._carried: list[Pending] = []
+        self._carried: dict[int, list[Pending]] = {}
+        """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
 
     def begin_step(self) -> None:
-        """Let go of the last step's sends, all of which have been received by now or will be at once."""
-        for pending in self._carried:
-            pending.wait()
-        self._carried = [pending for work in self._sending.values() for pending in work]
+        """Wait for sends of the step before the last: its peers have received them by now or will at once."""
+        for peer in list(self._carried):
+            self._let_go(peer)
+        for position, work in self._sending.items():
+            self._carried.setdefault(self._actions[position].peer, []).extend(work)
         self._sending.clear()
         self._pieces.clear()
 
@@ -91,9 +93,14 @@ class Mailbox:
             except PeerLostError as error:
                 raise self._lost(self._actions[position], error) from error
             self._pieces[key].append(piece)
+        self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
             for pending in self._sending.pop(done, ()):
                 pending.wait()
+
+    def _let_go(self, peer: int) -> None:
+        for pending in self._carried.pop(peer, ()):
+            pending.wait()
 
     def send(self, position: int, tensors: dict[str, torch.Tensor]) -> None:
         """Begin the send at ``position``: the rows of this rank's tensors that the peer needs."""
