@@ -107,7 +107,7 @@ def _describe(
     if kind == "gather" and given:
         # Of a table only the rows are read that are asked for.
         read = sum(map(_bytes, given[1:])) + min(_bytes(given[0]), sum(map(_bytes, made)))
-    outputs, depth = _product(name, args) if kind in ("matmul", "convolution") else (0, 0)
+    outputs, depth = _product(name, args, made) if kind in ("matmul", "convolution") else (0, 0)
     dtype = (given or made or changed)[0].dtype
     return Kernel(name, kind, dtype, _flops(func, args, kwargs, result), read, written, outputs, depth)
 
@@ -144,17 +144,15 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     return None
 
 
-def _product(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
+def _product(name: str, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> tuple[int, int]:
     """(numbers computed, terms in each) of a product of matrices, or of a convolution seen as one."""
-    if name == "convolution_backward":
-        gradient, _, weight = args[:3]
-        return gradient.numel(), prod(weight.shape[1:])
     if "convolution" in name:
-        inputs, weight = args[:2]
-        places = inputs.shape[0] * prod(inputs.shape[2:]) // max(1, prod(args[3]))
-        return places * weight.shape[0], prod(weight.shape[1:])
-    left, right = [argument for argument in args if isinstance(argument, torch.Tensor)][-2:]
-    return prod(left.shape[:-1]) * right.shape[-1], left.shape[-1]
+        # Backwards take the gradient of the output first.
+        backward = name == "convolution_backward"
+        weight: torch.Tensor = args[2] if backward else args[1]
+        return (args[0] if backward else made[0]).numel(), prod(weight.shape[1:])
+    left: torch.Tensor = args[1 if name in ("addmm", "baddbmm") else 0]
+    return made[0].numel(), left.shape[-1]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401

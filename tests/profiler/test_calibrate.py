@@ -1,0 +1,220 @@
+"""Constants fitted to runs: recovered where runs tell, kept where they do not; and how runs are read."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.capture import load
+from autopar.cli.estimating import calibrated, estimated
+from autopar.errors import FileError
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import find
+from autopar.planner.costs import CostModel
+from autopar.planner.dictated_run import DictatedRun
+from autopar.planner.options import PlanOptions
+from autopar.profiler.calibrate import Observation, calibrate, predict
+from autopar.profiler.estimate import Workload, estimate, profile_of, workload
+from autopar.profiler.options import ProfileOptions
+from autopar.profiler.roofline import Constants, default_constants
+from autopar.profiler.runs import MeasuredRun, read_runs
+from autopar.profiler.subject import Subject, prepare
+
+A100 = find("A100")
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+SIZES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model with its work, and the costs of eight devices."""
+
+    subject: Subject
+    load: Workload
+    costs: CostModel
+
+    def observed(self, stages: int, width: int, rows: int, recompute: bool = False) -> Observation:
+        """A run of 4 micro-batches; its time is yet to be given."""
+        count = self.costs.layer_count
+        cuts = tuple(count * (stage + 1) // stages for stage in range(stages))
+        run = DictatedRun(self.costs, cuts, (width,) * stages, 4, rows * width)
+        return Observation(self.load, run, recompute, 1.0)
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    subject = replace(prepare(load(str(GPT)), ProfileOptions(batch=4)), precision="bf16")
+    work = workload(subject, A100, 256, sizes=SIZES)
+    profile = profile_of(subject, work, 256, default_constants(A100))
+    return Setting(subject, work, CostModel(profile, cluster_named("8xA100"), PlanOptions()))
+
+
+def _measured(observations: list[Observation], truth: Constants, noise: float = 0.0) -> list[Observation]:
+    """Give runs the times that constants predict, with noise."""
+    draw = random.Random(5)
+    steps = predict(observations, truth)
+    return [replace(o, step_s=s * (1 + noise * draw.uniform(-1, 1))) for o, s in zip(observations, steps, strict=True)]
+
+
+def _runs(setting: Setting) -> list[Observation]:
+    shapes = ((1, 1), (1, 4), (2, 1), (2, 4), (4, 2))
+    return [setting.observed(*shape, rows, rows == 16) for shape in shapes for rows in SIZES]
+
+
+TRUTH = Constants(forward_launch_s=30e-6, backward_launch_s=14e-6, matmul_share=0.6, memory_share=0.6, step_s=2e-3)
+
+
+def test_runs_that_follow_constants_are_predicted_after_a_fit_to_some_of_them(setting: Setting) -> None:
+    runs = _measured(_runs(setting), TRUTH, noise=0.02)
+    chosen = random.Random(0).sample(runs, 12)
+    rest = [run for run in runs if run not in chosen]
+    calibration = calibrate(chosen, default_constants(A100))
+    errors = [abs(p / run.step_s - 1) for p, run in zip(predict(rest, calibration.constants), rest, strict=True)]
+    assert max(errors) < 0.08
+    assert calibration.error_after < 0.02 < 0.2 < calibration.error_before
+    assert calibration.error_left_out is not None
+    assert calibration.error_left_out < 0.05
+    assert calibration.constants.forward_launch_s == pytest.approx(30e-6, rel=0.15)
+
+
+def test_what_runs_do_not_tell_about_stays_where_it_was(setting: Setting) -> None:
+    # Launches are all that a micro-batch of one sample takes.
+    runs = _measured([setting.observed(1, 1, 1)], TRUTH)
+    start = default_constants(A100)
+    found = calibrate(runs, start).constants
+    assert found.matmul_share == pytest.approx(start.matmul_share, rel=1e-3)
+    assert found.memory_share == pytest.approx(start.memory_share, rel=1e-3)
+    assert found.forward_launch_s > start.forward_launch_s
+
+
+def test_one_bad_run_does_not_spoil_the_others(setting: Setting) -> None:
+    runs = _measured(_runs(setting), TRUTH)[::2]
+    spoiled = [replace(runs[3], step_s=8 * runs[3].step_s), *runs[:3], *runs[4:]]
+    found = calibrate(spoiled, default_constants(A100), leave_out=False).constants
+    errors = [abs(p / run.step_s - 1) for p, run in zip(predict(runs, found), runs, strict=True)]
+    assert np.median(errors) < 0.05
+
+
+def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
+    plain, again = setting.observed(1, 1, 64), setting.observed(1, 1, 64, recompute=True)
+    without_s, with_s = predict([plain, again], TRUTH)
+    profile = profile_of(setting.subject, setting.load, 256, TRUTH)
+    forwards_s = sum(
+        cost.recompute_s or 0 for layer in profile.layers for cost in layer.costs if cost.micro_batch == 64
+    )
+    assert with_s - without_s == pytest.approx(4 * forwards_s)
+
+
+def _written(folder: Path, *lines: str) -> Path:
+    path = folder / "runs.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path) -> None:
+    path = _written(
+        tmp_path,
+        "\ufeffbatch, step_s ,devices,stages,micro_batches,schedule,recompute,model,cluster",
+        "32,0.25,8,4,8,gpipe,full,big.py,1x8xA100",
+        "16,1e-2,,,,,,,",
+    )
+    first, second = read_runs(path)
+    assert first == MeasuredRun(f"{path}: row 2", 0.25, 32, "big.py", 8, "4", 8, "gpipe", True, "1x8xA100")
+    assert second == MeasuredRun(f"{path}: row 3", 0.01, 16)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("batch",), "row 1: column step_s is missing"),
+        (("batch,step_s",), "holds no run"),
+        (("batch,step_s,micro_batch", "8,1,1"), "row 1: no column is called 'micro_batch'; did you mean micro_batches"),
+        (("batch,step_s,batch", "8,1,1"), "row 1: column batch is given twice"),
+        (("batch,step_s", "8,1", "8,fast"), "row 3, column step_s: 'fast' is not a time in seconds above 0"),
+        (("batch,step_s", "8,nan"), "row 2, column step_s: 'nan' is not a time"),
+        (("batch,step_s", "8,0"), "row 2, column step_s: '0' is not a time"),
+        (("batch,step_s", "0,1"), "row 2, column batch: '0' is not a whole number from 1 up"),
+        (("batch,step_s", "8,"), "row 2, column step_s: '' is not a time"),
+        (("batch,step_s,recompute", "8,1,some"), "row 2, column recompute: 'some' is not one of none, full"),
+        (("batch,step_s,schedule", "8,1,magic"), "row 2, column schedule: 'magic' is not one of gpipe, 1f1b"),
+        (("batch,step_s,micro_batches", "8,1,3"), "row 2, column micro_batches: 3 does not divide the batch 8"),
+        (("batch,step_s", "8,1,9"), "row 2: has more cells than the header has columns"),
+    ],
+)
+def test_a_broken_runs_file_is_refused_with_row_and_column(
+    tmp_path: Path, lines: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(FileError, match=message.replace("'", ".")):
+        read_runs(_written(tmp_path, *lines))
+
+
+def test_a_missing_runs_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"none\.csv: no such file; docs/estimating\.md"):
+        read_runs(tmp_path / "none.csv")
+
+
+def _silent(what: str, share: float) -> None:
+    pass
+
+
+def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(setting: Setting, tmp_path: Path) -> None:
+    subject, options = setting.subject, ProfileOptions(batch=16)
+    path = _written(
+        tmp_path,
+        "step_s,batch,devices,stages,micro_batches",
+        "0.02,16,1,,1",
+        "0.03,32,4,,2",
+        "0.05,32,4,2,4",
+        '0.05,32,3,"0-5:1,6-14:2",4',
+    )
+    usual = estimate(subject, A100, options)
+    fitted = estimated(subject, A100, options, path, _silent)
+    assert any(note.startswith("constants fitted to 4 measured runs: median error") for note in fitted.notes)
+    assert sum(layer.costs[0].forward_s for layer in fitted.layers) > sum(
+        layer.costs[0].forward_s for layer in usual.layers
+    )
+    assert estimated(subject, A100, options, None, _silent) == usual
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 15 layers on 3 devices"),
+        ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
+        ("1,8,3,0-14:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
+        ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
+        ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
+        ("1,8,1,,1,8xA1000,", "row 2, column cluster: no GPU called"),
+        ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
+    ],
+)
+def test_a_run_that_cannot_be_is_named_by_row_and_column(
+    setting: Setting, tmp_path: Path, row: str, message: str
+) -> None:
+    path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
+    with pytest.raises(FileError, match=message):
+        calibrated(setting.subject, A100, ProfileOptions(batch=8), path, _silent)
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+def test_published_runs_on_a100_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    vtrain = __import__("vtrain")
+    folder = Path(os.environ["AUTOPAR_DATA"]) / "vtrain"
+    runs = [
+        run
+        for run in vtrain.read_runs(folder / "ground_truth_single.csv")
+        if run.model.layers == 12 and run.micro_batch <= 4
+    ]
+    models = vtrain.estimated(runs)
+    observations = vtrain.observed(runs, models, vtrain.read_curves(folder / "a100_allreduce"), "800Gbps")
+    median = vtrain.evaluate(runs, observations, draws=1, fit=30)["median"]
+    assert median["error_mean"] < 0.1
+    assert median["pairs_right"] > 0.88
+    sys.modules.pop("vtrain")

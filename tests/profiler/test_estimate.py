@@ -1,0 +1,276 @@
+"""Estimates for GPUs that are not there, against counting by hand and against runs on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
+
+from capture_zoo import build
+
+from autopar.capture import LayerGraph, capture_module, load, named_tensors
+from autopar.errors import CaptureError, UsageError
+from autopar.formats.profile import Precision
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import find
+from autopar.planner import plan
+from autopar.profiler.cuda_rules import as_on_cuda, attention_kernel
+from autopar.profiler.estimate import RESERVED_BYTES, estimate, layer_seconds, workload
+from autopar.profiler.kernels import Kernel, KernelLog
+from autopar.profiler.options import ProfileOptions
+from autopar.profiler.passes import LayerPass, record
+from autopar.profiler.peak import peak_bytes
+from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
+from autopar.profiler.subject import Subject, prepare
+from autopar.profiler.update_work import moved_per_number
+from autopar.profiler.work import graph_work
+
+A100 = find("A100")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Subject:
+    return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Subject:
+    return prepare(load(str(EXAMPLES / "gpt.py")), ProfileOptions(batch=8))
+
+
+class _Attending(nn.Module):
+    """A block around one attention; heads of 64 numbers."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.masked = nn.Linear(128, 384), nn.Linear(128, 128), masked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if self.masked else None
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1, is_causal=not self.masked)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, 128)).square().mean()
+
+
+def _attending(masked: bool = False) -> LayerGraph:
+    return capture_module(_Attending(masked), (torch.randn(2, 256, 128),), None)
+
+
+def test_views_and_allocations_launch_nothing_and_the_rest_is_counted_once() -> None:
+    a, b = torch.ones(4, 6), torch.ones(6)
+    with KernelLog() as log:
+        torch.empty(100)
+        c = a.view(2, 12).t()
+        d = a + b.expand(4, 6)
+        d.mul_(2)
+        d.copy_(a)
+        a[:2].sum()
+    assert c.shape == (12, 2)
+    found = [(k.op, k.kind, k.read_bytes, k.written_bytes) for k in log.kernels]
+    assert found == [
+        ("add", "elementwise", 96 + 24, 96),
+        ("mul_", "elementwise", 96, 96),
+        ("copy_", "copy", 96, 96),
+        ("sum", "reduction", 48, 4),
+    ]
+
+
+def test_products_and_convolutions_are_counted_with_their_outputs_and_depth() -> None:
+    with FakeTensorMode(), KernelLog() as log:
+        torch.empty(5, 4, 8) @ torch.empty(5, 8, 16)
+        F.conv2d(torch.empty(2, 3, 10, 10), torch.empty(7, 3, 3, 3))
+    product, convolution = log.kernels
+    assert (product.kind, product.flops, product.outputs, product.depth) == ("matmul", 2 * 5 * 4 * 8 * 16, 5 * 64, 8)
+    assert convolution.flops == 2 * 2 * 8 * 8 * 7 * 27
+    assert (convolution.kind, convolution.outputs, convolution.depth) == ("convolution", 2 * 64 * 7, 27)
+
+
+def test_flash_attention_is_one_kernel_that_saves_its_inputs_output_and_sums() -> None:
+    work = graph_work(_attending(), 4, A100, "bf16").layers[0]
+    attention = [kernel for kernel in work.forward if kernel.kind == "attention"]
+    # Two products of 256 x 256 x 64 for each of 4 x 2 heads, of which a causal mask leaves half.
+    assert [kernel.flops for kernel in attention] == [2 * 2 * (4 * 2) * 256 * 256 * 64 // 2]
+    assert not [kernel for kernel in work.forward if "softmax" in kernel.op]
+    matrix = 4 * 2 * 256 * 256
+    assert max(work.saved.values()) < matrix
+    sums = 4 * 2 * 256 * 4
+    assert sums in work.saved.values()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "masked", "op"),
+    [
+        ("A100", "fp16", True, "efficient"),
+        ("A100", "fp32", False, "efficient"),
+        ("V100", "fp16", False, "efficient"),
+        ("H100", "bf16", False, "flash"),
+    ],
+)
+def test_the_attention_kernel_follows_the_gpu_the_precision_and_the_mask(
+    gpu: str, precision: Precision, masked: bool, op: str
+) -> None:
+    work = graph_work(_attending(masked), 2, find(gpu), precision).layers[0]
+    assert [k.op for k in work.forward if k.kind == "attention"] == [f"_scaled_dot_product_{op}_attention"]
+    assert any(k.op == f"_scaled_dot_product_{op}_attention_backward" for k in work.backward)
+
+
+def test_attention_that_no_kernel_takes_is_computed_step_by_step_with_all_its_weights() -> None:
+    assert attention_kernel(A100, torch.float16, 320, 320, None) == "efficient"
+    assert attention_kernel(A100, torch.float16, 63, 63, torch.ones(1)) == "math"
+    q = torch.zeros(2, 2, 16, 63, dtype=torch.float64)
+    with as_on_cuda(A100, "fp32")(), KernelLog() as log:
+        F.scaled_dot_product_attention(q, q, q)
+    assert any("softmax" in kernel.op for kernel in log.kernels)
+    assert not any(kernel.kind == "attention" for kernel in log.kernels)
+
+
+def test_autocast_is_cudas_and_not_the_cpus() -> None:
+    with FakeTensorMode(), as_on_cuda(A100, "fp16")(), KernelLog() as log:
+        x, weight = torch.empty(2, 8), torch.empty(8, 8)
+        product = x @ weight
+        assert product.dtype == torch.float16
+        assert F.softmax(product, -1).dtype == torch.float32
+        assert F.layer_norm(product, (8,)).dtype == torch.float32
+        assert F.gelu(product).dtype == torch.float16
+        assert F.cross_entropy(product, torch.empty(2, dtype=torch.long)).dtype == torch.float32
+    assert [k.op for k in log.kernels][:4] == ["_to_copy", "_to_copy", "mm", "_softmax"]
+    with FakeTensorMode(), as_on_cuda(A100, "fp32")():
+        assert (torch.empty(2, 8) @ torch.empty(8, 8)).dtype == torch.float32
+
+
+def test_dropout_keeps_a_mask_of_bytes() -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    with as_on_cuda(A100, "fp32")(), KernelLog() as log:
+        dropped = F.dropout(x, 0.5, training=True)
+        F.dropout(x, 0.5, training=False)
+    assert [(k.op, k.written_bytes) for k in log.kernels] == [("native_dropout", 128 + 32)]
+    assert dropped.grad_fn is not None
+
+
+@pytest.mark.parametrize("name", ["chain", "skips", "norms"])
+def test_saved_bytes_and_peaks_are_those_of_a_run_on_the_cpu(name: str) -> None:
+    model, batch, loss = build(name)
+    graph = capture_module(model, batch, loss)
+    tensors = named_tensors(batch)
+    rows = next(iter(tensors.values())).shape[0]
+    real = record(graph, tensors, {tensor.name for tensor in graph.tensors})
+    for layer, work in zip(graph.layers, graph_work(graph, rows, A100, "fp32").layers, strict=True):
+        if any(kernel.op == "native_dropout" for kernel in work.forward):
+            continue
+        assert sorted(work.saved.values()) == sorted(real.saved[layer.name].values())
+        for parameter in layer.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        run = LayerPass(layer, real.inputs[layer.name], graph.outputs)
+        assert work.peak_bytes == pytest.approx(peak_bytes(run.whole, torch.device("cpu")), rel=0.01)
+
+
+def test_parameters_without_values_are_estimated_alike_and_left_alone() -> None:
+    graph = _attending()
+    before = [parameter.detach().clone() for layer in graph.layers for parameter in layer.module.parameters()]
+    real = graph_work(graph, 4, A100, "bf16")
+    after = [parameter for layer in graph.layers for parameter in layer.module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+    for layer in graph.layers:
+        layer.module.to("meta")
+    assert graph_work(graph, 4, A100, "bf16") == real
+
+
+def test_a_layer_that_reads_values_is_named() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.detach().sum().item()
+
+    modules = nn.Sequential(nn.Linear(4, 4), Reading(), nn.Linear(4, 1))
+    graph = capture_module(
+        modules, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, batch: out.mean(), lambda model: list(model)
+    )
+    with pytest.raises(CaptureError, match="cannot be estimated without its tensors' values"):
+        graph_work(graph, 2, A100, "fp32")
+
+
+def test_layers_that_compute_the_same_are_run_once(gpt: Subject) -> None:
+    layers = graph_work(gpt.graph, 2, A100, "bf16").layers
+    blocks = [work for layer, work in zip(gpt.graph.layers, layers, strict=True) if layer.name.startswith("blocks.")]
+    assert len(blocks) > 2
+    assert all(block is blocks[0] for block in blocks)
+
+
+def _product(size: int, dtype: torch.dtype = torch.float16) -> Kernel:
+    return Kernel("mm", "matmul", dtype, 2 * size**3, 2 * size**2 * 2, size**2 * 2, size**2, size)
+
+
+def test_a_large_product_reaches_the_stated_share_and_small_ones_less() -> None:
+    constants = Constants(matmul_share=0.7)
+    table = KernelTable.of([[_product(size)] for size in (512, 2048, 65536)], A100)
+    reached = table.flops / seconds(table, A100, constants, 0.0) / 312e12
+    assert np.all(np.diff(reached) > 0)
+    assert reached[-1] == pytest.approx(0.7, rel=0.01)
+    assert reached[0] < 0.35
+
+
+def test_a_kernel_without_products_takes_its_bytes_and_a_layer_at_least_its_launches() -> None:
+    copy = Kernel("clone", "copy", torch.float32, 0, 10**9, 10**9)
+    table = KernelTable.of([[copy], [copy] * 3, []], A100)
+    constants = Constants(memory_share=0.5, kernel_s=1e-3)
+    each_s = 2e9 / (0.5 * 2039e9) + 1e-3
+    assert seconds(table, A100, constants, 0.0) == pytest.approx([each_s, 3 * each_s, 0.0])
+    assert seconds(table, A100, constants, 1.0) == pytest.approx([1.0, 3.0, 0.0])
+
+
+def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_it(gpt: Subject) -> None:
+    options = ProfileOptions(batch=8, precision="bf16")
+    profile = estimate(replace(gpt, precision="bf16"), find("H100"), options)
+    assert {cost.provenance for layer in profile.layers for cost in layer.costs} == {"estimated"}
+    assert profile.device.name == "H100-SXM"
+    assert profile.device.reserved_bytes == RESERVED_BYTES
+    assert any("estimated for H100-SXM" in note for note in profile.notes)
+    block = next(layer for layer in profile.layers if layer.name == "blocks.1")
+    assert block.measured_as == "blocks.0"
+    assert block.optimizer_bytes >= 2 * block.trainable_bytes
+    assert all(0 < cost.backward_input_s < cost.backward_s for cost in block.costs if cost.backward_input_s)
+    largest = block.costs[-1]
+    assert largest.forward_s >= (largest.forward_launch_s or 0.0) > 0
+    found = plan(profile, cluster_named("4xH100"))
+    assert found.predicted.step_s > 0
+
+
+def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) -> None:
+    profile = estimate(mlp, A100, ProfileOptions(batch=8))
+    names = {tensor.name for tensor in profile.tensors}
+    stored = {saved.storage for layer in profile.layers for cost in layer.costs for saved in cost.saved}
+    own = {name for name in stored if "#" in name}
+    assert stored - own <= names
+    assert all(name.split("#")[0] in {layer.name for layer in profile.layers} for name in own)
+
+
+def test_a_precision_that_the_gpu_lacks_is_refused(mlp: Subject) -> None:
+    with pytest.raises(UsageError, match="has no bfloat16"):
+        estimate(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8))
+    with pytest.raises(UsageError, match="no known rate in fp64"):
+        estimate(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8))
+
+
+def test_better_constants_shorten_every_layer(mlp: Subject) -> None:
+    load_ = workload(mlp, A100, 8)
+    usual, faster = Constants(), Constants(kernel_s=1e-6, forward_launch_s=1e-6, backward_launch_s=1e-6)
+    assert np.all(layer_seconds(load_, faster).forward_s < layer_seconds(load_, usual).forward_s)
+    assert default_constants(find("H100")).matmul_share < default_constants(A100).matmul_share
+
+
+def test_what_an_optimizer_moves_is_counted_over_its_kernels(mlp: Subject) -> None:
+    # SGD with momentum: momentum times 0.9, plus the gradient, and the parameter minus it.
+    trained = [nn.Parameter(torch.ones(100, 10))]
+    assert moved_per_number(mlp.user, trained) == pytest.approx(4 * (2 + 3 + 3))
+    assert moved_per_number(mlp.user, [nn.Parameter(torch.ones(3), requires_grad=False)]) == 0.0
