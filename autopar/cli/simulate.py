@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -86,9 +86,13 @@ def _cluster(planned: Plan, plan: Path, given: str | None, profile: Profile) -> 
     from autopar.hardware.clusters import cluster_named, is_file, read_cluster
     from autopar.planner.estimate import estimated_cluster
 
-    named = given or planned.cluster_name
-    if named is not None:
-        return read_cluster(named) if given is not None and is_file(named) else cluster_named(named)
+    if given is not None:
+        return read_cluster(given) if is_file(given) else cluster_named(given)
+    if planned.cluster_name is not None:
+        try:
+            return cluster_named(planned.cluster_name)
+        except UsageError as error:
+            raise FileError(f"{plan}: $.cluster_name: {error}") from error
     if planned.cluster is None:
         return estimated_cluster(profile, max(planned.devices) + 1)
     return read_cluster(resolve(planned.cluster, plan, "cluster"))

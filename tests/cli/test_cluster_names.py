@@ -101,3 +101,13 @@ def test_a_plan_names_a_cluster_or_a_file_but_not_both(run: Run) -> None:
     code, _, err = run("simulate")
     assert code == 4
     assert "$.cluster_name: the plan records a cluster's file" in err
+
+
+def test_a_plan_that_names_no_cluster_is_a_bad_file(run: Run) -> None:
+    assert run("plan", "--cluster", "2xH100")[0] == 0
+    content = json.loads(Path("plan.json").read_text())
+    content["cluster_name"] = "castle"
+    Path("plan.json").write_text(json.dumps(content))
+    code, _, err = run("simulate")
+    assert code == 4
+    assert err.startswith("autopar: plan.json: $.cluster_name: no cluster is called 'castle'")
