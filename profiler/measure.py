@@ -50,13 +50,13 @@ def representatives(layers: Sequence[Layer], most: int = REPRESENTATIVES) -> lis
 
 
 def measure(
-    chain: Chained, given: Mapping[int, Inputs], budget_s: float, progress: Progress
+    chain: Chained, given: Mapping[int, Inputs], budget_s: float, progress: Progress, split: bool = True
 ) -> dict[tuple[str, int], Timing]:
     """Return times by fingerprint and micro-batch size.
 
     ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
     budget; then they go on until it is used up, three at least; a round of split backwards and one of recomputation
-    follow at least.
+    follow at least. Without ``split`` none is split.
     """
     sizes = tuple(given)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
@@ -66,7 +66,7 @@ def measure(
             timings[layer.fingerprint, size].forward.append(forward)
             timings[layer.fingerprint, size].backward.append(backward)
 
-    def split(size: int) -> None:
+    def halves(size: int) -> None:
         for layer, first, second in chain.split(given[size]):
             timings[layer.fingerprint, size].backward_input.append(first)
             timings[layer.fingerprint, size].backward_weight.append(second)
@@ -77,7 +77,8 @@ def measure(
 
     _rounds(lambda size: chain.step(given[size]), sizes, WARM_UP * budget_s, 1, partial(progress, "warming up"))
     _rounds(plain, sizes, budget_s, MIN_ROUNDS, partial(progress, "timing layers"))
-    _rounds(split, sizes, EXTRA * budget_s, 1, partial(progress, "timing split backwards"))
+    if split:
+        _rounds(halves, sizes, EXTRA * budget_s, 1, partial(progress, "timing split backwards"))
     _rounds(recomputed, sizes, EXTRA * budget_s, 1, partial(progress, "timing recomputation"))
     return timings
 

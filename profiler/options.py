@@ -30,6 +30,8 @@ class ProfileOptions:
     """Seconds to spend on timing layers, about."""
     precision: Precision | None = None
     """``bf16`` or ``fp16``: float32 parameters, layers under autocast; none: as the parameters are."""
+    compile: bool = False
+    """Whether layers are compiled with ``torch.compile``."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that nothing can be measured with.

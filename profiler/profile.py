@@ -15,6 +15,7 @@ from autopar.capture.export import unchanged
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
 from autopar.profiler.chained import Chained
+from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
 from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, owned_parameters
 from autopar.profiler.measure import measure, representatives
@@ -61,7 +62,8 @@ def measured(
     with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
         _move(subject.module, subject.graph, device)
         before = observe(device)
-        costs = _Survey(subject, options, device, context, progress).costs()
+        with compiling(device) if options.compile else contextlib.nullcontext():
+            costs = _Survey(subject, options, device, context, progress).costs()
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
@@ -71,6 +73,7 @@ def measured(
         batch=options.batch,
         device=devices.describe(device, options.threads),
         precision=subject.precision,
+        compiled=options.compile,
         layers=layers,
         tensors=describe_tensors(subject.graph, costs),
         tied=describe_ties(subject.graph),
@@ -98,13 +101,18 @@ class _Survey:
         self._subject, self._graph, self._options = subject, subject.graph, options
         self._device, self._context, self._progress = device, context, progress
         self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
+        self._running = compiled(subject.graph) if options.compile else subject.graph
         self._firsts = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
 
     def costs(self) -> Costs:
         """Measure every kind of layer at every size."""
-        chain = Chained(representatives(self._graph.layers), self._graph.outputs, self._context, self._device)
+        compile_ = self._options.compile
+        layers = representatives(self._running.layers, OF_A_KIND) if compile_ else representatives(self._graph.layers)
+        chain = Chained(layers, self._graph.outputs, self._context, self._device)
         given = self._recorded(chain)
-        self._costs.timings = measure(chain, given, self._options.budget_s, self._progress)
+        # The backward of a compiled layer is one operator, which nothing splits.
+        timings = measure(chain, given, self._options.budget_s, self._progress, split=not compile_)
+        self._costs.timings = timings
         self._subject.module.zero_grad(set_to_none=True)
         self._measure_updates()
         return self._costs
@@ -117,7 +125,7 @@ class _Survey:
             self._progress(f"recording micro-batches of {size}", 0.0)
             rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
             started = time.perf_counter()
-            found = record(self._graph, rows, self._costs.crossing, self._context)
+            found = record(self._running, rows, self._costs.crossing, self._context)
             forward_s = time.perf_counter() - started
             self._costs.recordings[size] = found
             given[size] = _missing(chain, found, size)
@@ -129,6 +137,7 @@ class _Survey:
         return given
 
     def _measure_peaks(self, found: Recording, size: int) -> None:
+        """Measure the peaks of one layer of every kind, not compiled: what counts storages sees only operators."""
         for fingerprint, layer in self._firsts.items():
             for parameter in layer.module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
