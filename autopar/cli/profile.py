@@ -31,6 +31,9 @@ def command(
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="bf16, fp16: float32 parameters, layers under autocast; default: the parameters' own."),
     ] = None,
+    compile_layers: Annotated[
+        bool, typer.Option("--compile", help="Compile every layer with torch.compile; needs a compiler.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     cluster_output: Annotated[
@@ -57,7 +60,9 @@ def command(
     chosen = choose(device)
     ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
     user = load(model)
-    options = ProfileOptions(batch=batch, device=device, threads=threads, seed=seed, precision=precision)
+    options = ProfileOptions(
+        batch=batch, device=device, threads=threads, seed=seed, precision=precision, compile=compile_layers
+    )
     with phases() as progress:
         measured = profile(user, options, progress)
         cluster = None
