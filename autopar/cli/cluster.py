@@ -65,16 +65,16 @@ def probe(
             check_output(output, _OUTPUT, overwrite=overwrite)
         _check_ranks(ranks, launched)
         largest_bytes = _largest(largest)
-
-        from autopar.profiler.probe import Probe
-
-        asked = Probe(quick, largest_bytes)
-        measured = _launched(device, threads, asked) if launched else _local(ranks, device, threads, asked)
     except UsageError:
-        # Every rank finds the same mistake: one of them says it.
+        # Every rank finds the same mistake on the command line, and one says it; what a host lacks, its ranks say.
         if leads:
             raise
         raise typer.Exit(UsageError.exit_code) from None
+
+    from autopar.profiler.probe import Probe
+
+    asked = Probe(quick, largest_bytes)
+    measured = _launched(device, threads, asked) if launched else _local(ranks, device, threads, asked)
     if measured is not None:
         _deliver(measured, output, as_json)
 

@@ -117,7 +117,9 @@ def test_a_launcher_that_does_not_fit_is_refused(
     assert (code, out) == (2, "")
     assert message in err
     monkeypatch.setenv("RANK", "1")
-    code, out, err = run("probe", "--device", "tpu")
+    code, out, err = run("probe", "--device", "cpu", "--largest", "lots")
+    assert (code, out, err) == (2, "", "")
+    code, out, err = run("probe", "--device", "tpu", "--ranks", "2")
     assert (code, out, err) == (2, "", "")
 
 
