@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -79,7 +80,7 @@ class Configured:
         if not isinstance(chosen, type) or not issubclass(chosen, self._transformers.PreTrainedModel):
             version = self._transformers.__version__
             raise ModelError(f"{self.path}: architecture {named[0]!r} is none that transformers {version} knows")
-        if "For" not in named[0] and not named[0].endswith(("HeadModel", "DoubleHeadsModel")) and usual is not None:
+        if usual is not None and task_of(named[0], config) is None and "labels" not in _arguments(chosen):
             return usual, (f"{named[0]} has no loss; {usual.__name__} is trained",)
         return chosen, ()
 
@@ -204,6 +205,10 @@ def _usual_class(config: Any) -> type[nn.Module] | None:  # noqa: ANN401
             chosen: type[nn.Module] = found[0] if isinstance(found, tuple) else found
             return chosen
     return None
+
+
+def _arguments(architecture: type[nn.Module]) -> set[str]:
+    return set(inspect.signature(architecture.forward).parameters)
 
 
 def _one_line(error: BaseException) -> str:

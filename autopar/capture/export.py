@@ -96,7 +96,9 @@ def capture_module(
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     with unchanged(step), _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
-        examples = (mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values())
+        examples = (
+            mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
+        )
         outputs = step(*examples)
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)
@@ -165,7 +167,8 @@ def _explain(error: Exception) -> str:
     place = f"{line}: cannot capture `{source}`" if source else f"{line}: cannot be captured"
     kind = type(error).__name__
     if "GuardOnDataDependent" in kind or "DataDependent" in kind or "data-dependent" in str(error):
-        return f"{place}: a tensor's values decide what runs; use torch.where, {FALLBACK}"
+        remedy = "set layerdrop to 0" if "layerdrop" in source else "use torch.where"
+        return f"{place}: a tensor's values decide what runs; {remedy}, {FALLBACK}"
     if _fixes_rows(error):
         remedy = "let it depend on the batch (x.shape[0], not len(x) or int())"
         return f"the model fixes the number of samples, which must stay free; {remedy}, {FALLBACK}"

@@ -26,9 +26,9 @@ _UNLIMITED_LENGTH = 512
 class Task(enum.Enum):
     """What a head is trained for, with the endings of the class names that it goes by."""
 
-    CAUSAL = ("ForCausalLM", "LMHeadModel", "ForCausalImageModeling")
+    CAUSAL = ("ForCausalLM", "LMHeadModel", "GenerationDecoder")
     MASKED = ("ForMaskedLM", "WithLMHeadModel")
-    SEQUENCE_TO_SEQUENCE = ("ForConditionalGeneration",)
+    SEQUENCE_TO_SEQUENCE = ("ForConditionalGeneration", "ForTextToText", "MTModel")
     SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
     TOKEN_CLASSIFICATION = ("ForTokenClassification",)
     QUESTION_ANSWERING = ("ForQuestionAnswering", "ForQuestionAnsweringSimple")
@@ -56,8 +56,9 @@ def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
     if found is Task.SEQUENCE_TO_SEQUENCE:
         if hasattr(config, "num_mel_bins"):
             return Task.SPEECH_TO_TEXT
-        # Models of images and text bear the same ending; what their processors make of images is not known here.
-        return found if getattr(config, "is_encoder_decoder", False) and not config.sub_configs else None
+        # Models of images or sounds and text bear the same ending; what their processors make of those is not known.
+        mixed = {"vision_config", "audio_config"} & config.sub_configs.keys()
+        return found if getattr(config, "is_encoder_decoder", False) and not mixed else None
     return found
 
 
@@ -128,8 +129,9 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
     def target(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Return labels, and the decoder's inputs: the labels one place later behind the start token."""
         labels = self.tokens(generator)
-        start = self.config.decoder_start_token_id
-        first = torch.tensor([start if isinstance(start, int) else self.config.pad_token_id or 0])
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+        stated = (getattr(self.config, name, None) for name in names)
+        first = torch.tensor([next((token for token in stated if isinstance(token, int)), 0)])
         return {"decoder_input_ids": torch.cat((first, labels[:-1])), "labels": labels}
 
     def sequence_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ __all__ = ["FALLBACK", "first_fixing", "general_masks", "user_line", "watch"]
 FALLBACK = "or give layers(model) in the model file: a list of modules that are called one after another"
 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+# Their backward is the derivative of their forward, which automatic differentiation finds as well.
+_HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _ASSIGN = nn.Module.__setattr__.__code__
 _FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
@@ -46,7 +48,7 @@ def watch() -> Iterator[None]:
         if frame.f_code is _CHECKPOINT:
             remedy = "remove the checkpointing"
             found.append(f"{_caller(frame)}: torch.utils.checkpoint cannot be captured; {remedy}, {FALLBACK}")
-        elif frame.f_code is _APPLY and not _of_torch(function := frame.f_locals["cls"]):
+        elif frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
             name = f"{function.__qualname__}"
             remedy = "write it with differentiable operators"
             found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
@@ -117,6 +119,10 @@ def general_masks() -> Iterator[None]:
 
 def _of_torch(function: type) -> bool:
     return function.__module__ == "torch" or function.__module__.startswith("torch.")
+
+
+def _harmless(function: type) -> bool:
+    return _of_torch(function) or f"{function.__module__}.{function.__qualname__}" in _HARMLESS
 
 
 def _is_users(filename: str) -> bool:
