@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from autopar.formats.profile import Layer
@@ -197,7 +197,8 @@ class MemoryModel:
         first_peaks = [[0] * (self._count + 1) for _ in range(self._count)]
         for first in range(self._count):
             held: dict[str, int] = {}
-            total = highest = highest_begun = 0
+            total = highest = 0
+            highest_begun = -self.gradients[first][self._count]
             for last in range(first, self._count):
                 for name, size in saved[last].items():
                     total += max(0, size - held.get(name, 0))
@@ -206,19 +207,27 @@ class MemoryModel:
                     if tensor.producer < first and last in tensor.consumers and tensor.name not in held:
                         held[tensor.name] = rows * tensor.bytes_per_sample
                         total += held[tensor.name]
-                highest = max(highest, total + transient[last])
                 # Behind this layer, the first backward has left the gradients of the stage's later layers.
-                begun = total + transient[last] - self.gradients[first][last + 1]
-                highest_begun = max(highest_begun, begun) if last > first else begun
+                made = self.gradients[first][last + 1]
                 kept = sum(
                     rows * tensor.bytes_per_sample
                     for tensor in self._flows.crossing
                     if first <= tensor.producer <= last < tensor.consumers[-1] and tensor.name not in held
                 )
+                # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
+                final = total + max(0, transient[last] - rows * self._sent_bytes(last, held))
                 activations[first][last + 1] = total + kept
-                peaks[first][last + 1] = highest + kept
-                first_peaks[first][last + 1] = highest_begun + self.gradients[first][last + 1] + kept
+                peaks[first][last + 1] = max(highest, final) + kept
+                first_peaks[first][last + 1] = max(highest_begun + made, final) + kept
+                highest = max(highest, total + transient[last])
+                highest_begun = max(highest_begun, total + transient[last] - made)
         self._activations[rows], self._peaks[rows], self._first_peaks[rows] = activations, peaks, first_peaks
+
+    def _sent_bytes(self, layer: int, held: Container[str]) -> int:
+        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
+        made = [tensor for tensor in self._flows.crossing if tensor.producer == layer]
+        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in held)
+        return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
 
     def _transient(self, layer: int, rows: int, saved: dict[str, int]) -> int:
         """Bytes a layer holds for a while beyond what it saves; a layer's peak does not count its inputs."""

@@ -141,12 +141,12 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
     costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions())
     stages = tuple(Placed(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
-    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Peak: 150 of the layer, and `ab`. Three
-    # gradients of `ab` are on their way from stage 1, and two from stage 2.
-    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (150 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 2 * 40)
+    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
+    # while, `ab` and its gradient are all. Three gradients of `ab` are on their way from stage 1, and two from stage 2.
+    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (100 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 2 * 40)
     # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`. A gradient of
     # `ab` that it sent has not arrived; `ab` and two of `bc`, or three of `bc`, are to come.
-    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (150 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
+    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (100 + 2 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
     third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 40 + 24)
     assert peaks == [first, second, third]
 
