@@ -15,7 +15,7 @@ from autopar.profiler.optimizer_memory import OptimizerMemory
 from autopar.profiler.passes import Recording
 from autopar.profiler.update import Update
 
-__all__ = ["Costs", "describe_layers", "describe_tensors", "describe_ties", "owned_parameters"]
+__all__ = ["Costs", "describe_layers", "describe_tensors", "describe_ties", "owned_parameters", "update_kinds"]
 
 
 @dataclass
@@ -30,10 +30,9 @@ class Costs:
     peaks: dict[tuple[str, int], int] = field(default_factory=dict)
     optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory({}, {}, at_once=False))
     """By kind."""
-    updates: dict[tuple[str, tuple[str, ...]], Update] = field(default_factory=dict)
-    """By kind and the parameters that are the layer's own."""
-    owned: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """What :func:`owned_parameters` gives."""
+    updates: dict[tuple[str, tuple[int, ...]], Update] = field(default_factory=dict)
+    """By what :func:`update_kinds` gives."""
+    update_kinds: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def owned_parameters(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
@@ -45,6 +44,19 @@ def owned_parameters(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
         owned[layer.name] = tuple(at for at in fresh.values() if layer.parameter(at).requires_grad)
         seen |= set(fresh)
     return owned
+
+
+def update_kinds(graph: LayerGraph) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return, by layer, its kind and the places in ``layer.parameters`` of those it updates.
+
+    Of identical layers, one may own what another shares.
+    """
+    owned = owned_parameters(graph)
+    places = {layer.name: {at: place for place, at in enumerate(layer.parameters)} for layer in graph.layers}
+    return {
+        layer.name: (layer.fingerprint, tuple(places[layer.name][at] for at in owned[layer.name]))
+        for layer in graph.layers
+    }
 
 
 def describe_layers(graph: LayerGraph, costs: Costs) -> tuple[formats.Layer, ...]:
@@ -62,7 +74,7 @@ def _layer(layer: Layer, costs: Costs, measured_as: str | None) -> formats.Layer
     names = set(layer.buffers)
     buffers = [buffer for name, buffer in layer.module.named_buffers() if name in names]
     trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    update = costs.updates[layer.fingerprint, costs.owned[layer.name]]
+    update = costs.updates[costs.update_kinds[layer.name]]
     each = tuple(_cost(layer, size, costs) for size in sorted(costs.recordings))
     sizes = [cost.micro_batch for cost in each]
     return formats.Layer(

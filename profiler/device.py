@@ -11,7 +11,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.formats.profile import DeviceKind
 
-__all__ = ["choose", "count", "describe"]
+__all__ = ["choose", "count", "describe", "memory_bytes"]
 
 
 def choose(name: str) -> torch.device:
@@ -38,8 +38,21 @@ def describe(device: torch.device, threads: int) -> DeviceKind:
     """Return what the profile records; a CPU rank's memory is its equal share of the machine's."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return DeviceKind(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=threads)
-    return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=_memory_bytes() // count(device), threads=threads)
+        return DeviceKind(
+            type="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            threads=threads,
+            reserved_bytes=_reserved_bytes(device),
+        )
+    return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=memory_bytes(device) // count(device), threads=threads)
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Return what is gone from a GPU's memory besides torch's tensors: this process's context, if no other runs."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total - free) - int(torch.cuda.memory_reserved(device)))
 
 
 def _cpu_name() -> str:
@@ -51,5 +64,8 @@ def _cpu_name() -> str:
     return next((name for name in names if name), platform.processor() or platform.machine() or "cpu")
 
 
-def _memory_bytes() -> int:
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,7 +11,7 @@ from autopar.capture import Layer, LayerGraph
 from autopar.profiler.activations import SavedStorages
 from autopar.profiler.precision import Computing, as_it_is
 
-__all__ = ["Inputs", "LayerPass", "Recording", "record"]
+__all__ = ["Inputs", "LayerPass", "LayerRecording", "Recording", "record", "record_layer"]
 
 
 @dataclass(frozen=True)
@@ -83,41 +83,64 @@ class LayerPass:
         self.backward()
 
 
+@dataclass(frozen=True)
+class LayerRecording:
+    """What one forward of one layer showed."""
+
+    saved: dict[str, int]
+    """Bytes kept for the backward, by storage."""
+    output_bytes: int
+    made: dict[str, tuple[torch.dtype, int]]
+    """Type and bytes of the crossing tensors among its outputs, as they were made."""
+    outputs: dict[str, torch.Tensor]
+
+
 @dataclass
 class Recording:
-    """What one forward of all layers at one micro-batch size showed."""
+    """What one forward of all layers at one micro-batch size showed, by layer."""
 
     inputs: dict[str, Inputs] = field(default_factory=dict)
-    """By layer."""
     saved: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Bytes kept for the backward, by layer and storage."""
     output_bytes: dict[str, int] = field(default_factory=dict)
     made: dict[str, tuple[torch.dtype, int]] = field(default_factory=dict)
-    """Type and bytes of every crossing tensor, as it was made."""
+    """By crossing tensor."""
+
+
+def record_layer(
+    layer: Layer, inputs: Inputs, loss: tuple[str, ...], crossing: set[str], computing: Computing = as_it_is
+) -> LayerRecording:
+    """Run one layer forward.
+
+    ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
+    """
+    work = LayerPass(layer, inputs, loss, computing)
+    storages = SavedStorages(layer.name, (*layer.module.parameters(), *layer.module.buffers()))
+    with storages.recording():
+        work.forward()
+    outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
+    return LayerRecording(
+        saved=storages.named(work.inputs, outputs),
+        output_bytes=sum(tensor.nbytes for tensor in work.outputs.values()),
+        made={name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()},
+        outputs=work.outputs,
+    )
 
 
 def record(
     graph: LayerGraph, batch: Mapping[str, torch.Tensor], crossing: set[str], computing: Computing = as_it_is
 ) -> Recording:
-    """Run all layers forward once.
-
-    ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
-    """
+    """Run all layers forward once, each as :func:`record_layer` does."""
     rows = int(next(iter(batch.values())).shape[0])
     known = dict(batch)
     gradient = dict.fromkeys(batch, False)
     found = Recording()
     for layer in graph.layers:
         read = {name: known[name] for name in layer.inputs}
-        found.inputs[layer.name] = Inputs(rows, read, {name: gradient[name] for name in read})
-        work = LayerPass(layer, found.inputs[layer.name], graph.outputs, computing)
-        storages = SavedStorages(layer.name, (*layer.module.parameters(), *layer.module.buffers()))
-        with storages.recording():
-            work.forward()
-        outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
-        found.saved[layer.name] = storages.named(work.inputs, outputs)
-        found.output_bytes[layer.name] = sum(tensor.nbytes for tensor in work.outputs.values())
-        found.made |= {name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()}
-        for name, tensor in work.outputs.items():
+        inputs = Inputs(rows, read, {name: gradient[name] for name in read})
+        one = record_layer(layer, inputs, graph.outputs, crossing, computing)
+        found.inputs[layer.name], found.saved[layer.name] = inputs, one.saved
+        found.output_bytes[layer.name] = one.output_bytes
+        found.made |= one.made
+        for name, tensor in one.outputs.items():
             known[name], gradient[name] = tensor.detach(), tensor.requires_grad
     return found

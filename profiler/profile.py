@@ -6,22 +6,25 @@ import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 
-from autopar.capture import LayerGraph, UserModel, materialize, slice_rows
+from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
 from autopar.capture.export import unchanged
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
+from autopar.profiler.alone import drawn, filled, renamed
 from autopar.profiler.chained import Chained
 from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
 from autopar.profiler.conditions import Conditions, observe
-from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, owned_parameters
-from autopar.profiler.measure import measure, representatives
+from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
+from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer_memory import optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
-from autopar.profiler.passes import Inputs, LayerPass, Recording, record
+from autopar.profiler.passes import Inputs, LayerPass, Recording, record, record_layer
 from autopar.profiler.peak import peak_bytes
 from autopar.profiler.pinned import pinned
 from autopar.profiler.precision import Computing, computing
@@ -67,7 +70,7 @@ def measured(
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
-    noise, notes = _noise(layers, before, after)
+    noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
     return formats.Profile(
         model=formats.ModelSource(source=subject.user.spec, sha256=subject.user.sha256),
         batch=options.batch,
@@ -85,7 +88,7 @@ def measured(
 
 
 def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:
-    if device.type != "cpu":
+    if device.type != "cpu" and not graph.hollow:
         module.to(device)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for layer in graph.layers:
@@ -100,26 +103,31 @@ class _Survey:
     ) -> None:
         self._subject, self._graph, self._options = subject, subject.graph, options
         self._device, self._context, self._progress = device, context, progress
-        self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
         self._running = compiled(subject.graph) if options.compile else subject.graph
+        self._most = OF_A_KIND if options.compile else REPRESENTATIVES
         self._firsts = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
+        self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
+        self._costs.update_kinds = update_kinds(subject.graph)
 
     def costs(self) -> Costs:
         """Measure every kind of layer at every size."""
-        compile_ = self._options.compile
-        layers = representatives(self._running.layers, OF_A_KIND) if compile_ else representatives(self._graph.layers)
-        chain = Chained(layers, self._graph.outputs, self._context, self._device)
-        given = self._recorded(chain)
-        # The backward of a compiled layer is one operator, which nothing splits.
-        timings = measure(chain, given, self._options.budget_s, self._progress, split=not compile_)
-        self._costs.timings = timings
-        self._subject.module.zero_grad(set_to_none=True)
-        self._measure_updates()
+        batch = {name: tensor.to(self._device) for name, tensor in self._subject.batch(self._options.batch).items()}
+        if self._graph.hollow:
+            self._one_at_a_time(batch)
+        else:
+            chain = self._chain(representatives(self._running.layers, self._most))
+            self._time(chain, self._recorded(chain, batch), self._options.budget_s)
+            self._subject.module.zero_grad(set_to_none=True)
+            self._measure_updates(self._graph.layers)
+        kinds = {kind: list(layer.module.parameters()) for kind, layer in self._firsts.items()}
+        self._costs.optimizer = optimizer_memory(self._subject.user, kinds, self._device)
         return self._costs
 
-    def _recorded(self, chain: Chained) -> dict[int, Inputs]:
+    def _chain(self, layers: Sequence[Layer]) -> Chained:
+        return Chained(layers, self._graph.outputs, self._context, self._device)
+
+    def _recorded(self, chain: Chained, batch: Mapping[str, torch.Tensor]) -> dict[int, Inputs]:
         """Run every size once for what it keeps; return what the chain is given at every size."""
-        batch = {name: tensor.to(self._device) for name, tensor in self._subject.batch(self._options.batch).items()}
         given: dict[int, Inputs] = {}
         for size in sizes_up_to(self._options.batch):
             self._progress(f"recording micro-batches of {size}", 0.0)
@@ -129,33 +137,83 @@ class _Survey:
             forward_s = time.perf_counter() - started
             self._costs.recordings[size] = found
             given[size] = _missing(chain, found, size)
-            self._measure_peaks(found, size)
+            for layer in self._firsts.values():
+                self._measure_peak(layer, found.inputs[layer.name])
             found.inputs.clear()
-            # Three sizes make a line. Larger ones are left to it where a few steps would outlast all patience.
-            if len(given) >= 3 and 3 * forward_s > self._options.budget_s:
+            if self._enough(len(given), forward_s):
                 break
         return given
 
-    def _measure_peaks(self, found: Recording, size: int) -> None:
-        """Measure the peaks of one layer of every kind, not compiled: what counts storages sees only operators."""
-        for fingerprint, layer in self._firsts.items():
-            for parameter in layer.module.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            work = LayerPass(layer, found.inputs[layer.name], self._graph.outputs, self._context)
-            self._costs.peaks[fingerprint, size] = peak_bytes(work.whole, self._device)
-            layer.module.zero_grad(set_to_none=True)
+    def _enough(self, sizes: int, forward_s: float) -> bool:
+        """Tell whether larger sizes are left to the line that three make: a few steps would outlast all patience."""
+        return sizes >= 3 and 3 * forward_s > self._options.budget_s
 
-    def _measure_updates(self) -> None:
+    def _measure_peak(self, layer: Layer, inputs: Inputs) -> None:
+        """Measure the peak of a layer that is not compiled: what counts storages sees only operators."""
+        for parameter in layer.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        work = LayerPass(layer, inputs, self._graph.outputs, self._context)
+        self._costs.peaks[layer.fingerprint, inputs.rows] = peak_bytes(work.whole, self._device)
+        layer.module.zero_grad(set_to_none=True)
+
+    def _time(self, chain: Chained, given: Mapping[int, Inputs], budget_s: float) -> None:
+        # The backward of a compiled layer is one operator, which nothing splits.
+        split = not self._options.compile
+        self._costs.timings |= measure(chain, given, budget_s, self._progress, split)
+
+    def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
-        user, graph = self._subject.user, self._graph
-        kinds = {kind: list(layer.module.parameters()) for kind, layer in self._firsts.items()}
-        self._costs.optimizer = optimizer_memory(user, kinds, self._device)
-        self._costs.owned = owned_parameters(graph)
-        groups = []
-        for layer in representatives(graph.layers):
-            own = self._costs.owned[layer.name]
-            groups.append(((layer.fingerprint, own), [layer.parameter(attribute) for attribute in own]))
-        self._costs.updates = measure_updates(user, groups, self._device)
+        turns: dict[tuple[str, tuple[int, ...]], list[list[nn.Parameter]]] = {}
+        for layer in layers:
+            kind = self._costs.update_kinds[layer.name]
+            same = turns.setdefault(kind, [])
+            if len(same) < REPRESENTATIVES:
+                same.append(_parameters_at(layer, kind[1]))
+        groups = [(kind, parameters) for kind, same in turns.items() for parameters in same]
+        self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+
+    def _one_at_a_time(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
+        buffers = dict(self._subject.module.named_buffers())
+        budget_s = self._options.budget_s / len(self._firsts)
+        for kind, layer in self._firsts.items():
+            self._progress(f"measuring {layer.name} alone", 0.0)
+            same = [other for other in self._graph.layers if other.fingerprint == kind]
+            with filled(layer, buffers, self._device):
+                given = self._recorded_alone(layer, same, batch)
+                self._time(self._chain([layer]), given, budget_s)
+                for places in {self._costs.update_kinds[other.name][1] for other in same}:
+                    groups = [((kind, places), _parameters_at(layer, places))]
+                    self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+
+    def _recorded_alone(
+        self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]
+    ) -> dict[int, Inputs]:
+        given: dict[int, Inputs] = {}
+        known = self._costs.recordings
+        # The first kind decides on the sizes; all layers have the same.
+        first, sizes = not known, sorted(known) or sizes_up_to(self._options.batch)
+        for size in sizes:
+            found = known.setdefault(size, Recording())
+            made = {name: dtype for name, (dtype, _) in found.made.items()}
+            given[size] = drawn(self._graph, layer, batch, made, size)
+            started = time.perf_counter()
+            one = record_layer(layer, given[size], self._graph.outputs, self._costs.crossing, self._context)
+            forward_s = time.perf_counter() - started
+            for other in same:
+                names = dict(zip(layer.outputs, other.outputs, strict=True))
+                found.saved[other.name] = renamed(one.saved, layer, other)
+                found.output_bytes[other.name] = one.output_bytes
+                found.made |= {names[name]: what for name, what in one.made.items()}
+            self._measure_peak(layer, given[size])
+            if first and self._enough(len(given), forward_s):
+                break
+        return given
+
+
+def _parameters_at(layer: Layer, places: Sequence[int]) -> list[nn.Parameter]:
+    attributes = tuple(layer.parameters)
+    return [layer.parameter(attributes[place]) for place in places]
 
 
 def _missing(chain: Chained, found: Recording, size: int) -> Inputs:
@@ -168,7 +226,9 @@ def _missing(chain: Chained, found: Recording, size: int) -> Inputs:
     )
 
 
-def _noise(layers: tuple[formats.Layer, ...], before: Conditions, after: Conditions) -> tuple[formats.Noise, list[str]]:
+def _noise(
+    layers: tuple[formats.Layer, ...], before: Conditions, after: Conditions, caches: Literal["warm", "cold"]
+) -> tuple[formats.Noise, list[str]]:
     """Return how steady the measurements were, and what to say where they were not."""
     spreads = {
         (layer.name, cost.micro_batch): max(cost.forward_spread, cost.backward_spread)
@@ -180,7 +240,7 @@ def _noise(layers: tuple[formats.Layer, ...], before: Conditions, after: Conditi
     noise = formats.Noise(
         median_spread=statistics.median(every),
         max_spread=max(every),
-        caches="cold",
+        caches=caches,
         clock_hz=tuple(each.clock_hz for each in (before, after) if each.clock_hz is not None),
         throttled=after.throttled_since(before),
     )

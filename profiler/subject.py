@@ -11,11 +11,16 @@ from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients, split_difference
-from autopar.errors import ModelError, UsageError
+from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
+from autopar.profiler import device as devices
 from autopar.profiler.options import ProfileOptions, Progress
 
 __all__ = ["Subject", "prepare"]
+
+# The weights, and the gradients of the plain model and of the layers that are held against each other.
+COPIES = 3
+HOLLOW = "the model is larger than memory: gradients were not checked, and layers run one at a time on random weights"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +60,18 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
                 f"{user.path}: the dataset has {samples} samples, --batch asks for {options.batch}: no dataset sample "
                 f"for the asked batch; give --batch {samples} or less"
             )
+        _check_batch(user, options.batch)
         progress("building the model", 0.0)
-        module = user.build(options.seed)
+        module = _build(user, options)
         precision = _precision(module, user, options.precision)
         progress("capturing the model", 0.0)
         graph = capture(user, module)
-        progress("checking gradients", 0.0)
-        notes = _check(user, module, graph, samples)
+        if graph.hollow:
+            notes = [HOLLOW]
+        else:
+            progress("checking gradients", 0.0)
+            notes = _check(user, module, graph, samples)
+        notes += _remarks(module)
     return Subject(user, module, graph, precision, tuple(notes))
 
 
@@ -95,6 +105,34 @@ def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int) 
             f"the loss is not {kind}: a batch and its two parts differ by {difference:.1%}, so results depend on "
             "micro-batches; return (sum, count) from loss()"
         )
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        notes.append("batch normalisation takes its statistics per micro-batch and share")
     return notes
+
+
+def _remarks(module: nn.Module) -> list[str]:
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        return ["batch normalisation takes its statistics per micro-batch and share"]
+    return []
+
+
+def _check_batch(user: UserModel, batch: int) -> None:
+    """Refuse a batch that no memory holds, before trying."""
+    sample = named_tensors(user.load_batch(user.dataset(), range(1)))
+    size, most = batch * sum(tensor.nbytes for tensor in sample.values()), devices.memory_bytes(torch.device("cpu"))
+    if size > most:
+        raise UsageError(
+            f"--batch {batch}: so many samples of {user.path} take {size} bytes, this machine has {most}; give less"
+        )
+
+
+def _build(user: UserModel, options: ProfileOptions) -> nn.Module:
+    """Build the model: with values for its parameters if they fit the memory, else with their shapes only."""
+    try:
+        hollow = user.build(options.seed, hollow=True)
+    except (CaptureError, ModelError):
+        # It says what is wrong where it is built with values, or is no larger than memory.
+        return user.build(options.seed)
+    most = [devices.memory_bytes(torch.device("cpu"))]
+    if options.device in ("auto", "cuda") and torch.cuda.is_available():
+        most.append(devices.memory_bytes(torch.device("cuda", 0)))
+    weights = sum(parameter.nbytes for parameter in hollow.parameters())
+    return hollow if COPIES * weights > min(most) else user.build(options.seed)

@@ -1,0 +1,93 @@
+"""A model that is larger than memory is measured one layer at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.capture import load
+from autopar.profiler import ProfileOptions, prepare
+from autopar.profiler import device as devices
+from autopar.profiler.profile import measured
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def model():
+    return Net()
+
+def dataset():
+    return [{"tokens": torch.arange(8) + index} for index in range(16)]
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["tokens"].flatten())
+"""
+
+
+def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
+    real = measured(prepare(load(str(path)), options), options)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 3000)
+    subject = prepare(load(str(path)), options)
+    assert subject.graph.hollow
+    hollow = measured(subject, options)
+    assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
+    assert "larger than memory" in hollow.notes[0]
+    assert hollow.noise.caches == "warm"
+    assert (hollow.tensors, hollow.tied) == (real.tensors, real.tied)
+    for one, other in zip(hollow.layers, real.layers, strict=True):
+        assert (one.name, one.measured_as, one.parameters_bytes) == (
+            other.name,
+            other.measured_as,
+            other.parameters_bytes,
+        )
+        assert one.optimizer_bytes == other.optimizer_bytes
+        for found, expected in zip(one.costs, other.costs, strict=True):
+            assert (found.micro_batch, found.output_bytes) == (expected.micro_batch, expected.output_bytes)
+            assert (found.saved, found.peak_bytes) == (expected.saved, expected.peak_bytes)
+            assert found.forward_s > 0
+            assert found.backward_s > 0
+            assert found.repeats > 0
+
+
+def test_a_tied_parameter_is_updated_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    options = ProfileOptions(batch=2, device="cpu", budget_s=0.1, precision="bf16")
+    found = measured(prepare(load(str(path)), options), options)
+    assert found.layers[0].update_s > 0
+    # The head shares its only parameter with the embedding.
+    assert found.layers[-1].update_s == 0 or found.layers[-1].update_s < found.layers[0].update_s
+    assert found.layers[-1].optimizer_bytes > 0
+    assert found.precision == "bf16"
+    made = {tensor.name: tensor.dtype for tensor in found.tensors if tensor.producer is not None}
+    assert "float32" in made.values()
+
+
+def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 500)
+    with pytest.raises(Exception, match="--batch 16: so many samples of"):
+        prepare(load(str(path)), ProfileOptions(batch=16, device="cpu"))
+    assert torch.is_grad_enabled()
