@@ -1,0 +1,113 @@
+"""What a measurement records of its circumstances."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+import torch
+
+from autopar.errors import UsageError
+from autopar.profiler.clock import clock_of
+from autopar.profiler.compiled import compiling
+from autopar.profiler.conditions import Conditions, observe, parse
+from autopar.profiler.fit import fitted
+from autopar.profiler.options import ProfileOptions
+from autopar.profiler.pinned import pinned
+from autopar.profiler.precision import computing
+
+CPU = torch.device("cpu")
+
+
+def test_what_a_driver_does_not_tell_stays_empty() -> None:
+    assert parse("[N/A], [N/A], Not Active, [N/A], Not Active, Not Active") == Conditions()
+    assert parse("1410, Not Active, Not Active, Active, Not Active, Active").slowed == (
+        "temperature (software)",
+        "power brake",
+    )
+
+
+def test_reasons_of_either_moment_and_heat_in_between_are_told() -> None:
+    before, after = Conditions(1e9, ("power limit",), 3), Conditions(1e9, ("power brake",), 4)
+    assert after.throttled_since(before) == "power limit, power brake, temperature"
+    assert Conditions().throttled_since(Conditions()) is None
+
+
+def test_this_machines_clock_is_read_or_left_out() -> None:
+    found = observe(CPU)
+    assert found.clock_hz is None or 1e8 < found.clock_hz < 1e10
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_threads_are_pinned_in_the_block_and_freed_after_it() -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with pinned(1):
+        assert len(os.sched_getaffinity(0)) == 1
+        assert torch.get_num_threads() == 1
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
+
+
+def test_a_clock_returns_one_time_a_call_in_order() -> None:
+    clock = clock_of(CPU)
+    calls: list[int] = []
+    for number in range(3):
+        clock.time(lambda number=number: calls.append(number))  # type: ignore[misc]
+    assert calls == [0, 1, 2]
+    assert len(clock.times()) == 3
+    assert all(time.seconds >= 0 and time.launch_s is None for time in clock.times())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "fixed", "slope"),
+    [
+        ((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0),
+        ((1, 2), (1.0, 4.0), 0.0, 1.2),
+        ((1, 2), (2.0, 1.0), 1.2, 0.0),
+    ],
+)
+def test_a_fit_has_no_negative_part(
+    sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float
+) -> None:
+    line = fitted(sizes, seconds)
+    assert line is not None
+    assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))
+    errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]
+    assert line.residual == pytest.approx(max(errors))
+
+
+@pytest.mark.parametrize("option", ["batch", "threads"])
+@pytest.mark.parametrize("value", [0, 2**31, 2**40])
+def test_numbers_that_nothing_is_measured_with_are_refused(option: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"--{option} must be .* found {value}"):
+        ProfileOptions(**{option: value})  # type: ignore[arg-type]
+
+
+def test_a_type_that_autocast_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(computing.__globals__["_KINDS"], "fp16", torch.float64)
+    with pytest.raises(UsageError, match="--precision fp16: autocast on cpu does not compute in float64"):
+        computing("fp16", CPU)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise RuntimeError("\n  no g++\n more")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: missing)
+    with (
+        pytest.raises(UsageError, match=r"--compile: torch.compile does not work here \(no g\+\+\); install"),
+        compiling(CPU),
+    ):
+        pass
+
+
+def test_without_the_drivers_tool_a_gpus_conditions_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    class Properties:
+        uuid = "0"
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    assert observe(torch.device("cuda", 0)) == Conditions()
