@@ -43,6 +43,8 @@ _REDUCTIONS = _names(
     "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
     "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward var var_mean logsumexp cumsum"
 )
+_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+"""Products of rows with the matrix of the group that each belongs to, as experts compute them: how many per row."""
 _NOT_READ = _names("copy_ zero_ fill_ bernoulli_ normal_ uniform_ random_ exponential_")
 """In-place operators that overwrite without reading."""
 _FREE = _names("empty empty_like empty_strided new_empty new_empty_strided lift_fresh set_ resize_")
@@ -109,7 +111,8 @@ def _describe(
         read = sum(map(_bytes, given[1:])) + min(_bytes(given[0]), sum(map(_bytes, made)))
     outputs, depth = _product(name, args, made) if kind in ("matmul", "convolution") else (0, 0)
     dtype = (given or made or changed)[0].dtype
-    return Kernel(name, kind, dtype, _flops(func, args, kwargs, result), read, written, outputs, depth)
+    flops = 2 * outputs * depth if name in _GROUPED else _flops(func, args, kwargs, result)
+    return Kernel(name, kind, dtype, flops, read, written, outputs, depth)
 
 
 def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
@@ -117,7 +120,7 @@ def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
         return "convolution"
     if "attention" in name:
         return "attention"
-    if func.overloadpacket in flop_registry:
+    if func.overloadpacket in flop_registry or name in _GROUPED:
         return "matmul"
     if name in _COPIES:
         return "copy"
@@ -151,6 +154,9 @@ def _product(name: str, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> 
         backward = name == "convolution_backward"
         weight: torch.Tensor = args[2] if backward else args[1]
         return (args[0] if backward else made[0]).numel(), prod(weight.shape[1:])
+    if name in _GROUPED:
+        rows, columns = args[0].shape[0], args[1].shape[-1]
+        return _GROUPED[name] * rows * columns, args[0].shape[-1]
     left: torch.Tensor = args[1 if name in ("addmm", "baddbmm") else 0]
     return made[0].numel(), left.shape[-1]
 

@@ -96,14 +96,21 @@ def test_products_and_convolutions_are_counted_with_their_outputs_and_depth() ->
     assert (convolution.kind, convolution.outputs, convolution.depth) == ("convolution", 2 * 64 * 7, 27)
 
 
+def test_rows_are_multiplied_with_their_groups_matrix_only() -> None:
+    with FakeTensorMode(), KernelLog() as log:
+        rows, experts = torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(4, 16, 64, dtype=torch.bfloat16)
+        torch._grouped_mm(rows, experts, torch.empty(4, dtype=torch.int32))
+    assert [(k.kind, k.flops, k.outputs, k.depth) for k in log.kernels] == [("matmul", 2 * 32 * 16 * 64, 32 * 64, 16)]
+
+
 def test_flash_attention_is_one_kernel_that_saves_its_inputs_output_and_sums() -> None:
     work = graph_work(_attending(), 4, A100, "bf16").layers[0]
     attention = [kernel for kernel in work.forward if kernel.kind == "attention"]
     # Two products of 256 x 256 x 64 for each of 4 x 2 heads, of which a causal mask leaves half.
     assert [kernel.flops for kernel in attention] == [2 * 2 * (4 * 2) * 256 * 256 * 64 // 2]
     assert not [kernel for kernel in work.forward if "softmax" in kernel.op]
-    matrix = 4 * 2 * 256 * 256
-    assert max(work.saved.values()) < matrix
+    matrix_bytes = 2 * 4 * 2 * 256 * 256
+    assert max(work.saved.values()) < matrix_bytes
     sums = 4 * 2 * 256 * 4
     assert sums in work.saved.values()
 
