@@ -2,8 +2,9 @@
 
 from autopar.capture.batch import named_tensors, slice_rows
 from autopar.capture.export import capture, capture_module
+from autopar.capture.fit import fits, training_bytes
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.place import materialize, retarget
+from autopar.capture.place import materialize, materialize_random, release, retarget
 from autopar.capture.source import UserModel, load
 
 __all__ = [
@@ -13,9 +14,13 @@ __all__ = [
     "UserModel",
     "capture",
     "capture_module",
+    "fits",
     "load",
     "materialize",
+    "materialize_random",
     "named_tensors",
+    "release",
     "retarget",
     "slice_rows",
+    "training_bytes",
 ]

@@ -95,7 +95,8 @@ def capture_module(
 
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
-    with unchanged(step), _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
+    masks = general_masks() if mode else contextlib.nullcontext()
+    with unchanged(step), masks, _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
         )
@@ -132,6 +133,8 @@ def _told_apart(what: str) -> Iterator[None]:
     except AutoparError:
         raise
     except (Exception, SystemExit) as error:
+        if _reads_values(error):
+            raise CaptureError(_explain(error)) from error
         line, _ = user_line(error.__traceback__)
         raise ModelError(f"{line}: {what} raised {type(error).__name__}: {_first_line(error)}") from error
 
@@ -158,15 +161,20 @@ def _exported(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> Exported
         )
 
 
-def _fixes_rows(error: Exception) -> bool:
+def _fixes_rows(error: BaseException) -> bool:
     return "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__
 
 
-def _explain(error: Exception) -> str:
+def _reads_values(error: BaseException) -> bool:
+    """Whether values were asked of a tensor that has none, as while capturing."""
+    return "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+
+
+def _explain(error: BaseException) -> str:
     line, source = user_line(error.__traceback__)
     place = f"{line}: cannot capture `{source}`" if source else f"{line}: cannot be captured"
     kind = type(error).__name__
-    if "GuardOnDataDependent" in kind or "DataDependent" in kind or "data-dependent" in str(error):
+    if _reads_values(error):
         remedy = "set layerdrop to 0" if "layerdrop" in source else "use torch.where"
         return f"{place}: a tensor's values decide what runs; {remedy}, {FALLBACK}"
     if _fixes_rows(error):

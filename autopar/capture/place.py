@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import fx, nn
 from autopar.capture.graph import Layer
 from autopar.errors import FileError
 
-__all__ = ["materialize", "retarget"]
+__all__ = ["materialize", "materialize_random", "release", "retarget"]
 
 
 _CPU = torch.device("cpu")
@@ -49,6 +50,47 @@ def _find(layer: Layer, name: str, tensors: Mapping[str, torch.Tensor], expected
 def _set(module: nn.Module, attribute: str, value: torch.Tensor) -> None:
     parent, _, last = attribute.rpartition(".")
     setattr(module.get_submodule(parent), last, value)
+
+
+RANDOM_DEVIATION = 0.02
+"""Of the weights that stand in for those of a model larger than memory: what most language models start from."""
+
+
+def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU) -> None:
+    """Give the parameters of a hollow layer values of the usual scale, drawn from the seed and the parameter's name.
+
+    Matrices are normal with deviation 0.02, one-dimensional weights (of normalisations) are one, biases zero: neither
+    the model's own initial weights nor good ones to train from, but numbers that a kernel meets in training. Buffers
+    keep their values. :func:`release` takes the values away again.
+    """
+    values: dict[str, nn.Parameter] = {}
+    for attribute, name in layer.parameters.items():
+        if name not in values:
+            shape = layer.module.get_parameter(attribute)
+            values[name] = nn.Parameter(_usual(shape, name, seed, device), requires_grad=shape.requires_grad)
+        _set(layer.module, attribute, values[name])
+    for attribute in layer.buffers:
+        _set(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
+    if device.type != "cpu":
+        retarget(layer, device)
+
+
+def _usual(shape: torch.Tensor, name: str, seed: int, device: torch.device) -> torch.Tensor:
+    value = torch.empty_like(shape, device=device)
+    if shape.dim() < 2:
+        return value.fill_(1.0 if name.endswith("weight") else 0.0)
+    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
+    return value.normal_(std=RANDOM_DEVIATION, generator=torch.Generator(device).manual_seed(key))
+
+
+def release(layer: Layer) -> None:
+    """Take the values of a layer's parameters, and their gradients, away again: it becomes hollow."""
+    shapes: dict[str, nn.Parameter] = {}
+    for attribute, name in layer.parameters.items():
+        value = layer.module.get_parameter(attribute)
+        if name not in shapes:
+            shapes[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
+        _set(layer.module, attribute, shapes[name])
 
 
 def retarget(layer: Layer, device: torch.device) -> None:
