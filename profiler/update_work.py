@@ -12,8 +12,8 @@ from autopar.profiler.kernels import KernelLog
 
 __all__ = ["moved_per_number"]
 
-# Large enough that a count of steps, which does not grow with the parameters, is nothing beside them.
-_SIZE = 32
+_NUMBERS = 4096
+# Kernels that move less than this are over a count of steps, which does not grow with the parameters.
 _COUNT_BYTES = 64
 
 
@@ -26,7 +26,7 @@ def moved_per_number(user: UserModel, parameters: Sequence[nn.Parameter]) -> flo
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return 0.0
-    small = [nn.Parameter(torch.full((_SIZE,) * each.dim(), 0.5, dtype=each.dtype)) for each in trained]
+    small = [nn.Parameter(torch.full(_shape(each.dim()), 0.5, dtype=each.dtype)) for each in trained]
     optimizer = user.make_optimizer(small)
     for group in optimizer.param_groups:
         if group.get("foreach", True) is None and not group.get("fused"):
@@ -39,3 +39,12 @@ def moved_per_number(user: UserModel, parameters: Sequence[nn.Parameter]) -> flo
     moved = [kernel.read_bytes + kernel.written_bytes for kernel in log.kernels]
     numbers = sum(parameter.numel() for parameter in small)
     return float(sum(size for size in moved if size > _COUNT_BYTES) / numbers)
+
+
+def _shape(dimensions: int) -> tuple[int, ...]:
+    """Return a shape of about as many numbers whatever its dimensions.
+
+    >>> _shape(1), _shape(2), _shape(4)
+    ((4096,), (64, 64), (8, 8, 8, 8))
+    """
+    return (round(_NUMBERS ** (1 / dimensions)),) * dimensions if dimensions else ()
