@@ -48,8 +48,10 @@ class CostModel:
         plural = "s" if len(listed) > 1 else ""
         if count > len(listed):
             more = count - len(listed)
+            where = " in the same node; --cluster names others" if {device.node for device in listed} == {0} else ""
             self.notes.append(
                 f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
+                + where
             )
         return [listed[index % len(listed)] for index in range(count)]
 

@@ -42,6 +42,8 @@ class RunOptions:
     """Folder for the trained weights."""
     timeout_s: float = 300.0
     """Longest that a rank may stand still."""
+    data: Path | None = None
+    """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -73,7 +75,7 @@ def run(
     check(program, plan)
     check_precision(plan)
     _check_devices(plan)
-    user_model = load(model)
+    user_model = load(model, options.data)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
@@ -113,7 +115,7 @@ def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: P
     said: dict[str, object] = {}
     if folder is not None:
         try:
-            Workspace(folder).prepare(load(model), plan, options.weights)
+            Workspace(folder).prepare(load(model, options.data), plan, options.weights)
             said = {"folder": str(folder)}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
@@ -136,7 +138,14 @@ def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> Tra
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
         save = str(options.save.resolve())
-    return TrainArguments(plan=plan.dumps(), model=model, workspace=str(folder), steps=options.steps, save=save)
+    return TrainArguments(
+        plan=plan.dumps(),
+        model=model,
+        data=None if options.data is None else str(options.data),
+        workspace=str(folder),
+        steps=options.steps,
+        save=save,
+    )
 
 
 def _check_devices(plan: Plan) -> None:

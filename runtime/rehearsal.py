@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -56,7 +57,7 @@ def rehearse(
     return tuple(peaks)
 
 
-def rehearse_model(plan: Plan, model: str, progress: Callable[[str], None]) -> tuple[int, ...]:
+def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable[[str], None]) -> tuple[int, ...]:
     """Capture MODEL and rehearse a plan of it; see :func:`rehearse`.
 
     Raises:
@@ -65,7 +66,7 @@ def rehearse_model(plan: Plan, model: str, progress: Callable[[str], None]) -> t
     """
     program = expand(plan)
     check(program, plan)
-    user = load(model)
+    user = load(model, data)
     check_source(user, plan)
     progress("capturing the model")
     graph = capture(user, user.build(plan.seed))

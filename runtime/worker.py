@@ -35,6 +35,8 @@ class TrainArguments(TypedDict):
     """The plan's JSON text."""
     model: str
     """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    data: str | None
+    """The file that feeds an ``hf:`` model, if it has one."""
     workspace: str
     steps: int
     save: str | None
@@ -67,7 +69,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     """
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     peak = PeakMemory(context.device)
-    model = load(arguments["model"])
+    model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
     job = build(context, plan, model, graph, workspace)

@@ -51,7 +51,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
-    from autopar.cli.references import check_output, rebase, reference
+    from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
     from autopar.formats.units import parse_bandwidth, parse_bytes
@@ -77,9 +77,8 @@ def command(
     measured = Profile.parse(text, profile)
     machines, record = _cluster(cluster, links, output, measured, options)
     found = plan(measured, machines, options)
-    source = rebase(measured.model.source, profile, output)
     update = {
-        "model": measured.model.model_copy(update={"source": source}),
+        "model": rebased(measured.model, profile, output),
         "profile": reference(profile, text, output),
         **record,
         "notes": (*machines.notes, *found.notes),

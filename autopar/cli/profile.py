@@ -1,4 +1,4 @@
-"""``autopar profile``: measure a model's layers, and the links between local ranks."""
+"""``autopar profile``: measure a model's layers and the links between local ranks, or estimate them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from autopar.errors import UsageError
+from autopar.formats.profile import path_of
 
 if TYPE_CHECKING:
+    from autopar.capture import UserModel
+    from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
+    from autopar.hardware.gpus import Gpu
+    from autopar.profiler.options import ProfileOptions, Progress
 
 __all__ = ["command"]
 
@@ -20,13 +25,25 @@ _CLUSTER = "cluster.json"
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A Python file with model(), or package.module:factory.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Python file with model(), package.module:factory, or hf: and a Transformers configuration."
+        ),
+    ],
     batch: Annotated[int, typer.Option(help="Samples per step; the largest micro-batch measured.", min=1)] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`)."),
+    ] = "auto",
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks whose links are measured; default: 2, or the number of GPUs.")
+        int | None,
+        typer.Option(
+            help="Local ranks whose links are measured; default: 2, or the number of GPUs. "
+            "Of a GPU that is not there: how many a node has; default: 8."
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads per rank on the CPU.", min=1)] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU; default: 1.", min=1)] = None,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="bf16, fp16: float32 parameters, layers under autocast; default: the parameters' own."),
@@ -34,6 +51,13 @@ def command(
     compile_layers: Annotated[
         bool, typer.Option("--compile", help="Compile every layer with torch.compile; needs a compiler.")
     ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="A Python file whose dataset() feeds an hf: model; default: synthetic inputs.")
+    ] = None,
+    calibrate_with: Annotated[
+        Path | None,
+        typer.Option(help="Measured runs (CSV) that the estimates for a GPU that is not there are fitted to."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     cluster_output: Annotated[
@@ -42,42 +66,89 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
-    """Measure every layer of a model on this machine, and the links between local ranks."""
+    """Measure every layer of a model on this machine, and the links between local ranks.
+
+    For a GPU that is not there, all of this is estimated.
+    """
     from autopar.cli.progress import phases
-    from autopar.cli.references import check_output
+    from autopar.cli.references import check_output, rebased
 
     links_output = cluster_output or output.parent / _CLUSTER
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    inputs = (Path(model),) if model.endswith(".py") else ()
+    gpu = _gpu(device, threads, compile_layers, calibrate_with)
+    source = path_of(model)
+    inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=inputs)
     check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
 
     from autopar.capture import load
-    from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
-    from autopar.profiler.device import choose, count
+    from autopar.profiler import ProfileOptions
 
-    chosen = choose(device)
-    ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
-    user = load(model)
+    user = load(model, None if data is None else str(data))
     options = ProfileOptions(
-        batch=batch, device=device, threads=threads, seed=seed, precision=precision, compile=compile_layers
+        batch=batch,
+        device=device if gpu is None else "cpu",
+        threads=threads or 1,
+        seed=seed,
+        precision=precision,
+        compile=compile_layers,
     )
     with phases() as progress:
-        measured = profile(user, options, progress)
-        cluster = None
-        if ranks > 1:
-            progress(f"measuring links between {ranks} ranks", 0.0)
-            cluster = local_cluster(measure_links(ranks, chosen.type, threads), measured.device, count(chosen))
-    measured = measured.model_copy(
-        update={"model": measured.model.model_copy(update={"source": _source(model, output)})}
-    )
-    measured.save(output)
+        if gpu is None:
+            made, cluster = _measured(user, options, ranks, progress)
+        else:
+            made, cluster = _estimated(user, options, ranks, gpu, calibrate_with, progress)
+    named = made.model.model_copy(update={"data": None if data is None else str(data)})
+    made = made.model_copy(update={"model": rebased(named, _OUTPUT, output)})
+    made.save(output)
     if cluster is not None:
         cluster.save(links_output)
-    _show(measured, output, links_output if cluster is not None else None)
+    _show(made, output, links_output if cluster is not None else None)
     if as_json:
-        sys.stdout.write(measured.dumps())
+        sys.stdout.write(made.dumps())
+
+
+def _gpu(device: str, threads: int | None, compiled: bool, runs: Path | None) -> Gpu | None:
+    """Return the GPU that is not there, if one is named; refuse what does not go with it, or without it."""
+    from autopar.hardware.gpus import find
+
+    if device in ("auto", "cpu", "cuda"):
+        if runs is not None:
+            raise UsageError(f"--calibrate-with {runs}: fits estimates; name a GPU that is not there with --device")
+        return None
+    gpu = find(device)
+    if threads is not None or compiled:
+        option = "--compile" if compiled else f"--threads {threads}"
+        raise UsageError(f"{option}: says how to measure, but --device {device} is estimated; leave it out")
+    return gpu
+
+
+def _measured(
+    user: UserModel, options: ProfileOptions, ranks: int | None, progress: Progress
+) -> tuple[Profile, Cluster | None]:
+    from autopar.profiler import local_cluster, measure_links, profile
+    from autopar.profiler.device import choose, count
+
+    chosen = choose(options.device)
+    ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
+    measured = profile(user, options, progress)
+    if ranks < 2:
+        return measured, None
+    progress(f"measuring links between {ranks} ranks", 0.0)
+    links = measure_links(ranks, chosen.type, options.threads, progress=progress)
+    return measured, local_cluster(links, measured.device, count(chosen))
+
+
+def _estimated(
+    user: UserModel, options: ProfileOptions, ranks: int | None, gpu: Gpu, runs: Path | None, progress: Progress
+) -> tuple[Profile, Cluster]:
+    from autopar.cli.estimating import GPUS_PER_NODE, estimated
+    from autopar.hardware.clusters import cluster_named
+    from autopar.profiler.subject import prepare
+
+    cluster = cluster_named(f"{ranks or GPUS_PER_NODE}x{gpu.name}")
+    return estimated(prepare(user, options, progress), gpu, options, runs, progress), cluster
 
 
 def _ranks(asked: int | None, gpus: int | None) -> int:
@@ -86,12 +157,6 @@ def _ranks(asked: int | None, gpus: int | None) -> int:
     if gpus is not None and asked is not None and asked > gpus:
         raise UsageError(f"--ranks {asked}: this machine has {gpus} GPUs")
     return asked if asked is not None else gpus if gpus is not None else 2
-
-
-def _source(spec: str, output: Path) -> str:
-    from autopar.cli.references import rebase
-
-    return rebase(spec, _OUTPUT, output)
 
 
 def _show(profile: Profile, output: Path, cluster: Path | None) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import FileReference, Plan
-from autopar.formats.profile import path_of, with_path
+from autopar.formats.profile import ModelSource, path_of, with_path
 
-__all__ = ["check_output", "rebase", "recorded", "reference", "resolve"]
+__all__ = ["check_output", "rebased", "recorded", "reference", "resolve"]
 
 
 def reference(path: Path, text: str, output: Path) -> FileReference:
@@ -39,16 +39,19 @@ def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
 def recorded(plan: Plan, path: Path) -> tuple[Path, ...]:
     """Return the files that a plan, read from ``path``, leans on, and the plan's own: none may be written over."""
     names = [each.path for each in (plan.profile, plan.cluster) if each is not None]
-    model = path_of(plan.model.source)
-    if model is not None:
-        names.append(model)
+    names += [name for name in (path_of(plan.model.source), plan.model.data) if name is not None]
     return (path, *(path.parent / name for name in names))
 
 
-def rebase(source: str, origin: Path, output: Path) -> str:
-    """Return a model's source, recorded relative to ``origin``, relative to ``output``; a factory's name stays."""
-    path = path_of(source)
-    return source if path is None else with_path(source, _relative(origin.parent / path, output.parent))
+def rebased(model: ModelSource, origin: Path, output: Path) -> ModelSource:
+    """Return a record whose paths are relative to the file ``origin`` with paths relative to ``output``."""
+    update: dict[str, str] = {}
+    path = path_of(model.source)
+    if path is not None:
+        update["source"] = with_path(model.source, _relative(origin.parent / path, output.parent))
+    if model.data is not None:
+        update["data"] = _relative(origin.parent / model.data, output.parent)
+    return model.model_copy(update=update)
 
 
 def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:

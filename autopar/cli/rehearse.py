@@ -25,7 +25,7 @@ def command(
     from rich.console import Console
 
     from autopar.cli.progress import phases
-    from autopar.cli.training import model_of, read_plan
+    from autopar.cli.training import data_of, model_of, read_plan
     from autopar.report.memory import render
 
     chosen = read_plan(plan, None)
@@ -34,7 +34,7 @@ def command(
     from autopar.runtime.rehearsal import rehearse_model
 
     with phases() as progress:
-        peaks = rehearse_model(chosen, model, lambda what: progress(what, 0.0))
+        peaks = rehearse_model(chosen, model, data_of(chosen, plan), lambda what: progress(what, 0.0))
     render(chosen, peaks, Console(stderr=True))
     limits = chosen.predicted.limit_bytes
     if as_json:

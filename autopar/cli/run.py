@@ -18,6 +18,7 @@ from autopar.cli.training import (
     Timeout,
     TraceFile,
     Weights,
+    data_of,
     model_of,
     print_outcome,
     read_plan,
@@ -50,7 +51,7 @@ def command(
     from autopar.cli.progress import steps_progress
     from autopar.runtime.launch import RunOptions, run
 
-    options = RunOptions(steps, weights, save, timeout_s)
+    options = RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan))
     with steps_progress(steps) as progress:
         outcome = run(chosen, model, options, progress)
     reports.write(outcome.report, outcome.timeline)

@@ -29,6 +29,7 @@ __all__ = [
     "Timeout",
     "TraceFile",
     "Weights",
+    "data_of",
     "model_of",
     "print_outcome",
     "read_plan",
@@ -114,6 +115,11 @@ def model_of(plan: Plan, path: Path) -> str:
     if not model.exists():
         raise FileError(f"{path}: $.model.source: no such file: {model}")
     return with_path(source, str(model))
+
+
+def data_of(plan: Plan, path: Path) -> Path | None:
+    """Return the file that feeds the hf: model of a plan that was read from ``path``, if it has one."""
+    return None if plan.model.data is None else path.parent / plan.model.data
 
 
 def print_outcome(report: Report, reports: Reports, as_json: bool) -> None:

@@ -21,6 +21,7 @@ from autopar.cli.training import (
     Timeout,
     TraceFile,
     Weights,
+    data_of,
     model_of,
     print_outcome,
     read_plan,
@@ -53,7 +54,7 @@ def command(
         from autopar.runtime.launch import RunOptions, join
 
         with steps_progress(steps, quiet=os.environ.get("RANK") != "0") as progress:
-            outcome = join(chosen, model, RunOptions(steps, weights, save, timeout_s), progress)
+            outcome = join(chosen, model, RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan)), progress)
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
         if os.environ.get("RANK", "0") == "0":
