@@ -65,7 +65,7 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path
         ("(output - batch[1])", "(output.detach() - batch[1])", (), 4, "nothing to train"),
         ("    return torch.nn.Sequential", "    return torch.nn.ReLU() or torch.nn.Sequential", (), 4, "no parameter"),
         ("torch.nn.Linear(4, 1))", "torch.nn.Linear(4, 1)).half()", (), 4, "must be float32"),
-        ("", "", ("--device", "tpu"), 2, "--device must be"),
+        ("", "", ("--device", "tpu"), 2, "no GPU called 'tpu' is known"),
         ("", "", ("--ranks", "1"), 2, "at least 2 ranks"),
         ("", "", ("-o", "none/p.json"), 4, "no such folder"),
         ("", "", ("--cluster-output", "profile.json"), 2, "cannot hold both"),
