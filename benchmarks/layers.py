@@ -2,8 +2,8 @@
 
     python benchmarks/layers.py --runs 12 --json benchmarks/results/layers.json
 
-Each run profiles the layers and then trains the plain model, one after the other in one process: the gradients are
-forgotten, forward, backward, optimizer step. Prints and writes, per model, the median and the spread (10th and 90th
+Plain training and profiling take turns in one process; a run is a profile between two stretches of plain steps, whose
+means it is held against: gradients are forgotten, forward, backward, optimizer step. Prints and writes, per model, the median and the spread (10th and 90th
 percentile) over the runs of profiled over plain seconds; the bytes that the layers keep for the backward over those
 that the plain model's autograd keeps; and what measuring took, in seconds and in plain steps. On a CUDA device also
 the most memory that a plain step allocates. Wants an otherwise idle machine.
@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
 import torch
 from machine import Watch
@@ -62,27 +62,28 @@ def _model(name: str, arguments: argparse.Namespace) -> dict[str, object]:
     subject = prepare(load(str(path) if path.exists() else name), options)
     plain = _Plain(subject, options)
     ratios: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
-    measuring_s, spreads, steps_s = [], [], []
+    measuring_s, spreads = [], []
+    stretches = [plain.run()]
     for number in range(arguments.runs):
         started = time.perf_counter()
         profile = measured(subject, options)
         measuring_s.append(time.perf_counter() - started)
         spreads.append(profile.noise.median_spread)
-        seconds = plain.run()
-        steps_s.append(seconds["step"])
+        stretches.append(plain.run())
         for what, profiled_s in _sums(profile, options.batch).items():
-            ratios[what].append(profiled_s / seconds[what])
+            ratios[what].append(profiled_s / mean(stretch[what] for stretch in stretches[-2:]))
         sys.stderr.write(f"{name} {number + 1}: { ({what: round(each[-1], 3) for what, each in ratios.items()}) }\n")
+    step_s = median(stretch["step"] for stretch in stretches)
     return {
         "model": name,
         "layers": len(profile.layers),
         "parameters_bytes": subject.parameter_bytes,
-        "plain_step_s": round(median(steps_s), 4),
+        "plain_step_s": round(step_s, 4),
         "profiled_over_plain": {what: _spread(each) for what, each in ratios.items()},
         "median_spread": round(median(spreads), 4),
         "saved_over_plain": round(_saved_bytes(profile, options.batch) / plain.saved_bytes(), 6),
         "measuring_s": round(median(measuring_s), 2),
-        "measuring_in_plain_steps": round(median(measuring_s) / median(steps_s), 1),
+        "measuring_in_plain_steps": round(median(measuring_s) / step_s, 1),
         **plain.memory(),
     }
 
