@@ -45,6 +45,13 @@ _REDUCTIONS = _names(
 )
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 """Products of rows with the matrix of the group that each belongs to, as experts compute them: how many per row."""
+_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""The CPU's attention, which torch's own modules call without being asked, and what is counted of it: the GPU's."""
 _NOT_READ = _names("copy_ zero_ fill_ bernoulli_ normal_ uniform_ random_ exponential_")
 """In-place operators that overwrite without reading."""
 _FREE = _names("empty empty_like empty_strided new_empty new_empty_strided lift_fresh set_ resize_")
@@ -132,7 +139,8 @@ def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
-    count: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
+    packet = func.overloadpacket
+    count: Callable[..., Any] | None = flop_registry.get(_ON_CPU.get(packet, packet))
     if count is None:
         return 0
     flops = int(count(*args, **kwargs, out_val=result))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
 
@@ -205,6 +206,28 @@ def test_a_layer_that_reads_values_is_named() -> None:
     )
     with pytest.raises(CaptureError, match="cannot be estimated without its tensors' values"):
         graph_work(graph, 2, A100, "fp32")
+
+
+def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            again: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return again
+
+    encoder = nn.TransformerEncoderLayer(64, 1, 128, dropout=0.0, batch_first=True)
+    model = nn.Sequential(encoder, Again(), nn.Linear(64, 1))
+    batch = (torch.randn(2, 16, 64), torch.ones(2, 1))
+    graph = capture_module(model, batch, lambda output, _: output.mean(), list)
+    attending, again, _ = graph_work(graph, 4, A100, "fp32").layers
+    # Two products of 16 x 16 x 64 for each of 4 samples, and five of that shape backward.
+    attention = [kernel for kernel in (*attending.forward, *attending.backward) if kernel.kind == "attention"]
+    assert [kernel.flops for kernel in attention] == [2 * 2 * 4 * 16 * 16 * 64, 5 * 2 * 4 * 16 * 16 * 64]
+    assert [kernel.op for kernel in again.backward if kernel.flops] == ["addmm", "mm", "mm"]
+    assert list(again.saved) == ["input 0"]
 
 
 def test_layers_that_compute_the_same_are_run_once(gpt: Subject) -> None:
