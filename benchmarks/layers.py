@@ -3,10 +3,10 @@
     python benchmarks/layers.py --runs 12 --json benchmarks/results/layers.json
 
 Plain training and profiling take turns in one process; a run is a profile between two stretches of plain steps, whose
-means it is held against: gradients are forgotten, forward, backward, optimizer step. Prints and writes, per model, the median and the spread (10th and 90th
-percentile) over the runs of profiled over plain seconds; the bytes that the layers keep for the backward over those
-that the plain model's autograd keeps; and what measuring took, in seconds and in plain steps. On a CUDA device also
-the most memory that a plain step allocates. Wants an otherwise idle machine.
+means it is held against: gradients are forgotten, forward, backward, optimizer step. Prints and writes, per model, the
+median and the spread (10th and 90th percentile) over the runs of profiled over plain seconds; the bytes that the layers
+keep for the backward over those that the plain model's autograd keeps; and what measuring took, in seconds and in plain
+steps. On a CUDA device also the most memory that a plain step allocates. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
