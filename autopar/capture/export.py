@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
+from autopar.capture.declared import declared_layers
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers
@@ -84,9 +85,15 @@ def capture_module(
                 raise CaptureError("layers(model) runs its modules to describe them, and this model exceeds the memory")
             with _told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers)
-        with faked(model) if hollow else contextlib.nullcontext() as mode:
-            _try_out(step, tensors, mode)
-            program = _export(step, tensors)
+        try:
+            with faked(model) if hollow else contextlib.nullcontext() as mode:
+                _try_out(step, tensors, mode)
+                program = _export(step, tensors)
+        except CaptureError:
+            declared = None if hollow else declared_layers(model, batch, loss)
+            if declared is None:
+                raise
+            return declared
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.errors import ModelError
 
-__all__ = ["NOTHING_TO_TRAIN", "listed_layers"]
+__all__ = ["NOTHING_TO_TRAIN", "ListedLayer", "Listing", "listed_layers"]
 
 NOTHING_TO_TRAIN = "the loss depends on no parameter that requires a gradient; there is nothing to train"
 
 
-class _ListedLayer(nn.Module):
+class ListedLayer(nn.Module):
     """One module of the list. The first reads the batch, the last computes the loss."""
 
     def __init__(self, element: nn.Module, template: object, model: nn.Module) -> None:
@@ -81,13 +81,13 @@ def listed_layers(
     doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
     wrapped = _wrap(model, batch, loss, list(elements), tuple(tensors))
     names = _names(model, list(elements))
-    return _Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled)
+    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled)
 
 
 def _wrap(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, elements: list[nn.Module], names: tuple[str, ...]
-) -> list[_ListedLayer]:
-    wrapped = [_ListedLayer(element, batch, model) for element in elements]
+) -> list[ListedLayer]:
+    wrapped = [ListedLayer(element, batch, model) for element in elements]
     for layer in wrapped:
         layer.loss = [loss]
     wrapped[0].first = wrapped[-1].last = True
@@ -107,17 +107,19 @@ def _names(model: nn.Module, elements: list[nn.Module]) -> list[str]:
     return names
 
 
-class _Listing:
+class Listing:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
     def __init__(
-        self, model: nn.Module, wrapped: list[_ListedLayer], names: list[str], batch_names: tuple[str, ...]
+        self, model: nn.Module, wrapped: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
     ) -> None:
         self.wrapped, self.names, self.batch_names = wrapped, names, batch_names
         self.parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         self.buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
 
-    def run(self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor]) -> LayerGraph:
+    def run(
+        self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
+    ) -> LayerGraph:
         first, randoms = self._forward(small)
         if not first[-1][0].requires_grad:
             raise ModelError(NOTHING_TO_TRAIN)
@@ -141,6 +143,7 @@ class _Listing:
             outputs=previous,
             loss="mean" if len(previous) == 1 else "sum_count",
             portable=False,
+            notes=notes,
         )
 
     def _forward(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[tuple[torch.Tensor, ...]], list[bool]]:
@@ -163,7 +166,7 @@ class _Listing:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
     def _layer(
-        self, module: _ListedLayer, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool
+        self, module: ListedLayer, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool
     ) -> Layer:
         parameters = {}
         for attribute, parameter in module.named_parameters(remove_duplicate=False):

@@ -83,6 +83,8 @@ class LayerGraph:
     """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
     hollow: bool = False
     """Whether its parameters have shapes but no values (``place.materialize`` gives a layer values)."""
+    notes: tuple[str, ...] = ()
+    """What a reader of a profile must know of how the layers were found."""
     exported: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import random
 import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
+import numpy
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -24,6 +26,7 @@ FALLBACK = "or give layers(model) in the model file: a list of modules that are 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 # Their backward is the derivative of their forward, which automatic differentiation finds as well.
 _HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
+_DRAWN_ONCE = f"Python's or NumPy's random numbers would be drawn only once; draw them with torch, {FALLBACK}"
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _ASSIGN = nn.Module.__setattr__.__code__
 _FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
@@ -37,12 +40,17 @@ def watch() -> Iterator[None]:
 
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
-            ``torch.utils.checkpoint`` was used (its recomputation would be lost), or a buffer or a number of a module
-            was replaced (the next forward would find the old one); names file and line.
+            ``torch.utils.checkpoint`` was used (its recomputation would be lost), a buffer or a number of a module was
+            replaced (the next forward would find the old one), or a random number was drawn otherwise than with torch
+            (every step would find the first one); names file and line.
     """
     found: list[str] = []
 
-    def on_event(frame: FrameType, event: str, _: object) -> None:
+    def on_event(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and not found and isinstance(getattr(called, "__self__", None), random.Random):
+            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
+        if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _drawn():
+            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
         if event != "call" or found:
             return
         if frame.f_code is _CHECKPOINT:
@@ -55,7 +63,7 @@ def watch() -> Iterator[None]:
         elif frame.f_code is _ASSIGN and (replaced := _replaced(frame)):
             found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
 
-    before = sys.getprofile()
+    before, drawn = sys.getprofile(), _drawn()
     sys.setprofile(on_event)
     try:
         yield
@@ -63,6 +71,12 @@ def watch() -> Iterator[None]:
         sys.setprofile(before)
     if found:
         raise CaptureError(found[0])
+
+
+def _drawn() -> tuple[int, int]:
+    """Return something that changes when NumPy's global generator draws, whose functions a profile does not see."""
+    state = numpy.random.get_state(legacy=False)["state"]
+    return int(state["pos"]), int(state["key"][0])
 
 
 def _replaced(frame: FrameType) -> str:
@@ -126,7 +140,7 @@ def _harmless(function: type) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((_LIBRARY, _OWN, "<"))
+    return not filename.startswith((_LIBRARY, _OWN, "<")) and filename != random.__file__
 
 
 def _caller(frame: FrameType | None) -> str:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -72,6 +74,16 @@ class Counting(Chain):
         return x / self.calls
 
 
+class OtherRandom(Chain):
+    def between(self, x):
+        return x * random.uniform(0, 1)
+
+
+class NumpyRandom(Chain):
+    def between(self, x):
+        return x * numpy.random.rand()
+
+
 class Length(Chain):
     def between(self, x):
         return x / len(x)
@@ -82,6 +94,8 @@ class Length(Chain):
     [
         (Replaced, "the buffer average is replaced", "self.average = self.average"),
         (Counting, "the attribute calls changes from 0 to 1", "self.calls += 1"),
+        (OtherRandom, "would be drawn only once", "return x * random.uniform"),
+        (NumpyRandom, "would be drawn only once", "return x * numpy"),
         (Length, "number of samples", "return x / len(x)"),
         (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
         (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),

@@ -1,0 +1,168 @@
+"""The pipeline plan that a Transformers model declares: its modules one after another, where capturing fails.
+
+Such a model says which of its modules form the pipeline (``embed_tokens``, ``layers``, ``norm``, ``lm_head``). What its
+forward does between them (masks, rotary positions, scaling, the loss) is code of its own, so every layer runs that
+forward, with what comes before its module passed through, its module fed with the hidden states that it was sent, and
+an end at the call of the next module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild
+from autopar.capture.fallback import ListedLayer, Listing
+from autopar.capture.graph import LayerGraph
+
+__all__ = ["declared_layers"]
+
+NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
+
+
+@dataclass
+class _Part:
+    """A module of the plan, and what its call looked like."""
+
+    name: str
+    module: nn.Module
+    calls: int = 0
+    results: int = 0
+    """Length of the tuple that it returns; 0 for a tensor."""
+
+
+class _Reached(BaseException):
+    """The next layer's module was called: what it was given is this layer's output."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _DeclaredLayer(ListedLayer):
+    """One module of the plan, run by the model's own forward."""
+
+    def __init__(self, parts: list[_Part], index: int, template: object, model: nn.Module) -> None:
+        super().__init__(parts[index].module, template, model)
+        self.parts = (parts, index)
+
+    def compute(self, inputs: tuple[torch.Tensor, ...]) -> object:
+        template, model = self.context
+        count = len(self.batch_names)
+        batch = rebuild(template, dict(zip(self.batch_names, inputs[:count], strict=True)))
+        loss = self.loss[0]
+        positional, named = model_arguments(model, batch, loss is not None)
+        with self._only(None if self.first else inputs[count]):
+            try:
+                output = model(*positional, **named)
+            except _Reached as reached:
+                return reached.hidden
+        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+
+    @contextlib.contextmanager
+    def _only(self, hidden: torch.Tensor | None) -> Iterator[None]:
+        """Let only this layer's module compute, from the given hidden states."""
+        parts, index = self.parts
+        replaced = {}
+        if hidden is not None:
+            replaced = {part.module: _passing(part, hidden) for part in parts[:index]}
+            own = parts[index].module
+            replaced[own] = _fed(own.forward, hidden)
+        if index + 1 < len(parts):
+            replaced[parts[index + 1].module] = _reached
+        for module, forward in replaced.items():
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module in replaced:
+                del module.__dict__["forward"]
+
+
+def _passing(part: _Part, hidden: torch.Tensor) -> Callable[..., Any]:
+    return lambda *_, **__: (hidden, *[None] * (part.results - 1)) if part.results else hidden
+
+
+def _fed(forward: Callable[..., Any], hidden: torch.Tensor) -> Callable[..., Any]:
+    def fed(*arguments: object, **named: object) -> object:
+        if arguments:
+            return forward(hidden, *arguments[1:], **named)
+        return forward(**{**named, "hidden_states": hidden})
+
+    return fed
+
+
+def _reached(*arguments: torch.Tensor, **named: torch.Tensor) -> None:
+    raise _Reached(arguments[0] if arguments else named["hidden_states"])
+
+
+def declared_layers(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> LayerGraph | None:
+    """Make a layer graph of the pipeline plan that a model declares; none if it declares none that holds.
+
+    The plan holds if each of its modules is called once, and all parameters that are trained are theirs.
+    """
+    parts = _parts(model)
+    if len(parts) < 2 or any("forward" in part.module.__dict__ for part in parts):
+        return None
+    tensors = named_tensors(batch)
+    order = _observe(model, batch, loss, parts)
+    covered = {id(value) for part in parts for value in part.module.parameters()}
+    trained = {id(value) for value in model.parameters() if value.requires_grad}
+    if len(order) != len(parts) or any(part.calls != 1 for part in parts) or not trained <= covered:
+        return None
+    layers: list[ListedLayer] = []
+    for index in range(len(order)):
+        layer = _DeclaredLayer(order, index, batch, model)
+        layer.loss, layer.batch_names = [loss], tuple(tensors)
+        layers.append(layer)
+    layers[0].first = layers[-1].last = True
+    doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
+    listing = Listing(model, layers, [part.name for part in order], tuple(tensors))
+    return listing.run(tensors, doubled, notes=(NOTE,))
+
+
+def _parts(model: nn.Module) -> list[_Part]:
+    parts: list[_Part] = []
+    for name in _declared(model):
+        try:
+            found = model.get_submodule(name)
+        except AttributeError:
+            continue
+        inner = found.named_children() if isinstance(found, nn.ModuleList) else [("", found)]
+        parts += [_Part(f"{name}.{key}" if key else name, module) for key, module in inner]
+    return parts
+
+
+def _declared(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that a model's class and its configuration declare."""
+    own: Mapping[str, Any] = getattr(model, "_pp_plan", None) or {}
+    of_base: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    return list(dict.fromkeys((*own, *(f"{prefix}.{name}" for name in of_base))))
+
+
+def _observe(model: nn.Module, batch: object, loss: Callable[..., Any] | None, parts: list[_Part]) -> list[_Part]:
+    """Run the model once; return its parts in the order in which they are called."""
+    order: list[_Part] = []
+
+    def note(part: _Part, output: object) -> None:
+        part.calls += 1
+        part.results = len(output) if isinstance(output, tuple) else 0
+        order.append(part)
+
+    def hook(part: _Part) -> Callable[..., None]:
+        return lambda module, arguments, output: note(part, output)
+
+    handles = [part.module.register_forward_hook(hook(part)) for part in parts]
+    try:
+        positional, named = model_arguments(model, batch, loss is not None)
+        model(*positional, **named)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order

@@ -1,0 +1,87 @@
+"""Where capturing fails, the pipeline plan that a Transformers model declares gives the layers."""
+# ruff: noqa: ANN001, ANN201, ANN205
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_capture_gradients import clones, plain, run_stages
+from torch import nn
+
+from autopar.capture import capture, load, materialize, named_tensors, slice_rows
+from autopar.capture.batch import rebuild
+from autopar.capture.check import check_gradients
+from autopar.errors import CaptureError
+
+pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+
+TINY = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+TINY |= {"num_hidden_layers": 3, "intermediate_size": 16, "max_position_embeddings": 10, "pad_token_id": 0}
+TINY |= {"bos_token_id": 1, "eos_token_id": 2}
+GEMMA = {"model_type": "gemma3_text", **TINY, "sliding_window": 4, "architectures": ["Gemma3ForCausalLM"]}
+LLAMA = {"model_type": "llama", **TINY, "attention_dropout": 0.1, "architectures": ["LlamaForCausalLM"]}
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
+class OwnActivation(nn.Module):
+    """An activation whose backward is not its forward's derivative, which no capture keeps."""
+
+    def forward(self, x):
+        return Tripled.apply(torch.tanh(x))
+
+
+def models(folder, content):
+    (folder / "config.json").write_text(json.dumps(content))
+    user = load(f"hf:{folder}")
+    model = user.build(1).train()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = OwnActivation()
+    return user, model
+
+
+@pytest.mark.parametrize("content", [LLAMA, GEMMA], ids=["llama", "gemma3"])
+def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_path):
+    user, model = models(tmp_path, content)
+    graph = capture(user, model)
+    assert not graph.portable
+    assert "pipeline plan" in graph.notes[0]
+    blocks = [f"model.layers.{index}" for index in range(3)]
+    assert [layer.name for layer in graph.layers] == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
+    batch = user.load_batch(user.dataset(), range(4))
+    check_gradients(model, graph, batch, user.loss)
+    for rows, cuts in ((4, (1, 2, 3, 4, 5)), (3, (2,)), (1, (3,))):
+        part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
+        expected, gradients, _ = plain(model, part, user.loss)
+        parameters, buffers = clones(model)
+        for layer in graph.layers:
+            materialize(layer, {**parameters, **buffers})
+        outputs = run_stages(graph, part, cuts)
+        assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert float((parameters[name].grad - gradient).abs().max()) <= 1e-6 * largest, name
+
+
+def test_a_model_that_declares_no_plan_is_refused_as_before(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    model._pp_plan, model.config.base_model_pp_plan = {}, None
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture(user, model)
+
+
+def test_a_plan_that_leaves_parameters_out_does_not_hold(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture(user, model)
