@@ -22,8 +22,11 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
+from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
+
+MOST_TABLE_BYTES = 8 * 2**30
 
 
 def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
@@ -50,6 +53,8 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
             f"most {most_stages} stages"
         )
     every = families(costs.batch, most_stages, options)
+    if options.solver == "dp":
+        _check_size(costs, every, most_stages)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every)
     best, lower_bound_s = _search(simulator, every, options, compared)
@@ -63,6 +68,17 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
     return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
+
+
+def _check_size(costs: CostModel, every: Sequence[Family], most_stages: int) -> None:
+    """Refuse a search whose tables no ordinary machine holds, instead of dying of it."""
+    layers, devices = costs.layer_count, len(costs.devices)
+    size = sum(table_bytes(layers, devices, most_stages, family.micro_batch_size) for family in every)
+    if size > MOST_TABLE_BYTES:
+        raise UsageError(
+            f"searching plans of {layers} layers on {devices} devices takes about {size / 2**30:.0f} GiB of tables; "
+            "narrow it with fewer --gpus, one --schedule or one --micro-batches"
+        )
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:

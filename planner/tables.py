@@ -17,7 +17,7 @@ from autopar.planner.links import Level
 from autopar.planner.memory import Held
 from autopar.schedules.route import even_shares, routes
 
-__all__ = ["FlowTables", "SizeTables", "SuffixTables"]
+__all__ = ["FlowTables", "SizeTables", "SuffixTables", "table_bytes"]
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -161,6 +161,12 @@ class SizeTables:
             for stop in range(first + 1, self.layers + 1):
                 found[first, stop] = max(memory.least(first, stop, held) for held in helds)
         return found
+
+
+def table_bytes(layers: int, devices: int, most_stages: int, micro_batch_size: int) -> int:
+    """Return the bytes of one family's suffix tables."""
+    widths = min(devices, micro_batch_size)
+    return 8 * 4 * (devices + 1) * widths * (layers + 1) ** 2 * most_stages
 
 
 class SuffixTables:

@@ -117,7 +117,10 @@ def _gpu(device: str, threads: int | None, compiled: bool, runs: Path | None) ->
         if runs is not None:
             raise UsageError(f"--calibrate-with {runs}: fits estimates; name a GPU that is not there with --device")
         return None
-    gpu = find(device)
+    try:
+        gpu = find(device)
+    except UsageError as error:
+        raise UsageError(f"--device {device}: none of auto, cpu and cuda, and {error}") from error
     if threads is not None or compiled:
         option = "--compile" if compiled else f"--threads {threads}"
         raise UsageError(f"{option}: says how to measure, but --device {device} is estimated; leave it out")

@@ -189,3 +189,8 @@ def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() 
         simulator.step_s(candidate)
     assert len(candidates) == 13
     assert len(simulator._rows) == 1
+
+
+def test_a_search_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(UsageError, match="GiB of tables; narrow it with fewer --gpus"):
+        plan(gpt_profile(blocks=200, batch=64), local_cluster(64), PlanOptions(gpus=64))
