@@ -39,12 +39,13 @@ def measure_updates(
     ``layers`` gives a kind and the parameters of every layer to measure. Where memory has room, copies of all are
     there at once and take turns, so that none finds its own in the caches that would not find them in a real step.
     """
+    room = _free_bytes(device) // 2 // COPIES
     groups = [list(layers)]
-    if COPIES * sum(parameter.nbytes for _, some in layers for parameter in some) > _free_bytes(device) / 2:
+    if sum(_bytes(parameters) for _, parameters in layers) > room:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
     times: dict[Kind, _Times] = {}
     for group in groups:
-        turns = [_Turn(user, times.setdefault(kind, _Times()), parameters, device) for kind, parameters in group]
+        turns = [_Turn(user, times.setdefault(kind, _Times()), parameters, device, room) for kind, parameters in group]
         for number in range(WARM_UP + REPEATS):
             for turn in turns:
                 turn.take(recorded=number >= WARM_UP)
@@ -61,18 +62,18 @@ class _Turn:
     """One layer's copies and their optimizer."""
 
     def __init__(
-        self, user: UserModel, times: _Times, parameters: Sequence[nn.Parameter], device: torch.device
+        self, user: UserModel, times: _Times, parameters: Sequence[nn.Parameter], device: torch.device, room: int
     ) -> None:
         self._times, self._device = times, device
-        self._copies = _copies(parameters)
+        self._copies, self._scale = _copies(parameters, room)
         self._step: Callable[[], object] = user.make_optimizer(self._copies).step if self._copies else _nothing
 
     def take(self, recorded: bool) -> None:
         terms = [torch.zeros_like(copy) for copy in self._copies]
         add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
         if recorded:
-            self._times.add.append(add_s)
-            self._times.update.append(update_s)
+            self._times.add.append(self._scale * add_s)
+            self._times.update.append(self._scale * update_s)
 
     def _add(self, terms: Sequence[torch.Tensor]) -> None:
         for copy, term in zip(self._copies, terms, strict=True):
@@ -87,11 +88,21 @@ class _Turn:
         return time.perf_counter() - started
 
 
-def _copies(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+def _copies(parameters: Sequence[nn.Parameter], room: int) -> tuple[list[nn.Parameter], float]:
+    """Return copies with gradients; of parameters larger than the room, of their first rows, and how much more all is.
+
+    An optimizer's step takes as long for a number as for any other.
+    """
+    part = min(1.0, room / max(1, _bytes(parameters)))
+    parts = [each.detach()[: max(1, int(part * len(each)))] if part < 1 and each.dim() else each for each in parameters]
+    copies = [nn.Parameter(each.detach().clone()) for each in parts]
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
-    return copies
+    return copies, _bytes(parameters) / max(1, _bytes(copies))
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _nothing() -> None:
