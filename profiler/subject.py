@@ -72,7 +72,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
             progress("checking gradients", 0.0)
             notes = _check(user, module, graph, samples)
         notes += _remarks(module)
-    return Subject(user, module, graph, precision, tuple(notes))
+    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes))
 
 
 def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:
