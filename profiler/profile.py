@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
 from autopar.capture.export import unchanged
+from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
 from autopar.profiler.alone import drawn, filled, renamed
@@ -58,14 +59,14 @@ def measured(
     """Measure the layers of a model that is captured.
 
     Raises:
-        UsageError: the device is not there, or does not compute in the precision.
+        UsageError: the device is not there, does not compute in the precision, or has no memory for the batch.
     """
     device = devices.choose(options.device)
     context = computing(subject.precision, device)
     with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
         _move(subject.module, subject.graph, device)
         before = observe(device)
-        with compiling(device) if options.compile else contextlib.nullcontext():
+        with compiling(device) if options.compile else contextlib.nullcontext(), _roomy(options.batch):
             costs = _Survey(subject, options, device, context, progress).costs()
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
@@ -85,6 +86,17 @@ def measured(
         step_overhead_s=overhead_s,
         notes=(*subject.notes, *notes),
     )
+
+
+@contextlib.contextmanager
+def _roomy(batch: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"--batch {batch}: a forward and backward of so many samples needs more memory than the device has; "
+            "give less, the planner extends the times that are measured to larger micro-batches"
+        ) from error
 
 
 def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:

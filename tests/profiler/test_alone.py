@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autopar.capture import load
+from autopar.errors import UsageError
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler import device as devices
 from autopar.profiler.profile import measured
@@ -84,10 +85,22 @@ def test_a_tied_parameter_is_updated_once(tmp_path: Path) -> None:
     assert "float32" in made.values()
 
 
+def test_a_device_without_room_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
+
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    options = ProfileOptions(batch=2, device="cpu")
+    subject = prepare(load(str(path)), options)
+    monkeypatch.setitem(measured.__globals__, "measure", full)
+    with pytest.raises(UsageError, match=r"^--batch 2: .* more memory than the device has; give less.*$"):
+        measured(subject, options)
+
+
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 500)
-    with pytest.raises(Exception, match="--batch 16: so many samples of"):
+    with pytest.raises(UsageError, match="--batch 16: so many samples of"):
         prepare(load(str(path)), ProfileOptions(batch=16, device="cpu"))
-    assert torch.is_grad_enabled()
