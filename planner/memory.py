@@ -94,12 +94,12 @@ class MemoryModel:
         activations, gradients = self.activations(rows)[first][stop], self.gradients[first][stop]
         messages = rows * self._message_bytes(first, stop, held)
         full = in_flight - 1
+        begun = sent = 0
         if in_flight == count and not held.replicated:
             begun = full * activations + self.first_peaks(rows)[first][stop] + self.lasting[first][stop]
-            full -= 1
-        else:
-            begun = 0
-        steady = gradients + full * activations + self.peaks(rows)[first][stop] if full >= 0 else 0
+            # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
+            full, sent = full - 1, rows * self.answered_bytes[first][stop]
+        steady = gradients + full * activations + self.peaks(rows)[first][stop] + sent if full >= 0 else 0
         update = gradients + self.update_bytes[first][stop]
         inputs = count * rows * self.input_bytes[first][stop]
         return self.states[first][stop] + inputs + max(begun + messages, steady + messages, update)
