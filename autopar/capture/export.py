@@ -87,7 +87,7 @@ def capture_module(
                 return listed_layers(model, batch, loss, layers)
         try:
             with faked(model) if hollow else contextlib.nullcontext() as mode:
-                _try_out(step, tensors, mode)
+                _settled(step, tensors, mode)
                 program = _export(step, tensors)
         except CaptureError:
             declared = None if hollow else declared_layers(model, batch, loss)
@@ -98,6 +98,17 @@ def capture_module(
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     return _cut(program, model, tensors)
+
+
+def _settled(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
+    """Try a model out, once more where a first forward was refused: it may have set what later ones leave alone."""
+    try:
+        _try_out(step, tensors, mode)
+    except CaptureError as refusal:
+        try:
+            _try_out(step, tensors, mode)
+        except CaptureError:
+            raise refusal from None
 
 
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:

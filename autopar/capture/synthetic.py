@@ -135,7 +135,10 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         return {"decoder_input_ids": torch.cat((first, labels[:-1])), "labels": labels}
 
     def sequence_class(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens(generator), "labels": self.classes(generator)}
+        tokens, end = self.tokens(generator), getattr(self.config, "eos_token_id", None)
+        if isinstance(end, int):
+            tokens[-1] = end
+        return {"input_ids": tokens, "labels": self.classes(generator)}
 
     def classes(self, generator: torch.Generator) -> torch.Tensor:
         """Return one sample's label, of the kind that the problem wants."""
