@@ -48,7 +48,9 @@ class CostModel:
         plural = "s" if len(listed) > 1 else ""
         if count > len(listed):
             more = count - len(listed)
-            where = " in the same node; --cluster names others" if {device.node for device in listed} == {0} else ""
+            where = (
+                ", in the same node (--cluster describes others)" if {device.node for device in listed} == {0} else ""
+            )
             self.notes.append(
                 f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
                 + where

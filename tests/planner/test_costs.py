@@ -184,7 +184,7 @@ def test_families_hold_every_divisor_once_per_order() -> None:
     assert sum(family.micro_batches == 1 for family in found) == 1
     assert sum(family.micro_batches == 12 for family in found) == 3
     assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
-        "the cluster lists 2 devices; planning for 4 assumes 2 more like them"
+        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node (--cluster describes others)"
     ]
 
 
