@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,12 +173,25 @@ def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedPr
 
 def _exported(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
     shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), general_masks():
-        # export warns of attributes that LSTM and its kin set while running; they are set back.
-        warnings.simplefilter("ignore")
+    with _quiet(), general_masks():
         return torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
         )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep export from printing the graph where it fails, and from warning of attributes that LSTM and its kin set."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        # What the model prints was seen when it was tried out.
+        sink = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _fixes_rows(error: BaseException) -> bool:

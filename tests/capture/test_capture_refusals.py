@@ -102,9 +102,10 @@ class Length(Chain):
         (Branching, "values decide what runs", "if x.sum() > 0"),
     ],
 )
-def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line):
+def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line, capfd):
     with pytest.raises(CaptureError) as caught:
         capture_module(kind().double(), regression(), mean_square)
+    assert capfd.readouterr() == ("", "")
     message = str(caught.value)
     assert construct in message
     assert "layers(model)" in message
