@@ -139,14 +139,17 @@ class _Opaque:
 
 
 def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the positional and named arguments of the model's call for a batch.
+    """Return the positional and named arguments of the model's call for a batch; ``forward(**all)`` is given all keys.
 
     Raises:
         ModelError: no key of a dict is a parameter of ``forward``, or a tuple has nothing but a target.
     """
     if isinstance(batch, Mapping):
-        accepted = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind not in _VARIADIC]
+        parameters = inspect.signature(model.forward).parameters.values()
+        accepted = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
         named = {key: value for key, value in batch.items() if key in accepted}
+        if not accepted and any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            named = dict(batch)
         if not named:
             raise ModelError(
                 f"no key of the batch ({', '.join(batch)}) is a parameter of forward({', '.join(accepted)})"

@@ -134,3 +134,14 @@ def test_the_models_own_loss_is_used_without_a_loss_function():
 
     graph = capture_module(Own().double(), regression()[0])
     assert (graph.loss, graph.inputs) == ("mean", ("batch",))
+
+
+def test_a_forward_that_takes_any_keyword_is_given_all_keys():
+    class Keywords(Chain):
+        def forward(self, **batch):
+            return {"loss": (super().forward(batch["x"]) - batch["y"]).square().mean()}
+
+    x, y = regression()
+    graph = capture_module(Keywords().double(), {"x": x, "y": y})
+    assert graph.inputs == ("batch.x", "batch.y")
+    assert len(graph.layers) == 4
