@@ -35,7 +35,8 @@ class Task(enum.Enum):
     MULTIPLE_CHOICE = ("ForMultipleChoice",)
     IMAGE_CLASSIFICATION = ("ForImageClassification", "ForImageClassificationWithTeacher")
     SEGMENTATION = ("ForSemanticSegmentation",)
-    SPEECH_TO_TEXT = ("ForSpeechToText",)
+    SPEECH_TO_TEXT = ()
+    """Of the form of Whisper, which shares its ending with sequence to sequence."""
     AUDIO_CLASSIFICATION = ("ForAudioClassification",)
 
     @property
@@ -54,10 +55,10 @@ def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
     if found is Task.SEQUENCE_CLASSIFICATION and hasattr(config, "conv_stride"):
         return Task.AUDIO_CLASSIFICATION
     if found is Task.SEQUENCE_TO_SEQUENCE:
-        if hasattr(config, "num_mel_bins"):
+        if all(hasattr(config, name) for name in ("num_mel_bins", "max_source_positions", "max_target_positions")):
             return Task.SPEECH_TO_TEXT
         # Models of images or sounds and text bear the same ending; what their processors make of those is not known.
-        mixed = {"vision_config", "audio_config"} & config.sub_configs.keys()
+        mixed = hasattr(config, "num_mel_bins") or {"vision_config", "audio_config"} & config.sub_configs.keys()
         return found if getattr(config, "is_encoder_decoder", False) and not mixed else None
     return found
 
@@ -116,15 +117,10 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
 
     def speech(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         config = self.config
-        frames = 2 * config.max_source_positions if hasattr(config, "encoder_layers") else 0
-        shape = (config.num_mel_bins, frames)
-        if self._main_input("input_features") and hasattr(config, "conv_channels"):
-            shape = (config.max_source_positions, config.input_feat_per_channel)
-        self.length = min(self.length, int(getattr(config, "max_target_positions", self.length)))
-        return {"input_features": torch.randn(shape, generator=generator), **self.target(generator)}
-
-    def _main_input(self, name: str) -> bool:
-        return name in self.arguments
+        # The encoder halves the number of frames.
+        sound = torch.randn(config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+        self.length = min(self.length, config.max_target_positions)
+        return {"input_features": sound, **self.target(generator)}
 
     def target(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Return labels, and the decoder's inputs: the labels one place later behind the start token."""

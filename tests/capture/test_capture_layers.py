@@ -1,5 +1,5 @@
 """Where layers begin, what crosses, and what does not."""
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
 
 from __future__ import annotations
 
