@@ -38,7 +38,9 @@ class Configured:
         self._content = _parse(path, source)
         config = self.config()
         self.architecture, self.notes = self._choose(config)
-        self.task = task_of(self.architecture.__name__, config)
+        task = task_of(self.architecture.__name__, config)
+        text_is_read = "input_ids" in _arguments(self.architecture)
+        self.task = task if text_is_read or task is not Task.SEQUENCE_TO_SEQUENCE else None
 
     def config(self) -> Any:  # noqa: ANN401
         """Return a fresh configuration object, as training needs it: nothing is cached or returned beside the loss.
