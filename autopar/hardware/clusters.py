@@ -31,7 +31,7 @@ __all__ = ["EXAMPLES", "cluster_named", "described", "is_file", "read_cluster"]
 EXAMPLES = ("8xH100", "4x8xA100-80G:200Gbps", "2x4xV100", "2x8xB200:3200Gbps", "4xRTX4090")
 _GRAMMAR = "a name is [NODESx]GPUSxGPU[:BANDWIDTH], such as 8xH100 or 4x8xA100-80G:200Gbps"
 _NAME = re.compile(
-    r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:\s][^:]*)(?::(?P<bandwidth>[^:]+))?", re.IGNORECASE
+    r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:\s/\\][^:/\\]*)(?::(?P<bandwidth>[^:]+))?", re.IGNORECASE
 )
 _ASSUMED_NETWORK = "100Gbps"
 _Value = TypeVar("_Value")
@@ -40,10 +40,12 @@ _Value = TypeVar("_Value")
 def is_file(text: str) -> bool:
     """Return whether ``--cluster`` names a file, and not a built-in cluster.
 
-    >>> is_file("lab.toml"), is_file("machines/lab"), is_file("8xH100")
-    (True, True, False)
+    >>> is_file("lab.toml"), is_file("machines/lab"), is_file("8xH100"), is_file("2x8xH100:25GB/s")
+    (True, True, False, False)
     """
-    return Path(text).suffix in (".json", ".toml") or "/" in text or "\\" in text or Path(text).exists()
+    if Path(text).suffix in (".json", ".toml") or Path(text).exists():
+        return True
+    return ("/" in text or "\\" in text) and _NAME.fullmatch(text.strip()) is None
 
 
 def cluster_named(text: str) -> Cluster:

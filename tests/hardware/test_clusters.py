@@ -145,5 +145,8 @@ def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_file("none.json")
     assert is_file("deep/cluster")
     assert not is_file("8xH100")
+    assert not is_file("4x8xA100-80G:25GB/s")
+    assert is_file("4x8xA100/lab")
+    assert is_file("C:\\lab")
     Path("8xH100").write_text("")
     assert is_file("8xH100")
