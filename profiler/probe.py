@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch.distributed as dist
 
 from autopar.formats.cluster import CurveKind, Level
-from autopar.hardware.machines import message_sizes
+from autopar.hardware.machines import group_sizes, message_sizes
 from autopar.profiler.device import describe
 from autopar.profiler.operations import Operation, Pace, time_operation
 from autopar.profiler.overlap import measure_overlap
@@ -117,22 +117,17 @@ def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
     kinds = _COLLECTIVES[:1] if quick else _COLLECTIVES
     if len(fullest) > 1:
         add("p2p", "node", fullest[:2])
-        for count in _counts(len(fullest)):
+        for count in group_sizes(len(fullest)):
             for kind in kinds:
                 add(kind, "node", fullest[:count])
     if len(places) > 1:
         add("p2p", "network", *zip(*places[:2], strict=False))
-        for count in _counts(len(places)):
+        for count in group_sizes(len(places)):
             for kind in kinds:
                 add(kind, "network", *zip(*places[:count], strict=False))
         for kind in kinds:
             add(kind, "network", range(len(nodes)))
     return list(found.values())
-
-
-def _counts(most: int) -> list[int]:
-    powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent <= most]
-    return powers if most in powers else [*powers, most]
 
 
 def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:

@@ -10,7 +10,7 @@ from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Li
 from autopar.hardware.collectives import NETWORK_SHARE, Group, NodeLinks, collective_s, message_latency_s
 from autopar.hardware.gpus import Gpu
 
-__all__ = ["LARGEST_BYTES", "Network", "Node", "cluster_of", "message_sizes"]
+__all__ = ["LARGEST_BYTES", "Network", "Node", "cluster_of", "group_sizes", "message_sizes"]
 
 LARGEST_BYTES = 2**30
 """Largest message of an estimated curve."""
@@ -108,7 +108,7 @@ def _curves(nodes: Sequence[Node], links: NodeLinks) -> Iterator[Curve]:
     fewest, most = min(node.gpus for node in nodes), max(node.gpus for node in nodes)
     if most > 1:
         yield _curve("p2p", Group(1, 2), links)
-        yield from (_curve(kind, Group(1, count), links) for count in _counts(most) for kind in _KINDS)
+        yield from (_curve(kind, Group(1, count), links) for count in group_sizes(most) for kind in _KINDS)
     if len(nodes) > 1:
         yield _curve("p2p", Group(2, 1), links)
         for group in _groups(len(nodes), fewest):
@@ -123,14 +123,14 @@ def _groups(nodes: int, per_node: int) -> Iterator[Group]:
     >>> [tuple(group) for group in _groups(3, 1)]
     [(2, 1), (3, 1)]
     """
-    yield from (Group(count, 1) for count in _counts(nodes) if count < 2 * per_node)
-    yield from (Group(count, per_node) for count in _counts(nodes))
+    yield from (Group(count, 1) for count in group_sizes(nodes) if count < 2 * per_node)
+    yield from (Group(count, per_node) for count in group_sizes(nodes))
 
 
-def _counts(most: int) -> list[int]:
+def group_sizes(most: int) -> list[int]:
     """Return 2, 4, 8 .. and the most.
 
-    >>> _counts(12), _counts(1)
+    >>> group_sizes(12), group_sizes(1)
     ([2, 4, 8, 12], [])
     """
     powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent <= most]
