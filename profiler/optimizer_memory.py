@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import UserModel
 from autopar.capture.storages import StorageTracker
 
-__all__ = ["OptimizerMemory", "optimizer_memory"]
+__all__ = ["OptimizerMemory", "optimizer_memory", "work_at_once"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,23 @@ def optimizer_memory(
     tensors without data lie on no device. An optimizer that reads values is stepped on real ones, layer by layer.
     """
     found = {kind: _stepped(user, [parameters], device) for kind, parameters in layers.items()}
-    several = [parameters for parameters in layers.values() if parameters]
-    total = _stepped(user, several, device)[1] if len(several) > 1 else 0
-    each = [workspace for _, workspace in found.values()]
+    some = [kind for kind, parameters in layers.items() if parameters]
+    # Of a single kind there can be several layers, too.
+    several = some if len(some) > 1 else 2 * some
+    total = _stepped(user, [layers[kind] for kind in several], device)[1]
+    each = [found[kind][1] for kind in several]
     return OptimizerMemory(
         state={kind: state for kind, (state, _) in found.items()},
         workspace={kind: workspace for kind, (_, workspace) in found.items()},
         at_once=2 * total > max(each, default=0) + sum(each),
     )
+
+
+def work_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch work on many parameters at once unless told otherwise, as it would on CUDA."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _stepped(user: UserModel, groups: Iterable[Sequence[nn.Parameter]], device: torch.device) -> tuple[int, int]:
@@ -67,9 +76,8 @@ def _step_twice(
             copy.grad = torch.zeros_like(copy)
         with StorageTracker() as tracker:
             optimizer = user.make_optimizer(copies)
-            for group in optimizer.param_groups if device.type == "cuda" else ():
-                if group.get("foreach", True) is None and not group.get("fused"):
-                    group["foreach"] = True
+            if device.type == "cuda":
+                work_at_once(optimizer)
             optimizer.step()
             tracker.peak_bytes = tracker.alive_bytes
             optimizer.step()

@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.capture import UserModel
 from autopar.profiler.kernels import KernelLog
+from autopar.profiler.optimizer_memory import work_at_once
 
 __all__ = ["moved_per_number"]
 
@@ -28,9 +29,7 @@ def moved_per_number(user: UserModel, parameters: Sequence[nn.Parameter]) -> flo
         return 0.0
     small = [nn.Parameter(torch.full(_shape(each.dim()), 0.5, dtype=each.dtype)) for each in trained]
     optimizer = user.make_optimizer(small)
-    for group in optimizer.param_groups:
-        if group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
+    work_at_once(optimizer)
     for parameter in small:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()

@@ -38,6 +38,16 @@ def test_on_cuda_an_optimizer_works_on_all_at_once_unless_told_otherwise() -> No
     assert fused.workspace == {"a": 0, "b": 0, "none": 0}
 
 
+def test_layers_of_a_single_kind_are_worked_on_at_once_too() -> None:
+    user = load(str(MLP))
+    user.functions["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    found = {
+        device: optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(device))
+        for device in ("cpu", "cuda")
+    }
+    assert [found[device].at_once for device in ("cpu", "cuda")] == [False, True]
+
+
 def test_an_optimizer_that_reads_values_is_stepped_on_real_ones() -> None:
     class Reading(torch.optim.SGD):
         @torch.no_grad()
