@@ -95,10 +95,11 @@ class CostModel:
         seconds = self.layers.update_sums[stop] - self.layers.update_sums[first]
         for tied in self.flows.tied:
             # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
-            owner = self.profile.layers[tied.layers[0]]
-            apart = tied.layers[0] < first and any(first <= layer < stop for layer in tied.layers)
-            if tied.trainable and apart and owner.trainable_bytes:
-                seconds += owner.update_s * min(1.0, tied.bytes / owner.trainable_bytes)
+            owner, trainable_bytes = tied.layers[0], self.profile.layers[tied.layers[0]].trainable_bytes
+            apart = owner < first and any(first <= layer < stop for layer in tied.layers)
+            if tied.trainable and apart and trainable_bytes:
+                owner_s = self.layers.update_sums[owner + 1] - self.layers.update_sums[owner]
+                seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
         return seconds
 
     def reduce_s(self, first: int, stop: int, ranks: int, level: Level) -> float:

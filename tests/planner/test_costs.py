@@ -13,7 +13,7 @@ from autopar.formats.profile import Layer, Line, Tensor, Tied
 from autopar.planner import plan
 from autopar.planner.candidate import Candidate, Placed, families
 from autopar.planner.costs import CostModel
-from autopar.planner.layers import at_rows
+from autopar.planner.layers import LayerCosts, at_rows
 from autopar.planner.links import LinkModel
 from autopar.planner.memory import Held
 from autopar.planner.options import PlanOptions
@@ -131,6 +131,16 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     assert (costs.memory.lasting[0][3], costs.memory.lasting[0][2]) == (0, 1000)
 
 
+def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_layer_takes() -> None:
+    profile = gpt_profile()
+    costs = CostModel(profile, local_cluster(), PlanOptions())
+    head = costs.layer_count - 1
+    assert costs.update_s(head, head + 1) == pytest.approx(2 * profile.layers[0].update_s)
+    quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
+    retimed = costs.retimed(LayerCosts(profile.model_copy(update={"layers": tuple(quick)})))
+    assert retimed.update_s(head, head + 1) == 0.0
+
+
 def test_memory_is_the_sum_the_docstring_says() -> None:
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     tensors = [
@@ -184,7 +194,8 @@ def test_families_hold_every_divisor_once_per_order() -> None:
     assert sum(family.micro_batches == 1 for family in found) == 1
     assert sum(family.micro_batches == 12 for family in found) == 3
     assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
-        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node (--cluster describes others)"
+        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
+        "(--cluster describes others)"
     ]
 
 
