@@ -98,9 +98,9 @@ def _rounds(
 
 
 def spread(times: Sequence[float]) -> float:
-    """Return the interquartile range over the median; 0 for fewer than four times."""
+    """Return the interquartile range over the median; of three times, their whole range, and 0 of fewer."""
     middle = statistics.median(times)
-    if len(times) < 4 or middle == 0:
+    if len(times) < 3 or middle == 0:
         return 0.0
     low, _, high = statistics.quantiles(times, n=4)
     return (high - low) / middle
