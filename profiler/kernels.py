@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 __all__ = ["Kernel", "KernelKind", "KernelLog"]
 
-KernelKind = Literal["matmul", "convolution", "attention", "elementwise", "reduction", "copy", "gather", "other"]
+KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
 
 class Kernel(NamedTuple):
@@ -36,13 +36,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_COPIES = _names("_to_copy copy_ clone cat stack contiguous slice_backward constant_pad_nd")
 _GATHERS = _names("embedding index index_select gather nll_loss_forward nll_loss2d_forward")
-_REDUCTIONS = _names(
-    "sum mean amax amin max min _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
-    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
-    "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward var var_mean logsumexp cumsum"
-)
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 """Products of rows with the matrix of the group that each belongs to, as experts compute them: how many per row."""
 _ON_CPU = {
@@ -129,13 +123,7 @@ def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
         return "attention"
     if func.overloadpacket in flop_registry or name in _GROUPED:
         return "matmul"
-    if name in _COPIES:
-        return "copy"
-    if name in _GATHERS:
-        return "gather"
-    if name in _REDUCTIONS:
-        return "reduction"
-    return "elementwise" if torch.Tag.pointwise in func.tags else "other"
+    return "gather" if name in _GATHERS else "other"
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
