@@ -150,7 +150,7 @@ def _estimated(
     from autopar.hardware.clusters import cluster_named
     from autopar.profiler.subject import prepare
 
-    cluster = cluster_named(f"{ranks or GPUS_PER_NODE}x{gpu.name}")
+    cluster = cluster_named(f"{GPUS_PER_NODE if ranks is None else ranks}x{gpu.name}")
     return estimated(prepare(user, options, progress), gpu, options, runs, progress), cluster
 
 
