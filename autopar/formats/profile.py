@@ -80,7 +80,7 @@ class DeviceKind(Record):
     threads: Threads = 1
     """Intra-operator threads per rank (CPU)."""
     reserved_bytes: Bytes = 0
-    """What a process takes of the memory for itself: the device's context, its communicators, the allocator's slack."""
+    """What a process takes of the memory for itself: the device's context; where estimated, its communicators, too."""
 
 
 class Noise(Record):
