@@ -59,9 +59,15 @@ def measured(
     """Measure the layers of a model that is captured.
 
     Raises:
-        UsageError: the device is not there, does not compute in the precision, or has no memory for the batch.
+        UsageError: the device is not there, does not compute in the precision, or has no memory for the batch; or
+            layers are to be compiled of a model that is larger than memory.
     """
     device = devices.choose(options.device)
+    if options.compile and subject.graph.hollow:
+        raise UsageError(
+            f"--compile: {subject.user.path} is larger than memory, its layers are measured one at a time as they are; "
+            "leave the option out"
+        )
     context = computing(subject.precision, device)
     with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
         _move(subject.module, subject.graph, device)
@@ -117,7 +123,9 @@ class _Survey:
         self._device, self._context, self._progress = device, context, progress
         self._running = compiled(subject.graph) if options.compile else subject.graph
         self._most = OF_A_KIND if options.compile else REPRESENTATIVES
-        self._firsts = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
+        self._firsts: dict[str, Layer] = {}
+        for layer in subject.graph.layers:
+            self._firsts.setdefault(layer.fingerprint, layer)
         self._costs = Costs(crossing={tensor.name for tensor in subject.graph.tensors})
         self._costs.update_kinds = update_kinds(subject.graph)
 
@@ -203,9 +211,7 @@ class _Survey:
     ) -> dict[int, Inputs]:
         given: dict[int, Inputs] = {}
         known = self._costs.recordings
-        # The first kind decides on the sizes; all layers have the same.
-        first, sizes = not known, sorted(known) or sizes_up_to(self._options.batch)
-        for size in sizes:
+        for size in sorted(known) or sizes_up_to(self._options.batch):
             found = known.setdefault(size, Recording())
             made = {name: dtype for name, (dtype, _) in found.made.items()}
             given[size] = drawn(self._graph, layer, batch, made, size)
@@ -218,8 +224,11 @@ class _Survey:
                 found.output_bytes[other.name] = one.output_bytes
                 found.made |= {names[name]: what for name, what in one.made.items()}
             self._measure_peak(layer, given[size])
-            if first and self._enough(len(given), forward_s):
+            if self._enough(len(given), forward_s):
                 break
+        # All layers have the same sizes: those that no kind was too slow for.
+        for size in known.keys() - given.keys():
+            del known[size]
         return given
 
 

@@ -11,7 +11,7 @@ from autopar.capture import load
 from autopar.errors import UsageError
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler import device as devices
-from autopar.profiler.profile import measured
+from autopar.profiler.profile import _Survey, measured
 
 MODEL = """
 import torch
@@ -69,6 +69,61 @@ def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
             assert found.forward_s > 0
             assert found.backward_s > 0
             assert found.repeats > 0
+
+
+CHAIN = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 50))
+
+def dataset():
+    return [{"input": torch.arange(8) + index} for index in range(16)]
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["input"].flatten())
+"""
+
+
+def test_a_hollow_models_layers_read_what_the_layers_before_them_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(CHAIN)
+    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2, precision="bf16")
+    real = measured(prepare(load(str(path)), options), options)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
+    hollow = measured(prepare(load(str(path)), options), options)
+    assert "bfloat16" in {tensor.dtype for tensor in real.tensors}
+    assert hollow.tensors == real.tensors
+    for one, other in zip(hollow.layers, real.layers, strict=True):
+        assert [(each.saved, each.peak_bytes) for each in one.costs] == [
+            (each.saved, each.peak_bytes) for each in other.costs
+        ]
+
+
+def test_a_size_that_one_kind_of_layer_is_too_slow_for_is_left_out_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(CHAIN)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
+    options = ProfileOptions(batch=16, device="cpu", budget_s=0.1)
+    monkeypatch.setattr(_Survey, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5)
+    found = measured(prepare(load(str(path)), options), options)
+    assert {tuple(cost.micro_batch for cost in layer.costs) for layer in found.layers} == {(1, 2, 4)}
+
+
+def test_layers_that_are_measured_one_at_a_time_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(CHAIN)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
+    options = ProfileOptions(batch=2, device="cpu", compile=True)
+    with pytest.raises(UsageError, match=r"^--compile: .*model\.py is larger than memory, .*leave the option out$"):
+        measured(prepare(load(str(path)), options), options)
 
 
 def test_a_tied_parameter_is_updated_once(tmp_path: Path) -> None:
