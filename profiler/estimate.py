@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer
+from autopar.errors import CaptureError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.costs import describe_tensors, describe_ties, owned_parameters
@@ -104,24 +105,29 @@ def workload(
     single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
     # Parameters that are in half precision themselves need no autocast.
     precision = subject.precision if single else "fp32"
-    chosen = tuple(sizes) if sizes is not None else tuple(sizes_up_to(batch))
-    works = []
-    for index, size in enumerate(chosen):
-        progress("recording layers on fake tensors", index / len(chosen))
-        works.append(graph_work(subject.graph, size, gpu, precision))
+    asked = tuple(sizes) if sizes is not None else tuple(sizes_up_to(batch))
+    works: dict[int, GraphWork] = {}
+    for index, size in enumerate(asked):
+        progress("recording layers on fake tensors", index / len(asked))
+        try:
+            works[size] = graph_work(subject.graph, size, gpu, precision)
+        except CaptureError:
+            # A normalisation over the batch may have no variance of a single sample; larger sizes tell the rest.
+            if size > 1 or sizes is not None or len(asked) == 1:
+                raise
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
     kinds = {fingerprint: list(layer.module.parameters()) for fingerprint, layer in first.items()}
-    distinct: dict[int, LayerWork] = {id(layer): layer for work in works for layer in work.layers}
+    distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
     index_of = {key: index for index, key in enumerate(distinct)}
     groups = [group for work in distinct.values() for group in _groups(work)]
     return Workload(
         gpu=gpu,
-        sizes=chosen,
-        works=tuple(works),
+        sizes=tuple(works),
+        works=tuple(works.values()),
         optimizer=optimizer_memory(subject.user, kinds, torch.device("cuda")),
         updated_bytes=_updated_bytes(subject, kinds),
         table=KernelTable.of(groups, gpu),
-        places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works], dtype=np.int64),
+        places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
     )
 
 

@@ -208,6 +208,20 @@ def test_a_layer_that_reads_values_is_named() -> None:
         graph_work(graph, 2, A100, "fp32")
 
 
+def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def model():\n    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))\n\n"
+        "def dataset():\n    return [(torch.ones(8), torch.ones(1))] * 8\n\n"
+        "def loss(output, batch):\n    return (output - batch[1]).square().mean()\n"
+    )
+    subject = prepare(load(str(path)), ProfileOptions(batch=8))
+    assert workload(subject, A100, 8).sizes == (2, 4, 8)
+    with pytest.raises(CaptureError, match="cannot be estimated"):
+        workload(subject, A100, 8, sizes=(1,))
+
+
 def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
