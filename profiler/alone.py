@@ -6,38 +6,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-from autopar.capture import Layer, LayerGraph, materialize
+from autopar.capture import Layer, LayerGraph, materialize_random, release
 from autopar.profiler.passes import Inputs
 
 __all__ = ["drawn", "filled", "renamed"]
 
-# The usual scale of initial weights.
-SCALE = 0.02
-
 
 @contextmanager
-def filled(layer: Layer, buffers: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[None]:
-    """Give a layer random weights in the block: normal ones, vectors of ones, biases of zeros; then take them away.
+def filled(layer: Layer, device: torch.device) -> Iterator[None]:
+    """Give a layer random weights in the block, and take them away again.
 
     Times and bytes depend on shapes; values only have to stay finite.
     """
-    empty = {name: layer.parameter(attribute) for attribute, name in layer.parameters.items()}
-    weights = {name: nn.Parameter(_weight(name, shape, device), shape.requires_grad) for name, shape in empty.items()}
-    held = {name: buffer.to(device) for name, buffer in buffers.items() if name in set(layer.buffers.values())}
-    materialize(layer, {**weights, **held}, device)
+    materialize_random(layer, device=device)
     try:
         yield
     finally:
-        materialize(layer, {**empty, **buffers})
-
-
-def _weight(name: str, shape: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if shape.dim() > 1:
-        return torch.randn(shape.shape, dtype=shape.dtype, device=device) * SCALE
-    make = torch.zeros if name.endswith("bias") else torch.ones
-    return make(shape.shape, dtype=shape.dtype, device=device)
+        release(layer)
 
 
 def drawn(

@@ -22,6 +22,7 @@ from autopar.profiler.chained import Chained
 from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
 from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
+from autopar.profiler.heap import settled
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer_memory import optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
@@ -69,7 +70,7 @@ def measured(
             "leave the option out"
         )
     context = computing(subject.precision, device)
-    with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
+    with pinned(options.threads), settled(), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
         _move(subject.module, subject.graph, device)
         before = observe(device)
         with compiling(device) if options.compile else contextlib.nullcontext(), _roomy(options.batch):
@@ -194,12 +195,11 @@ class _Survey:
 
     def _one_at_a_time(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
-        buffers = dict(self._subject.module.named_buffers())
         budget_s = self._options.budget_s / len(self._firsts)
         for kind, layer in self._firsts.items():
             self._progress(f"measuring {layer.name} alone", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
-            with filled(layer, buffers, self._device):
+            with filled(layer, self._device):
                 given = self._recorded_alone(layer, same, batch)
                 self._time(self._chain([layer]), given, budget_s)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:

@@ -20,7 +20,7 @@ __all__ = ["Subject", "prepare"]
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3
-HOLLOW = "the model is larger than memory: gradients were not checked, and layers run one at a time on random weights"
+HOLLOW = "the model is larger than memory: its gradients were not checked against the plain model's"
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from autopar.capture.batch import named_tensors, slice_rows
 from autopar.capture.export import capture, capture_module
-from autopar.capture.fit import fits, training_bytes
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize, materialize_random, release, retarget
 from autopar.capture.source import UserModel, load
@@ -14,7 +13,6 @@ __all__ = [
     "UserModel",
     "capture",
     "capture_module",
-    "fits",
     "load",
     "materialize",
     "materialize_random",
@@ -22,5 +20,4 @@ __all__ = [
     "release",
     "retarget",
     "slice_rows",
-    "training_bytes",
 ]
