@@ -121,14 +121,40 @@ class StepModule(nn.Module):
         self.model = model
         self.template = _Opaque(template)
         self.loss = _Opaque(loss)
+        self.replaced = _Opaque({})
+        """Of the last forward: by path, tensors that were attributes of modules before it, and no longer are."""
         self.names = tuple(named_tensors(template))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
         loss = self.loss.value
         positional, named = model_arguments(self.model, batch, loss is not None)
+        before = held_tensors(self.model)
         output = self.model(*positional, **named)
-        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        result = loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        after = held_tensors(self.model)
+        self.replaced.value = {path: tensor for path, tensor in before.items() if after.get(path) is not tensor}
+        return result
+
+
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that modules hold as plain attributes, in lists and dicts too, by path."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                found.update(_held(value, f"{name}.{key}" if name else key))
+    return found
+
+
+def _held(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(item, (torch.Tensor, list, tuple)):
+                yield from _held(item, f"{path}[{key!r}]")
 
 
 class _Opaque:

@@ -13,7 +13,7 @@ from autopar.capture import chain
 from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count, slice_rows
 from autopar.capture.export import unchanged
 from autopar.capture.graph import LayerGraph
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, ModelError
 
 __all__ = ["check_gradients", "split_difference"]
 
@@ -28,9 +28,15 @@ def check_gradients(
 
     Raises:
         CaptureError: a parameter's gradient differs by more than rounding; names it.
+        ModelError: the plain model's is not finite; names it.
     """
     tensors = named_tensors(batch)
     expected = _plain(model, batch, loss, tensors, seed)
+    for name, gradient in expected.items():
+        if not bool(torch.isfinite(gradient).all()):
+            raise ModelError(
+                f"the plain model's gradient of {name} is not finite in the first samples; correct the loss"
+            )
     found = _layered(model, graph, tensors, seed)
     largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
     for name in sorted(expected.keys() | found.keys()):

@@ -23,7 +23,8 @@ from autopar.capture.build import Values, build_layers, tensor_specs
 from autopar.capture.declared import declared_layers
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers
+from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
@@ -74,6 +75,7 @@ def capture_module(
         CaptureError: the model cannot be captured; names the construct, file and line.
     """
     model.train()
+    refuse_lost(model)
     hollow = is_hollow(model)
     if hollow:
         refuse_lost_buffers(model)
@@ -89,17 +91,29 @@ def capture_module(
                 return listed_layers(model, batch, loss, layers)
         try:
             with faked(model) if hollow else contextlib.nullcontext() as mode:
+                refuse_backward_hooks(model)
                 _settled(step, tensors, mode)
                 program = _export(step, tensors)
         except CaptureError:
-            declared = None if hollow else declared_layers(model, batch, loss)
+            declared = None if hollow else _declared(model, batch, loss)
             if declared is None:
                 raise
             return declared
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
-    return _cut(program, model, tensors)
+    graph = _cut(program, model, tensors)
+    refuse_stale(graph, step.replaced.value)
+    refuse_shared_writes(graph, model)
+    return graph
+
+
+def _declared(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> LayerGraph | None:
+    try:
+        return declared_layers(model, batch, loss)
+    except Exception:
+        # Its forward does not go by the plan: the model is refused for what cannot be captured.
+        return None
 
 
 def _settled(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
@@ -116,7 +130,8 @@ def _settled(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTe
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     masks = general_masks() if mode else contextlib.nullcontext()
-    with unchanged(step), masks, _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
+    kept = without_fakes(step) if mode else contextlib.nullcontext()
+    with unchanged(step), kept, masks, _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
         )
@@ -257,7 +272,7 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
 
     Raises:
-        CaptureError: the loss holds parameters of its own, or the number of rows is fixed.
+        CaptureError: the number of rows is fixed.
     """
     tables: dict[str, dict[str, str]] = {"parameters": {}, "buffers": {}, "constants": {}, "tensors": {}}
     remaining = iter(tensors)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.errors import CaptureError
 
-__all__ = ["faked", "gradient_flow", "hollow_parameters", "is_hollow", "refuse_lost_buffers"]
+__all__ = ["faked", "gradient_flow", "hollow_parameters", "is_hollow", "refuse_lost_buffers", "without_fakes"]
 
 _BUILDING = threading.Lock()
 
@@ -100,6 +100,21 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     finally:
         for module, name, value in held:
             module._parameters[name] = value
+
+
+@contextlib.contextmanager
+def without_fakes(model: nn.Module) -> Iterator[None]:
+    """Put back what attributes of modules held before the block where they hold fake tensors at its end."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, held in before:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FakeTensor):
+                    del module.__dict__[name]
+                    if name in held:
+                        module.__dict__[name] = held[name]
 
 
 def _fake(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:

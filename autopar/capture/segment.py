@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
+from autopar.errors import CaptureError
 
 __all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment"]
 
@@ -80,10 +81,29 @@ def batch_dim(value: object, symbol: str) -> int | None:
 def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment, ...]:
     """Cut a graph into the layers described above."""
     nodes = _Nodes(graph, inputs)
+    _refuse_lost_writes(nodes)
     finder = _Units(model)
     units = [finder.of(node) for node in nodes.owned]
     groups = _merge(len(nodes.owned), _starts(units), _forbidden(nodes))
     return tuple(_describe(nodes, groups, units, finder))
+
+
+def _refuse_lost_writes(nodes: _Nodes) -> None:
+    """Check that what outlives a forward and is written in it is a buffer (or parameter, or input).
+
+    Raises:
+        CaptureError: it is another tensor that a module holds; names it.
+    """
+    # A constant that the forward makes is detached in place, which writes no value.
+    writers = [node for node in nodes.writes if node.target is not torch.ops.aten.detach_.default]
+    for root in {nodes.storages.root(target) for node in writers for target in nodes.writes[node]}:
+        members = [member.name for member in nodes.members[root]]
+        constants = [nodes.inputs.constants[name] for name in members if name in nodes.inputs.constants]
+        if constants:
+            raise CaptureError(
+                f"the tensor {constants[0].removeprefix('model.')} of the model is written in place and is no buffer; "
+                "register it as one (self.register_buffer)"
+            )
 
 
 class _Nodes:

@@ -28,6 +28,7 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 _HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 _DRAWN_ONCE = f"Python's or NumPy's random numbers would be drawn only once; draw them with torch, {FALLBACK}"
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+_HOOK = torch.Tensor.register_hook.__code__
 _ASSIGN = nn.Module.__setattr__.__code__
 _FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
 _LIBRARY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -40,7 +41,8 @@ def watch() -> Iterator[None]:
 
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
-            ``torch.utils.checkpoint`` was used (its recomputation would be lost), a buffer or a number of a module was
+            ``torch.utils.checkpoint`` was used (its recomputation would be lost), a hook was put on a gradient (it
+            would not run), a buffer or a number of a module was
             replaced (the next forward would find the old one), or a random number was drawn otherwise than with torch
             (every step would find the first one); names file and line.
     """
@@ -60,6 +62,8 @@ def watch() -> Iterator[None]:
             name = f"{function.__qualname__}"
             remedy = "write it with differentiable operators"
             found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
+        elif frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
+            found.append(f"{_caller(frame)}: a hook on a gradient cannot be captured; remove it, {FALLBACK}")
         elif frame.f_code is _ASSIGN and (replaced := _replaced(frame)):
             found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
 

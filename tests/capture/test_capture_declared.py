@@ -1,5 +1,5 @@
 """Where capturing fails, the pipeline plan that a Transformers model declares gives the layers."""
-# ruff: noqa: ANN001, ANN201, ANN205
+# ruff: noqa: ANN001, ANN201, ANN204, ANN205
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from test_capture_gradients import clones, plain, run_stages
 from torch import nn
 
-from autopar.capture import capture, load, materialize, named_tensors, slice_rows
+from autopar.capture import capture, capture_module, load, materialize, named_tensors, slice_rows
 from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
 from autopar.errors import CaptureError
@@ -78,6 +78,28 @@ def test_a_model_that_declares_no_plan_is_refused_as_before(tmp_path):
     model._pp_plan, model.config.base_model_pp_plan = {}, None
     with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
         capture(user, model)
+
+
+class Named(nn.Module):
+    """A plan whose second module is not called as the library calls its layers: with an argument of its own name."""
+
+    _pp_plan = {"first": (), "second": ()}  # noqa: RUF012
+
+    class Second(nn.Linear):
+        def forward(self, signal):
+            return super().forward(Tripled.apply(signal))
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Named.Second(4, 4)
+
+    def forward(self, x):
+        return self.second(signal=self.first(x))
+
+
+def test_a_plan_that_the_forward_does_not_follow_does_not_hold():
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture_module(Named(), torch.ones(3, 4), lambda output, batch: output.mean())
 
 
 def test_a_plan_that_leaves_parameters_out_does_not_hold(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -13,9 +14,11 @@ import torch
 import torch.utils.checkpoint
 from capture_zoo import Chain, build, mean_square, regression
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture, capture_module, load
 from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.hollow import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import AutoparError, CaptureError, FileError, ModelError, UsageError
 
@@ -74,6 +77,12 @@ class Counting(Chain):
         return x / self.calls
 
 
+class Hooked(Chain):
+    def between(self, x):
+        x.register_hook(torch.zeros_like)
+        return x
+
+
 class OtherRandom(Chain):
     def between(self, x):
         return x * random.uniform(0, 1)
@@ -100,6 +109,7 @@ class Length(Chain):
         (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
         (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),
         (Branching, "values decide what runs", "if x.sum() > 0"),
+        (Hooked, "a hook on a gradient", "x.register_hook"),
     ],
 )
 def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line, capfd):
@@ -111,8 +121,123 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
     assert "layers(model)" in message
     source = Path(__file__).read_text().splitlines()
     numbers = (index for index, text in enumerate(source, 1) if line in text)
-    number = next(index for index in numbers if source[index - 1].strip().startswith(("return", "self")))
+    number = next(index for index in numbers if source[index - 1].strip().startswith(("return", "self", "x.")))
     assert f"{__file__}:{number}" in message
+
+
+class Averaging(Chain):
+    """A running mean that is no buffer: in an attribute that is replaced, in a list, or written in place."""
+
+    def __init__(self, where="attribute"):
+        super().__init__()
+        self.where, self.mean, self.means = where, torch.zeros(8), [torch.zeros(8)]
+
+    def between(self, x):
+        now = x.detach().mean(0)
+        if self.where == "attribute":
+            self.mean = 0.9 * self.mean + now
+            return x - self.mean
+        if self.where == "list":
+            self.means[0] = 0.9 * self.means[0] + now
+            return x - self.means[0]
+        return x - self.mean.mul_(0.9).add_(now)
+
+
+class Remembering(Chain):
+    """Tensors that are replaced, but never read by a later forward, or made once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.table = torch.zeros(8), None
+
+    def between(self, x):
+        self.seen = x.detach()
+        if self.table is None:
+            self.table = torch.arange(8.0).cos()
+        return x * self.table
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("attribute", "mean is replaced"), ("list", r"means\[0\] is replaced|list"), ("in place", "mean .* is no buffer")],
+)
+def test_a_tensor_that_changes_and_is_no_buffer_is_refused(where, message, hollow):
+    with hollow_parameters() if hollow else nullcontext():
+        model = Averaging(where)
+    with pytest.raises(CaptureError, match=message):
+        capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_a_tensor_that_no_later_forward_needs_anew_is_captured(hollow):
+    with hollow_parameters() if hollow else nullcontext():
+        model = Remembering()
+    graph = capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+    assert not any(isinstance(value, FakeTensor) for layer in graph.layers for value in layer.module.buffers())
+
+
+class Overlapping(Chain):
+    """Two buffers in one memory, one of which is written."""
+
+    def __init__(self):
+        super().__init__()
+        both = torch.zeros(2, 8)
+        self.register_buffer("both", both)
+        self.register_buffer("one", both[0])
+
+    def between(self, x):
+        self.both.add_(1)
+        return x * self.one
+
+
+def overlapping():
+    return Overlapping()
+
+
+def tied_by_memory():
+    model = Chain()
+    model.steps[2].weight = nn.Parameter(model.steps[1].weight)
+    return model
+
+
+def hooked_parameter():
+    model = Chain()
+    model.steps[1].weight.register_hook(torch.zeros_like)
+    return model
+
+
+def hooked_module():
+    model = Chain()
+    model.steps[1].register_full_backward_hook(lambda module, inward, outward: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (overlapping, "both and one share memory that the forward writes"),
+        (tied_by_memory, r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory"),
+        (hooked_parameter, r"the parameter steps\.1\.weight has a hook"),
+        (hooked_module, r"the module steps\.1 has a backward hook"),
+    ],
+)
+def test_what_ranks_would_not_have_is_refused(make, message):
+    with pytest.raises(CaptureError, match=message):
+        capture_module(make(), [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_captured():
+    model, whole = Chain(), torch.randn(8, 16)
+    model.steps[1].weight, model.steps[2].weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+    assert len(capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square).layers) == 4
+
+
+def test_a_gradient_that_is_no_number_is_the_losss_fault():
+    model, batch, _ = build("chain")
+    loss = lambda output, batch: mean_square(output, batch) * float("nan")  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of .* is not finite"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
 
 
 def test_a_model_for_one_number_of_samples_is_refused():
