@@ -12,7 +12,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import TrainingError
+from autopar.errors import CaptureError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
@@ -69,10 +69,19 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     user = load(model, data)
     check_source(user, plan)
     progress("capturing the model")
-    graph = capture(user, user.build(plan.seed))
+    graph = _captured(user, plan.seed)
     check_fit(graph, plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
+
+
+def _captured(user: UserModel, seed: int) -> LayerGraph:
+    """Capture a model without values for its parameters, since it may be larger than this machine's memory."""
+    try:
+        return capture(user, user.build(seed, hollow=True))
+    except (CaptureError, ModelError):
+        # It wants them, or what is wrong with it is said where it has them.
+        return capture(user, user.build(seed))
 
 
 def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:

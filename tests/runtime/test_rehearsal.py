@@ -14,7 +14,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.rehearsal import rehearse
+from autopar.runtime.rehearsal import rehearse, rehearse_model
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.expand import rank_of
 
@@ -82,3 +82,21 @@ def test_an_optimizer_that_reads_values_is_named() -> None:
         TrainingError, match=r"cannot be rehearsed without real values: rank 0 \(stage 0, step 0, U@0\)"
     ):
         rehearse(dictate(graph, user, (1, 1), micro_batches=2, rows=2), graph, user)
+
+
+LARGE = """
+import torch
+def model(): return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384, bias=False) for _ in range(64)))
+def dataset(): return torch.utils.data.TensorDataset(*[torch.zeros(4, 16384)] * 2)
+def loss(output, batch): return output.mean()
+"""
+
+
+def test_a_model_larger_than_memory_is_rehearsed(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(LARGE)
+    user = load(str(path))
+    plan = dictate(capture(user, user.build(0, hollow=True)), user, (1, 1), micro_batches=2, rows=2)
+    peaks = rehearse_model(plan, str(path), None, lambda what: None)
+    # Parameters, gradients, two sets of states, and the optimizer's workspace.
+    assert min(peaks) > 4 * 32 * 2**30
