@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autopar.errors import FileError
-from autopar.formats.document import read_text
+from autopar.formats.document import MOST_RANKS, read_text
 from autopar.schedules import SCHEDULES
 
 __all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
@@ -97,7 +97,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
         step_s=cell("step_s", _seconds, "a time in seconds above 0", None),
         batch=cell("batch", _count, count, None),
         model=cells.get("model") or None,
-        devices=cell("devices", _count, count, 1),
+        devices=cell("devices", _devices, f"a whole number from 1 to {MOST_RANKS}", 1),
         stages=cells.get("stages") or "1",
         micro_batches=cell("micro_batches", _count, count, 1),
         schedule=cell("schedule", _one_of(*SCHEDULES), f"one of {names}", "1f1b"),
@@ -120,6 +120,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST:
         raise ValueError(text)
     return int(text)
+
+
+def _devices(text: str) -> int:
+    found = _count(text)
+    if found > MOST_RANKS:
+        raise ValueError(text)
+    return found
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
