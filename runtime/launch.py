@@ -151,9 +151,10 @@ def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> Tra
 def _check_devices(plan: Plan) -> None:
     if plan.device_type == "cuda" and torch.cuda.device_count() < len(plan.devices):
         found = torch.cuda.device_count()
-        raise UsageError(
-            f"the plan needs {len(plan.devices)} GPUs, this host has {found}; plan again with --gpus {found}"
+        remedy = (
+            f"plan again with --gpus {found}" if found else "run it where they are, or profile here with --device cpu"
         )
+        raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
 
 
 @contextmanager
