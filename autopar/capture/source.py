@@ -152,9 +152,6 @@ class UserModel:
         with user_code(self._file_of(name), f"{name} raised"):
             return function(*arguments)
 
-    def _unfit(self, name: str, found: object, wanted: str) -> ModelError:
-        return ModelError(f"{self._file_of(name)}: {name}() returned {_a(found)}; {wanted}")
-
     def _file_of(self, name: str) -> Path:
         return self.path if self.data is None or name == "model" else self.data
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from autopar.errors import ModelError
+
 __all__ = ["SyntheticDataset", "Task", "task_of"]
 
 LONGEST = 2048
@@ -42,7 +44,7 @@ class Task(enum.Enum):
     @property
     def loss(self) -> Callable[..., Any] | None:
         """``(sum, count)`` over labelled tokens; none where the model's own mean is over samples."""
-        if self in (Task.CAUSAL,):
+        if self is Task.CAUSAL:
             return _shifted_token_loss
         if self in (Task.MASKED, Task.SEQUENCE_TO_SEQUENCE, Task.SPEECH_TO_TEXT, Task.TOKEN_CLASSIFICATION):
             return _token_loss
@@ -63,16 +65,27 @@ def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
     return found
 
 
-def _shifted_token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    return _sum_and_count(output["loss"], batch["labels"][:, 1:])
+def _shifted_token_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    return _sum_and_count(output, _labels(batch)[:, 1:])
 
 
-def _token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    return _sum_and_count(output["loss"], batch["labels"])
+def _token_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    return _sum_and_count(output, _labels(batch))
 
 
-def _sum_and_count(mean: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _labels(batch: object) -> torch.Tensor:
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise ModelError(
+            "the samples hold no labels; make them dicts of forward's arguments with labels, or define loss(output, "
+            "batch) beside dataset()"
+        )
+    labels: torch.Tensor = batch["labels"]
+    return labels
+
+
+def _sum_and_count(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
     """The model's own loss is a mean over labelled tokens, and not a number where nothing is labelled."""
+    mean: torch.Tensor = output["loss"]
     count = (labels != IGNORED).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 

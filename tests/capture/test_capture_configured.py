@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from autopar.capture import load, named_tensors
+from autopar.capture import capture, load, named_tensors
 from autopar.capture.check import split_difference
 from autopar.errors import ModelError, UsageError
 
@@ -84,6 +84,15 @@ def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
     assert (float(total.detach()), float(count)) == (0.0, 0.0)
     total.backward()
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters())
+
+
+def test_samples_without_labels_are_named(tmp_path):
+    write(tmp_path, GPT)
+    data = tmp_path / "data.py"
+    data.write_text("import torch\ndef dataset(): return [{'input_ids': torch.zeros(12, dtype=torch.long)}] * 4\n")
+    user = load(f"hf:{tmp_path}", data)
+    with pytest.raises(ModelError, match="the samples hold no labels"):
+        capture(user, user.build())
 
 
 def test_a_configuration_without_an_architecture_gets_the_usual_one(tmp_path):
