@@ -1,8 +1,9 @@
 """CudaRules: what a GPU runs where the CPU, on whose fake tensors a layer is recorded, would run something else.
 
-Three things differ. Scaled dot-product attention is one kernel on a GPU, chosen by the rules of PyTorch's
-``sdp_utils.cpp``; dropout is one kernel that keeps a mask of bytes; and CUDA's autocast computes softmax, norms,
+Four things differ. Scaled dot-product attention is one kernel on a GPU, chosen by the rules of PyTorch's
+``sdp_utils.cpp``; dropout is one kernel that keeps a mask of bytes; CUDA's autocast computes softmax, norms,
 powers and losses in float32 (torch.amp, "CUDA Ops that can autocast to float32"), which the CPU's leaves as they are.
+An LSTM, which oneDNN runs as one operator, is taken step by step, as other recurrences are.
 """
 
 from __future__ import annotations
@@ -46,10 +47,23 @@ def as_on_cuda(gpu: Gpu, precision: Precision) -> Computing:
 
     @contextmanager
     def context() -> Iterator[None]:
-        with nullcontext() if half is None else torch.autocast("cpu", dtype=half), CudaRules(gpu, precision):
+        autocast = nullcontext() if half is None else torch.autocast("cpu", dtype=half)
+        with autocast, _step_by_step(), CudaRules(gpu, precision):
             yield
 
     return context
+
+
+@contextmanager
+def _step_by_step() -> Iterator[None]:
+    """Keep oneDNN from taking a whole LSTM for one operator, of which nothing is counted."""
+    before = torch._C._get_mkldnn_enabled()
+    # Not by torch.backends.mkldnn.flags, which sets other flags as well, and warns of them.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def attention_kernel(

@@ -157,6 +157,16 @@ def test_autocast_is_cudas_and_not_the_cpus() -> None:
         assert (torch.empty(2, 8) @ torch.empty(8, 8)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_products_of_an_lstm_are_counted_at_every_step(precision: Precision) -> None:
+    model, before = nn.LSTM(32, 32, batch_first=True), torch._C._get_mkldnn_enabled()
+    graph = capture_module(model, (torch.ones(2, 8, 32), torch.ones(2)), lambda output, _: output[0].mean())
+    flops = sum(kernel.flops for layer in graph_work(graph, 2, A100, precision).layers for kernel in layer.forward)
+    # Of the inputs and of the states: two rows, eight steps, four gates.
+    assert flops == 2 * (2 * 2 * 8 * 32 * 4 * 32)
+    assert torch._C._get_mkldnn_enabled() == before
+
+
 def test_dropout_keeps_a_mask_of_bytes() -> None:
     x = torch.ones(4, 8, requires_grad=True)
     with as_on_cuda(A100, "fp32")(), KernelLog() as log:
