@@ -14,12 +14,19 @@ from autopar.errors import InfeasibleError
 __all__ = ["command"]
 
 
+_CPU_COUNTED = (
+    "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
+    "(docs/estimating.md)"
+)
+
+
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Put the stages' peaks on stdout as JSON.")] = False,
 ) -> None:
     """Check the memory of every stage of a plan, without its devices: perform its program on tensors without data.
 
+    Operators are the CPU's: of a plan for GPUs, what attention, dropout and autocast keep is counted as a CPU keeps it.
     Exits with 3 if a stage holds more than its devices have.
     """
     from rich.console import Console
@@ -35,7 +42,10 @@ def command(
 
     with phases() as progress:
         peaks = rehearse_model(chosen, model, data_of(chosen, plan), lambda what: progress(what, 0.0))
-    render(chosen, peaks, Console(stderr=True))
+    console = Console(stderr=True)
+    render(chosen, peaks, console)
+    if chosen.device_type == "cuda":
+        console.print(_CPU_COUNTED, highlight=False, markup=False)
     limits = chosen.predicted.limit_bytes
     if as_json:
         sys.stdout.write(json.dumps({"peak_bytes": peaks, "limit_bytes": limits or None}, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from dictated import dictate
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.cli.rehearse import command
 from autopar.errors import TrainingError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal import rehearse, rehearse_model
@@ -82,6 +84,19 @@ def test_an_optimizer_that_reads_values_is_named() -> None:
         TrainingError, match=r"cannot be rehearsed without real values: rank 0 \(stage 0, step 0, U@0\)"
     ):
         rehearse(dictate(graph, user, (1, 1), micro_batches=2, rows=2), graph, user)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_command_says_whose_operators_were_counted(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = load(str(MODELS["resnet"]))
+    plan = dictate(capture(user, user.build(0)), user, (1, 1), micro_batches=2, rows=2)
+    plan.model_copy(update={"device_type": device}).save(tmp_path / "plan.json")
+    command(tmp_path / "plan.json", as_json=True)
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["peak_bytes"]) == 2
+    assert ("operators of a CPU" in err) == (device == "cuda")
 
 
 LARGE = """
