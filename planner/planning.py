@@ -26,7 +26,7 @@ from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
 
-MOST_TABLE_BYTES = 8 * 2**30
+MOST_TABLE_BYTES = 16 * 2**30
 
 
 def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
