@@ -13,6 +13,10 @@ from autopar.formats.profile import ModelSource, path_of, with_path
 __all__ = ["check_output", "rebased", "recorded", "reference", "resolve"]
 
 
+TRANSFORMERS_CONFIG = "config.json"
+"""What is read of a folder that an ``hf:`` model names."""
+
+
 def reference(path: Path, text: str, output: Path) -> FileReference:
     """Return the record of a file that was read as ``text``, for a file to be written to ``output``."""
     return FileReference(path=_relative(path, output.parent), sha256=hashlib.sha256(text.encode()).hexdigest())
@@ -71,7 +75,8 @@ def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs:
         raise UsageError(f"{output} is not a regular file and cannot be replaced; name another file")
     for path in inputs:
         # realpath, because resolve() raises an error of its own for a link that leads to itself.
-        if os.path.realpath(path) == os.path.realpath(output):
+        read = path / TRANSFORMERS_CONFIG if path.is_dir() else path
+        if os.path.realpath(read) == os.path.realpath(output):
             raise UsageError(f"{output} is read by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it")

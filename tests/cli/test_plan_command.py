@@ -235,3 +235,11 @@ def test_sizes_and_bandwidths_read_as_typed() -> None:
     for text in ("", "GiB", "-1GiB", "1e9", "nan", "inf", "5 parsec", "1__0", "9" * 18 + "TiB"):
         with pytest.raises(UsageError):
             parse_bytes(text, "--memory")
+
+
+def test_the_configuration_in_a_models_folder_is_not_written_over(run: Run) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    code, _, err = run("profile", "hf:model", "--device", "H100", "-o", "model/config.json", "--overwrite")
+    assert (code, Path("model/config.json").read_text()) == (2, "{}")
+    assert "cannot be its output" in err
