@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import UserModel
+from autopar.capture.source import user_code
 from autopar.capture.storages import StorageTracker
 
 __all__ = ["OptimizerMemory", "optimizer_memory", "work_at_once"]
@@ -64,7 +65,8 @@ def _stepped(user: UserModel, groups: Iterable[Sequence[nn.Parameter]], device: 
         return _step_twice(user, parameters, device, FakeTensorMode())
     except Exception:
         # Fake tensors have no values that the optimizer could read; whatever it does wrong, it does with real ones too.
-        return _step_twice(user, parameters, device, nullcontext())
+        with user_code(user.path, "the optimizer's step() raised"):
+            return _step_twice(user, parameters, device, nullcontext())
 
 
 def _step_twice(

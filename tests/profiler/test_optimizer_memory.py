@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.capture.source import load
+from autopar.errors import ModelError
 from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.py"
@@ -62,3 +63,8 @@ def test_an_optimizer_that_reads_values_is_stepped_on_real_ones() -> None:
 def test_an_optimizer_that_fails_says_so() -> None:
     with pytest.raises(Exception, match="Invalid learning rate"):
         _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
+        _memory(lambda parameters: torch.optim.LBFGS(parameters))
