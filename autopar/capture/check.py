@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,12 +29,14 @@ def check_gradients(
 
     Raises:
         CaptureError: a parameter's gradient differs by more than rounding; names it.
-        ModelError: the plain model's is not finite; names it.
+        ModelError: the plain model's is sparse, or not finite; names it.
     """
     tensors = named_tensors(batch)
     expected = _plain(model, batch, loss, tensors, seed)
     for name, gradient in expected.items():
-        if not bool(torch.isfinite(gradient).all()):
+        if gradient.layout is not torch.strided:
+            raise ModelError(f"the gradient of {name} is sparse, which ranks cannot add up; build it with sparse=False")
+        if not math.isfinite(float(gradient.norm())):
             raise ModelError(
                 f"the plain model's gradient of {name} is not finite in the first samples; correct the loss"
             )

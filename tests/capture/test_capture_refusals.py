@@ -240,6 +240,13 @@ def test_a_gradient_that_is_no_number_is_the_losss_fault():
         check_gradients(model, capture_module(model, batch, loss), batch, loss)
 
 
+def test_a_sparse_gradient_is_refused():
+    model, batch = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)), torch.zeros(3, dtype=torch.long)
+    loss = lambda output, batch: output.mean()  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+
+
 def test_a_model_for_one_number_of_samples_is_refused():
     with pytest.raises(CaptureError, match=r"number of samples|samples only"):
         capture_module(Fixed().double(), regression(), mean_square)
