@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.capture import Layer, LayerGraph
+from autopar.errors import CaptureError
 from autopar.profiler.activations import SavedStorages
 from autopar.profiler.precision import Computing, as_it_is
 
@@ -112,11 +113,22 @@ def record_layer(
     """Run one layer forward.
 
     ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
+
+    Raises:
+        CaptureError: the layer, captured without autocast, does not run as ``computing`` wants it.
     """
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages(layer.name, (*layer.module.parameters(), *layer.module.buffers()))
-    with storages.recording():
-        work.forward()
+    try:
+        with storages.recording():
+            work.forward()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CaptureError(
+            f"layer {layer.name} does not run: {' '.join(str(error).split())[:200]}; with --precision, types that a "
+            "forward reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
+        ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
     return LayerRecording(
         saved=storages.named(work.inputs, outputs),

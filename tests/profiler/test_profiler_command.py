@@ -83,3 +83,13 @@ def test_bad_input_is_one_line_an_exit_code_and_no_file(
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"model.py"}
+
+
+def test_a_layer_that_autocast_breaks_is_named(folder: Path) -> None:
+    mask = "(lambda x: x.masked_fill(x > 0, torch.finfo(x.dtype).min))(output)"
+    (folder / "model.py").write_text(MODEL.replace("(output - batch[1])", f"({mask} - batch[1])"))
+    result = run("model.py", "--batch", "2", "--device", "cpu", "--precision", "bf16")
+    assert isinstance(result.exception, AutoparError)
+    assert result.exception.exit_code == 4
+    assert "does not run" in str(result.exception)
+    assert not (folder / "profile.json").exists()
