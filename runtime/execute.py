@@ -170,7 +170,8 @@ class Executor:
             seed_generator(self._device, number)
 
         outputs = self._stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
-        sent = {spec.name: outputs[spec.name] for spec in self._stage.sent}
+        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
+        sent = {spec.name: outputs[spec.name].to(spec.dtype) for spec in self._stage.sent}
         if sent:
             self._outgoing[SEND, micro_batch] = sent
         names = [spec.name for spec in self._stage.sent if spec.gradient and sent[spec.name].requires_grad]
