@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     edited(here, tensors=content["tensors"], tied=[{"parameter": "1.weight", "stages": [0, 1], "bytes": 4}])
     refused(4, r"the plan does not fit .*words.py: tied parameter '1.weight' .* in the plan, absent in the model")
     edited(here, tied=[], model={**content["model"], "source": "/dev/null"})
-    refused(4, r"plan.json: \$.model.source: expected a .py file or package.module:factory")
+    refused(4, r"plan.json: \$.model.source: expected a .py file, hf: and a configuration")
     edited(here, model=content["model"], device_type="cuda")
     refused(2, r"the plan needs 2 GPUs, this host has \d+")
     edited(here, device_type="cpu")
