@@ -22,7 +22,6 @@ from autopar.profiler.chained import Chained
 from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
 from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
-from autopar.profiler.heap import settled
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer_memory import optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
@@ -70,7 +69,7 @@ def measured(
             "leave the option out"
         )
     context = computing(subject.precision, device)
-    with pinned(options.threads), settled(), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
+    with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
         _move(subject.module, subject.graph, device)
         before = observe(device)
         with compiling(device) if options.compile else contextlib.nullcontext(), _roomy(options.batch):
