@@ -15,7 +15,15 @@ from autopar.profiler.optimizer_memory import OptimizerMemory
 from autopar.profiler.passes import Recording
 from autopar.profiler.update import Update
 
-__all__ = ["Costs", "describe_layers", "describe_tensors", "describe_ties", "owned_parameters", "update_kinds"]
+__all__ = [
+    "Costs",
+    "describe_layers",
+    "describe_tensors",
+    "describe_ties",
+    "layer_record",
+    "owned_parameters",
+    "update_kinds",
+]
 
 
 @dataclass
@@ -70,27 +78,38 @@ def describe_layers(graph: LayerGraph, costs: Costs) -> tuple[formats.Layer, ...
 
 
 def _layer(layer: Layer, costs: Costs, measured_as: str | None) -> formats.Layer:
-    parameters = list(layer.module.parameters())
-    names = set(layer.buffers)
-    buffers = [buffer for name, buffer in layer.module.named_buffers() if name in names]
-    trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     update = costs.updates[costs.update_kinds[layer.name]]
     each = tuple(_cost(layer, size, costs) for size in sorted(costs.recordings))
-    sizes = [cost.micro_batch for cost in each]
+    return layer_record(layer, costs.optimizer, each, update.seconds, update.accumulate_s, measured_as)
+
+
+def layer_record(
+    layer: Layer,
+    optimizer: OptimizerMemory,
+    costs: tuple[formats.Cost, ...],
+    update_s: float,
+    accumulate_s: float,
+    measured_as: str | None,
+) -> formats.Layer:
+    """Return the record of a layer from what was measured or estimated of it; ``optimizer`` is by kind."""
+    parameters = list(layer.module.parameters())
+    buffers = [buffer for name, buffer in layer.module.named_buffers() if name in layer.buffers]
+    trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    sizes = [cost.micro_batch for cost in costs]
     return formats.Layer(
         name=layer.name,
         modules=layer.modules,
         parameters_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=trainable,
         gradient_bytes=trainable,
-        optimizer_bytes=costs.optimizer.state[layer.fingerprint],
+        optimizer_bytes=optimizer.state[layer.fingerprint],
         buffers_bytes=sum(buffer.nbytes for buffer in buffers),
-        update_s=update.seconds,
-        accumulate_s=update.accumulate_s,
-        update_bytes=costs.optimizer.workspace[layer.fingerprint],
-        costs=each,
-        forward_fit=fitted(sizes, [cost.forward_s for cost in each]),
-        backward_fit=fitted(sizes, [cost.backward_s for cost in each]),
+        update_s=update_s,
+        accumulate_s=accumulate_s,
+        update_bytes=optimizer.workspace[layer.fingerprint],
+        costs=costs,
+        forward_fit=fitted(sizes, [cost.forward_s for cost in costs]),
+        backward_fit=fitted(sizes, [cost.backward_s for cost in costs]),
         measured_as=measured_as,
     )
 

@@ -14,8 +14,7 @@ from autopar.capture import Layer
 from autopar.errors import CaptureError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.costs import describe_tensors, describe_ties, owned_parameters
-from autopar.profiler.fit import fitted
+from autopar.profiler.costs import describe_tensors, describe_ties, layer_record, owned_parameters
 from autopar.profiler.kernels import Kernel
 from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
@@ -197,25 +196,9 @@ def _layer(
     subject: Subject, load: Workload, times: LayerSeconds, index: int, estimated_as: str | None
 ) -> formats.Layer:
     layer = subject.graph.layers[index]
-    parameters = list(layer.module.parameters())
-    buffers = [buffer for name, buffer in layer.module.named_buffers() if name in layer.buffers]
-    trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return formats.Layer(
-        name=layer.name,
-        modules=layer.modules,
-        parameters_bytes=sum(parameter.nbytes for parameter in parameters),
-        trainable_bytes=trainable,
-        gradient_bytes=trainable,
-        optimizer_bytes=load.optimizer.state[layer.fingerprint],
-        buffers_bytes=sum(buffer.nbytes for buffer in buffers),
-        update_s=float(times.update_s[index]),
-        accumulate_s=float(times.accumulate_s[index]),
-        update_bytes=load.optimizer.workspace[layer.fingerprint],
-        costs=tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes))),
-        forward_fit=fitted(load.sizes, times.forward_s[:, index].tolist()),
-        backward_fit=fitted(load.sizes, times.backward_s[:, index].tolist()),
-        measured_as=estimated_as,
-    )
+    costs = tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes)))
+    once = float(times.update_s[index]), float(times.accumulate_s[index])
+    return layer_record(layer, load.optimizer, costs, *once, estimated_as)
 
 
 def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int) -> formats.Cost:

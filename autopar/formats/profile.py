@@ -133,6 +133,11 @@ class Cost(Record):
     provenance: Provenance = "measured"
     """Where the times come from."""
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all storages kept for the backward."""
+        return sum(saved.bytes for saved in self.saved)
+
 
 class Line(Record):
     """Seconds as an affine function of the micro-batch size, fitted to measured or estimated ones."""
@@ -252,7 +257,7 @@ class Profile(Document):
                 "backward_weight_s": cost.backward_weight_s,
                 "recompute_s": cost.recompute_s,
                 "update_s": layer.update_s,
-                "saved_bytes": sum(saved.bytes for saved in cost.saved),
+                "saved_bytes": cost.saved_bytes,
                 "peak_bytes": cost.peak_bytes,
                 "parameters_bytes": layer.parameters_bytes,
                 "crossing_bytes_per_sample": crossing[index],

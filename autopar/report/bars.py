@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from autopar.formats.profile import Cost, Profile
+    from autopar.formats.profile import Profile
 
 __all__ = ["draw"]
 
@@ -61,7 +61,7 @@ def draw(profile: Profile) -> Figure:
         saved,
         [
             _Part("peak of forward and backward", _PEAK, [cost.peak_bytes for cost in costs]),
-            _Part("saved activations", _SAVED, [_saved(cost) for cost in costs]),
+            _Part("saved activations", _SAVED, [cost.saved_bytes for cost in costs]),
         ],
     )
     _bytes_panel(parameters, [_Part("parameters", _PARAMETERS, [layer.parameters_bytes for layer in profile.layers])])
@@ -73,10 +73,6 @@ def draw(profile: Profile) -> Figure:
         f"{title_of(profile)}\nmicro-batch of {rows}, times {known}", size=10, color=_INK, x=0.01, ha="left"
     )
     return figure
-
-
-def _saved(cost: Cost) -> int:
-    return sum(each.bytes for each in cost.saved)
 
 
 def _bytes_panel(axes: Axes, parts: Sequence[_Part]) -> None:

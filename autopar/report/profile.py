@@ -59,7 +59,7 @@ def _layers(profile: Profile) -> Table:
             size(layer.parameters_bytes),
             duration(cost.forward_s),
             duration(cost.backward_s),
-            size(_saved(cost)),
+            size(cost.saved_bytes),
             size(cost.peak_bytes),
             size(crossing[last] * rows) if last + 1 < len(profile.layers) else "",
             cost.provenance,
@@ -104,14 +104,14 @@ def _shares(profile: Profile) -> Table:
     shown, rest = ordered[:_SHOWN_KINDS], [layer for name, layers in ordered[_SHOWN_KINDS:] for layer in layers]
     groups = [*shown, *([("all others", rest)] if rest else [])]
     time, parameters = sum(map(_seconds, profile.layers)), _parameters(profile.layers)
-    kept = sum(_saved(layer.costs[-1]) for layer in profile.layers)
+    kept = sum(layer.costs[-1].saved_bytes for layer in profile.layers)
     columns = ("layers like", ">layers", ">time", ">parameters", ">saved")
     table = new_table("Where time and memory are (forward and backward)", columns, folded="layers like")
     for name, layers in groups:
         shares = (
             _share(sum(map(_seconds, layers)), time),
             _share(_parameters(tuple(layers)), parameters),
-            _share(sum(_saved(layer.costs[-1]) for layer in layers), kept),
+            _share(sum(layer.costs[-1].saved_bytes for layer in layers), kept),
         )
         table.add_row(escape(name), str(len(layers)), *shares)
     return table
@@ -195,7 +195,3 @@ def _parameters(layers: tuple[Layer, ...]) -> int:
 def _shared(profile: Profile) -> int:
     """Return the bytes of tied parameters that layers count more than once."""
     return sum(tied.bytes * (len(tied.layers) - 1) for tied in profile.tied)
-
-
-def _saved(cost: Cost) -> int:
-    return sum(saved.bytes for saved in cost.saved)
