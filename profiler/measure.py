@@ -1,5 +1,7 @@
 """Time layers: in rounds over all of them and all sizes, so that the machine's drift spreads evenly.
 
+In a round a size runs several times in a row, the first time unrecorded: a step after one of another size meets memory
+that the allocator has given back (a tenth of a forward of GPT-2), which in training it does not.
 Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
 the caches as in a real step.
 """
@@ -21,7 +23,8 @@ from autopar.profiler.passes import Inputs
 __all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
 
 REPRESENTATIVES = 16
-MIN_ROUNDS, MAX_ROUNDS = 3, 60
+MAX_ROUNDS = 20
+IN_A_ROW = 3
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
@@ -55,14 +58,15 @@ def measure(
     """Return times by fingerprint and micro-batch size.
 
     ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
-    budget; then they go on until it is used up, three at least; a round of split backwards and one of recomputation
-    follow at least. Without ``split`` none is split.
+    budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and one of
+    recomputation follow at least. Without ``split`` none is split.
     """
     sizes = tuple(given)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
 
     def plain(size: int) -> None:
-        for layer, forward, backward in chain.step(given[size]):
+        chain.step(given[size])
+        for layer, forward, backward in (each for _ in range(IN_A_ROW) for each in chain.step(given[size])):
             timings[layer.fingerprint, size].forward.append(forward)
             timings[layer.fingerprint, size].backward.append(backward)
 
@@ -75,25 +79,25 @@ def measure(
         for layer, again in chain.recomputed(given[size]):
             timings[layer.fingerprint, size].recompute.append(again)
 
-    _rounds(lambda size: chain.step(given[size]), sizes, WARM_UP * budget_s, 1, partial(progress, "warming up"))
-    _rounds(plain, sizes, budget_s, MIN_ROUNDS, partial(progress, "timing layers"))
+    _rounds(lambda size: chain.step(given[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
+    _rounds(plain, sizes, budget_s, partial(progress, "timing layers"))
     if split:
-        _rounds(halves, sizes, EXTRA * budget_s, 1, partial(progress, "timing split backwards"))
-    _rounds(recomputed, sizes, EXTRA * budget_s, 1, partial(progress, "timing recomputation"))
+        _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
+    _rounds(recomputed, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
     return timings
 
 
 def _rounds(
-    run: Callable[[int], object], sizes: Sequence[int], budget_s: float, least: int, progress: Callable[[float], None]
+    run: Callable[[int], object], sizes: Sequence[int], budget_s: float, progress: Callable[[float], None]
 ) -> None:
-    """Run every size in turn, again and again, until the next round would go beyond the budget."""
+    """Run every size in turn, once and then again until the next round would go beyond the budget."""
     started = time.perf_counter()
     for number in range(1, MAX_ROUNDS + 1):
         for size in sizes:
             run(size)
         used = time.perf_counter() - started
         progress(min(1.0, max(used / budget_s, number / MAX_ROUNDS)))
-        if number >= least and used * (number + 1) / number > budget_s:
+        if used * (number + 1) / number > budget_s:
             break
 
 
