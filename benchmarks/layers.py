@@ -4,11 +4,10 @@
 
 Plain training and profiling take turns, each in a process of its own, as a user would run them; a run is a profile
 between two stretches of plain steps, whose means it is held against: gradients are forgotten, forward, backward,
-optimizer step. Prints and writes, per model, the
-median and the spread (10th and 90th percentile) over the runs of profiled over plain seconds; the bytes that the layers
-keep for the backward over those that the plain model's autograd keeps; and what measuring took, in seconds and in plain
-steps. On a CUDA device also the most memory that a plain step allocates. Says which of the
-medians are within the bounds that autopar promises. Wants an otherwise idle machine.
+optimizer step. Prints and writes, per model, the median and the spread (10th and 90th percentile) over the runs of
+profiled over plain seconds; the bytes that the layers keep for the backward over those that the plain model's autograd
+keeps; what measuring took, in seconds and in plain steps; and which of these are within the bounds that autopar
+promises. On a CUDA device also the most memory that a plain step allocates. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from machine import Watch
 
 from autopar.capture import load, named_tensors
-from autopar.capture.batch import StepModule
+from autopar.capture.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler.activations import SavedStorages
@@ -170,26 +169,29 @@ class _Plain:
         """Return the medians of some steps' seconds."""
         module = self._subject.module.to(self._device).train()
         with pinned(self._options.threads):
-            step, tensors = self._step()
+            batch = self._batch()
             optimizer = self._subject.user.make_optimizer(module.parameters())
-            times = [self._once(step, tensors, optimizer) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+            times = [self._once(batch, optimizer) for _ in range(WARM_UP + STEPS)][WARM_UP:]
             optimizer.zero_grad(set_to_none=True)
         forward_s, backward_s, step_s = (median(each) for each in zip(*times, strict=True))
         return {"forward": forward_s, "backward": backward_s, "step": step_s}
 
-    def _step(self) -> tuple[StepModule, list[torch.Tensor]]:
+    def _batch(self) -> object:
         user = self._subject.user
         batch = user.load_batch(user.dataset(), range(self._options.batch))
-        step = StepModule(self._subject.module, batch, user.loss)
-        return step, [tensor.to(self._device) for tensor in named_tensors(batch).values()]
+        return rebuild(batch, {name: tensor.to(self._device) for name, tensor in named_tensors(batch).items()})
 
-    def _once(
-        self, step: StepModule, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> tuple[float, float, float]:
+    def _loss(self, batch: object) -> torch.Tensor:
+        model, loss = self._subject.module, self._subject.user.loss
+        positional, named = model_arguments(model, batch, loss is not None)
+        output = model(*positional, **named)
+        return loss_outputs(loss(output, batch) if loss else output, loss is not None)[0]
+
+    def _once(self, batch: object, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
         marks = [self._now()]
         optimizer.zero_grad(set_to_none=True)
         marks.append(self._now())
-        loss = step(*tensors)[0]
+        loss = self._loss(batch)
         marks.append(self._now())
         loss.backward()
         marks.append(self._now())
@@ -204,11 +206,10 @@ class _Plain:
 
     def saved_bytes(self) -> int:
         """Return the bytes that one forward of the plain model keeps, each storage once, without the inputs."""
-        step, tensors = self._step()
-        module = self._subject.module
-        storages = SavedStorages("model", (*module.parameters(), *module.buffers(), *tensors))
+        batch, module = self._batch(), self._subject.module
+        storages = SavedStorages("model", (*module.parameters(), *module.buffers(), *named_tensors(batch).values()))
         with storages.recording():
-            step(*tensors)
+            self._loss(batch)
         return sum(storages.named({}, {}).values())
 
     def memory(self) -> dict[str, object]:
