@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
+from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import Alternative
-from autopar.planner.candidate import Family, place
+from autopar.formats.plan import Alternative, Division, Shard
+from autopar.planner.candidate import Family, Placed, place
+from autopar.planner.choices import SHARDS
 from autopar.planner.costs import CostModel
+from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best, Found
+from autopar.planner.options import PlanOptions
 from autopar.planner.shortfall import explain
 from autopar.planner.simulate import Simulator
 from autopar.schedules.route import even_shares
 
-__all__ = ["Reference", "record", "references", "try_stages"]
+__all__ = ["Reference", "frames", "record", "references", "try_stages"]
+
+
+MOST_FRAMES = 64
 
 
 class Reference(NamedTuple):
@@ -25,25 +32,72 @@ class Reference(NamedTuple):
     reason: str | None
 
 
-def try_stages(simulator: Simulator, families: Iterable[Family], cuts: Sequence[int], widths: Sequence[int]) -> Best:
-    """Judge given stages in every family that has a row for each replica."""
+def try_stages(
+    simulator: Simulator,
+    families: Iterable[Family],
+    options: PlanOptions,
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    shards: Sequence[Shard] | None = None,
+) -> Best:
+    """Judge given stages in every family, with every division and sharding."""
     best = Best()
     for family in families:
-        if max(widths) <= family.micro_batch_size:
-            best.judge(simulator, place(family, tuple(cuts), tuple(widths)))
+        for frame in frames(simulator.costs, family, options, cuts, widths, shards):
+            levels = [_levels(simulator.costs, family, options, stage) for stage in frame]
+            found = depth_choices(simulator.costs, family, frame, levels, exact=False)
+            for candidate in found.candidates:
+                best.judge(simulator, candidate)
+            if found.closest is not None:
+                best.miss(*found.closest)
     return best
 
 
-def references(simulator: Simulator, families: Sequence[Family]) -> list[Reference]:
-    """Return pure data parallelism on all devices, and an equal split into stages of one device."""
+def frames(
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    shards: Sequence[Shard] | None = None,
+) -> list[tuple[Placed, ...]]:
+    """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
+    if shards is None:
+        shards = SHARDS if options.shard == "auto" else (options.shard,)
+    ways = [_ways(costs, family, width, shards) for width in widths]
+    if prod(map(len, ways)) <= MOST_FRAMES:
+        return [place(family, cuts, widths, way, divisible=costs.divisible) for way in product(*ways)]
+    # Too many to mix: the same in all stages that can.
+    alike = dict.fromkeys(way for each in ways for way in each)
+    same = [[way if way in each else each[0] for each in ways] for way in alike]
+    return [place(family, cuts, widths, way, divisible=costs.divisible) for way in same if all(ways)]
+
+
+def _ways(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
+    if width == 1:
+        return [("split", "none")]
+    found: list[Division] = ["split"] if costs.divisible or width <= family.micro_batch_size else []
+    if width <= family.micro_batches and not costs.divisible:
+        found.append("round-robin")
+    return [(division, shard) for division in found for shard in shards]
+
+
+def _levels(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> list[frozenset[int]]:
+    levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
+    return {"auto": levels, "none": levels[:1], "full": levels[-1:]}[options.recompute]
+
+
+def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:
+    """Return pure and sharded data parallelism on all devices, and an equal split into stages of one device."""
     costs = simulator.costs
     layers, devices = costs.layer_count, len(costs.devices)
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
-    return [
-        _reference(costs, "pure data parallelism", try_stages(simulator, families, (layers,), (devices,))),
-        _reference(costs, "equal split", try_stages(simulator, families, equal, (1,) * stages)),
-    ]
+    everywhere = (simulator, families, options, (layers,), (devices,))
+    found = [_reference(costs, "pure data parallelism", try_stages(*everywhere, shards=("none",)))]
+    if devices > 1:
+        found.append(_reference(costs, "sharded data parallelism", try_stages(*everywhere, shards=("parameters",))))
+    return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
 
 
 def _reference(costs: CostModel, name: str, best: Best) -> Reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from autopar.formats.plan import Alternative, Crossing, Plan, Predicted, SharedParameter, Stage
 from autopar.formats.profile import Profile
@@ -10,6 +11,7 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import durations
+from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulate import trace
 from autopar.schedules.check import check
@@ -36,7 +38,8 @@ def assemble(
         threads=profile.device.threads,
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
-        schedule="gpipe" if candidate.schedule == "gpipe" else "1f1b",
+        divisible=costs.divisible,
+        schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(_stage(profile, stage) for stage in candidate.stages),
@@ -62,7 +65,16 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     """Return the candidate that a plan was made of."""
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     stages = tuple(
-        Placed(position[stage.layers[0]], position[stage.layers[-1]] + 1, stage.devices, stage.shares, stage.warmup)
+        Placed(
+            position[stage.layers[0]],
+            position[stage.layers[-1]] + 1,
+            stage.devices,
+            stage.shares,
+            stage.warmup,
+            tuple(sorted(position[name] for name in stage.recompute)),
+            stage.shard,
+            stage.division,
+        )
         for stage in plan.stages
     )
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
@@ -70,7 +82,23 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
 
 def _stage(profile: Profile, stage: Placed) -> Stage:
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
-    return Stage(layers=names, devices=stage.devices, shares=stage.shares, warmup=stage.warmup)
+    return Stage(
+        layers=names,
+        devices=stage.devices,
+        division=stage.division,
+        shares=stage.shares,
+        warmup=stage.warmup,
+        recompute=tuple(profile.layers[layer].name for layer in stage.recompute),
+        shard=stage.shard,
+    )
+
+
+def _schedule(candidate: Candidate) -> Literal["gpipe", "1f1b"]:
+    """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
+    count = candidate.micro_batches
+    if count > 1 and all(stage.warmup == stage.turns(0, count) for stage in candidate.stages):
+        return "gpipe"
+    return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
 
 
 def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, bubble: float) -> Predicted:
@@ -81,7 +109,7 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
         bubble=min(1.0, bubble),
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(min(costs.limits_bytes[device] for device in stage.devices) for stage in stages),
-        forward_s=tuple(max(costs.forward_s(s.first, s.stop, rows) for rows in s.shares) for s in stages),
+        forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
         compute=tuple(map(costs.compute_provenance, stages)),
         communication=costs.communication_provenance(candidate),
         backward_s=tuple(_backward_s(costs, stage, candidate.micro_batches) for stage in stages),
@@ -89,8 +117,7 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
 
 
 def _backward_s(costs: CostModel, stage: Placed, micro_batches: int) -> float:
-    adding = costs.adding(micro_batches, len(stage.devices))
-    return max(costs.backward_s(stage.first, stage.stop, rows, adding) for rows in stage.shares)
+    return max(costs.backward_s(stage, replica, micro_batches) for replica in range(len(stage.devices)))
 
 
 def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
@@ -125,8 +152,13 @@ def crossings(costs: CostModel, candidate: Candidate) -> tuple[Crossing, ...]:
 
 
 def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
-    groups = [stage.devices for stage in candidate.stages if len(stage.devices) > 1]
+    groups: list[tuple[Collective, tuple[int, ...]]] = []
+    for stage in candidate.stages:
+        if len(stage.devices) > 1:
+            kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
+            groups += [(kind, stage.devices) for kind in kinds]
     for _, holders in costs.tied_between(candidate.stages):
-        groups.append(tuple(device for index in holders for device in candidate.stages[index].devices))
-    notes = [costs.links.all_reduce_note(len(group), costs.links.level(group)) for group in groups]
+        devices = tuple(device for index in holders for device in candidate.stages[index].devices)
+        groups.append(("all_reduce", devices))
+    notes = [costs.links.collective_note(kind, len(group), costs.links.level(group)) for kind, group in groups]
     return list(dict.fromkeys(note for note in notes if note))

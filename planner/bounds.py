@@ -8,13 +8,15 @@ boundary behind a stage, M micro-batches, k in flight, and a from the last backw
                t + R(s+1) + max(M c + c', c + M c'))                      until the last backward of s
     V(s) = max(U(s) + a, f + c + V(s+1))                                  until everything behind s is done
 
-Of unequal replicas the fastest counts, but the busiest in M t, and the fullest queue in M c and M c'; only tensors
-that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no terms of what is behind; where
-none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters' reductions count 0.
+Of unequal replicas the fastest counts, but the busiest in M t, and the fullest queue in M c and M c'; of replicas that
+take turns, each has its own M, and k, and so has every queue. Only tensors that the next stage reads count in c. Where
+none travels back, R(s) = t and U(s) has no terms of what is behind; where none travels forth either, V(s) has none, and
+V(s+1) bounds the step by itself. Tied parameters' reductions count 0.
 """
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +26,11 @@ from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.schedules.route import routes
 
-__all__ = ["LinkTerms", "StageTerms", "Terms", "Value", "bound", "fold", "last"]
+__all__ = ["LinkTerms", "StageTerms", "Terms", "Value", "bound", "fold", "last", "link_terms", "stage_terms"]
 
 Value = float | npt.NDArray[np.float64]
 Flag = bool | npt.NDArray[np.bool_]
+Index = tuple[int | slice | EllipsisType | None, ...]
 
 
 class StageTerms(NamedTuple):
@@ -36,20 +39,20 @@ class StageTerms(NamedTuple):
     forward_s: Value
     backward_s: Value
     """Forward and backward of the fastest replica."""
-    busiest_s: Value
-    """Forward and backward of the slowest replica."""
+    work_s: Value
+    """Forwards and backwards of a whole step on the busiest replica."""
     closing_s: Value
     """Exposed reduction of the replica where it is least, and the update."""
-    warmup: int
+    rate: Value
+    """Micro-batches of a step on a replica over those in flight there at most."""
 
-    def at(self, index: tuple[int | slice | None, ...]) -> StageTerms:
+    def at(self, index: Index) -> StageTerms:
         """Return the terms at an index of all arrays."""
-        forward, backward, busiest, closing = (np.asarray(each)[index] for each in self[:4])
-        return StageTerms(forward, backward, busiest, closing, self.warmup)
+        return StageTerms(*(np.asarray(each)[index] for each in self))
 
 
 class LinkTerms(NamedTuple):
-    """The transfers of one micro-batch across the boundary behind a stage."""
+    """The transfers across the boundary behind a stage."""
 
     forth: Flag
     """Whether the next stage reads a tensor of this one."""
@@ -58,9 +61,13 @@ class LinkTerms(NamedTuple):
     forth_s: Value
     back_s: Value
     """The quickest message of each direction."""
-    forth_most_s: Value
-    back_most_s: Value
-    """The slowest message, which is always on the same queue."""
+    forth_work_s: Value
+    back_work_s: Value
+    """What a step's messages occupy the fullest queue."""
+
+    def at(self, index: Index) -> LinkTerms:
+        """Return the terms at an index of all arrays."""
+        return LinkTerms(*(np.asarray(each)[index] for each in self))
 
 
 class Terms(NamedTuple):
@@ -69,67 +76,67 @@ class Terms(NamedTuple):
     trip_s: Value
     backward_s: Value
     done_s: Value
-    apart_s: Value
-    """The largest V of what is behind a boundary that nothing crosses: it may start with the step."""
-
-    @property
-    def step_s(self) -> Value:
-        """The bound, where these are the terms of all stages."""
-        return np.maximum(self.done_s, self.apart_s)
+    step_s: Value
+    """The largest V of the suffix and of all that is behind: a boundary that nothing crosses starts anew."""
 
 
-def last(stage: StageTerms, micro_batches: int) -> Terms:
+def last(stage: StageTerms) -> Terms:
     """Return the terms of the last stage."""
-    busy = micro_batches * stage.busiest_s
-    return Terms(stage.forward_s + stage.backward_s, busy, busy + stage.closing_s, np.zeros_like(busy))
+    trip = stage.forward_s + stage.backward_s
+    # Of one micro-batch after the other, at most so many as are in flight overlap.
+    busy = np.maximum(stage.work_s, stage.rate * trip)
+    return Terms(trip, busy, busy + stage.closing_s, busy + stage.closing_s)
 
 
-def fold(stage: StageTerms, link: LinkTerms, behind: Terms, micro_batches: int) -> Terms:
+def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     """Return the terms of a stage in front of the stages ``behind``; scalars and arrays alike."""
     own = stage.forward_s + stage.backward_s
     around = own + link.forth_s + link.back_s
     trip = np.where(link.back, around + behind.trip_s, own)
-    queued = np.maximum(
-        micro_batches * link.forth_most_s + link.back_s, link.forth_s + micro_batches * link.back_most_s
-    )
+    queued = np.maximum(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
     ahead = np.maximum(around + behind.backward_s, own + behind.trip_s + queued)
-    backward = np.maximum(micro_batches * stage.busiest_s, micro_batches / stage.warmup * trip)
+    backward = np.maximum(stage.work_s, stage.rate * trip)
     backward = np.maximum(backward, np.where(link.back, ahead, 0.0))
     later = np.where(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
-    apart = np.where(link.forth, behind.apart_s, behind.step_s)
-    return Terms(trip, backward, np.maximum(backward + stage.closing_s, later), apart)
+    done = np.maximum(backward + stage.closing_s, later)
+    return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 
 def bound(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
     stages = candidate.stages
-    micro_batches = candidate.micro_batches
-    terms = last(_stage_terms(costs, stages[-1], micro_batches), micro_batches)
+    terms = last(stage_terms(costs, stages[-1], candidate.micro_batches))
     for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
-        link = _link_terms(costs, before, after)
-        terms = fold(_stage_terms(costs, before, micro_batches), link, terms, micro_batches)
+        link = link_terms(costs, before, after, candidate)
+        terms = fold(stage_terms(costs, before, candidate.micro_batches), link, terms)
     return costs.profile.step_overhead_s + float(terms.step_s)
 
 
-def _stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
-    ranks, level = len(stage.devices), costs.links.level(stage.devices)
-    forward = [costs.forward_s(stage.first, stage.stop, rows) for rows in stage.shares]
-    adding = costs.adding(micro_batches, ranks)
-    backward = [costs.backward_s(stage.first, stage.stop, rows, adding) for rows in stage.shares]
-    exposed = min(costs.exposed_s(stage.first, stage.stop, rows, ranks, level) for rows in stage.shares)
-    busiest = max(there + back for there, back in zip(forward, backward, strict=True))
-    closing = exposed + costs.update_s(stage.first, stage.stop)
-    return StageTerms(min(forward), min(backward), busiest, closing, stage.warmup)
+def stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
+    """Return one stage's terms."""
+    replicas = range(len(stage.devices))
+    forward = [costs.forward_s(stage, replica) for replica in replicas]
+    backward = [costs.backward_s(stage, replica, micro_batches) for replica in replicas]
+    exposed = min(costs.replica_exposed_s(stage, replica) for replica in replicas)
+    work = max((forward[at] + backward[at]) * stage.turns(at, micro_batches) for at in replicas)
+    rate = stage.turns(0, micro_batches) / stage.warmup
+    return StageTerms(min(forward), min(backward), work, exposed + costs.update_s(stage), rate)
 
 
-def _link_terms(costs: CostModel, before: Placed, after: Placed) -> LinkTerms:
+def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candidate) -> LinkTerms:
+    """Return the terms of the boundary between two neighbours."""
     flow = costs.flows.between(before.first, before.stop, after.first, after.stop)
     if not flow.tensors:
         return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
-    forth, back = [], []
-    for route in routes(before.shares, after.shares):
+    forth, back, counts = [], [], []
+    for route in routes(before, after):
         devices = before.devices[route.sender], after.devices[route.receiver]
-        rows = route.stop - route.start
-        forth.append(costs.message_s(rows * flow.bytes_per_sample, *devices))
-        back.append(costs.message_s(rows * flow.gradient_bytes_per_sample, *devices) if flow.gradients else 0.0)
-    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), max(forth), max(back))
+        sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
+        there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
+        counts.append(route.count(candidate.micro_batches))
+        forth.append(costs.message_s(there, *devices))
+        back.append(costs.message_s(returned, *devices) if flow.gradients else 0.0)
+    forth_work, back_work = (
+        max(count * seconds for count, seconds in zip(counts, each, strict=True)) for each in (forth, back)
+    )
+    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), forth_work, back_work)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 from typing import NamedTuple
 
 from autopar.errors import UsageError
+from autopar.formats.plan import Division, Shard
 from autopar.planner.options import PlanOptions
-from autopar.schedules import SCHEDULES
-from autopar.schedules.route import even_shares
+from autopar.schedules.route import even_shares, free_shares
 
-__all__ = ["MOST_MICRO_BATCHES", "Candidate", "Family", "Placed", "divisors", "families", "place"]
+__all__ = ["MOST_MICRO_BATCHES", "Candidate", "Family", "Placed", "divisors", "families", "place", "with_depths"]
 
 
 MOST_MICRO_BATCHES = 4096
@@ -18,13 +19,32 @@ MOST_MICRO_BATCHES = 4096
 
 
 class Placed(NamedTuple):
-    """One stage of a candidate: layers ``first`` to ``stop - 1`` on ``devices``."""
+    """One stage of a candidate: layers ``first`` to ``stop - 1`` on ``devices``; fields as of a plan's stage."""
 
     first: int
     stop: int
     devices: tuple[int, ...]
-    shares: tuple[int, ...]
+    shares: tuple[float, ...]
     warmup: int
+    recompute: tuple[int, ...] = ()
+    """Positions of the layers that are run forward again, ascending."""
+    shard: Shard = "none"
+    division: Division = "split"
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches in flight on all replicas together."""
+        return self.warmup * (len(self.devices) if self.division == "round-robin" else 1)
+
+    def turns(self, replica: int, micro_batches: int) -> int:
+        """Return how many of a step's micro-batches a replica takes part in.
+
+        >>> [Placed(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
+        [3, 2]
+        """
+        if self.division == "split":
+            return micro_batches
+        return -(-(micro_batches - replica) // len(self.devices))
 
 
 class Family(NamedTuple):
@@ -33,8 +53,6 @@ class Family(NamedTuple):
     micro_batches: int
     micro_batch_size: int
     schedule: str
-    depths: tuple[int, ...]
-    """Most micro-batches in flight on a stage, by the number of stages behind it."""
 
 
 class Candidate(NamedTuple):
@@ -55,20 +73,41 @@ class Candidate(NamedTuple):
         return ",".join(parts)
 
 
-def place(family: Family, cuts: tuple[int, ...], widths: tuple[int, ...]) -> Candidate:
-    """Return a candidate whose stages end before the layers ``cuts`` and take devices in cluster order.
+def place(
+    family: Family,
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    ways: Sequence[tuple[Division, Shard]] | None = None,
+    *,
+    divisible: bool = False,
+) -> tuple[Placed, ...]:
+    """Return stages that end before the layers ``cuts`` and take devices in cluster order, with all in flight.
 
-    >>> place(Family(2, 4, "1f1b", (1, 2)), (3, 5), (2, 1)).text()
-    '0-2:2,3-4:1'
+    ``ways`` are every stage's division and sharding; none: micro-batches are split, and nothing is sharded.
+
+    >>> [stage.devices for stage in place(Family(2, 4, "1f1b"), (3, 5), (2, 1))]
+    [(0, 1), (2,)]
     """
     stages = []
     first = device = 0
-    for index, (stop, width) in enumerate(zip(cuts, widths, strict=True)):
-        shares = even_shares(family.micro_batch_size, width)
-        depth = family.depths[len(cuts) - 1 - index]
-        stages.append(Placed(first, stop, tuple(range(device, device + width)), shares, depth))
+    rows, count = family.micro_batch_size, family.micro_batches
+    usual: list[tuple[Division, Shard]] = [("split", "none")] * len(cuts)
+    for stop, width, (division, shard) in zip(cuts, widths, ways or usual, strict=True):
+        devices = tuple(range(device, device + width))
+        if division == "round-robin":
+            shares: tuple[float, ...] = (rows,) * width
+        else:
+            shares = free_shares(rows, width) if divisible else even_shares(rows, width)
+        turns = -(-count // width) if division == "round-robin" else count
+        stages.append(Placed(first, stop, devices, shares, turns, shard=shard, division=division))
         first, device = stop, device + width
-    return Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(stages))
+    return tuple(stages)
+
+
+def with_depths(family: Family, stages: Sequence[Placed], depths: Sequence[int]) -> Candidate:
+    """Return the candidate of stages with so many micro-batches in flight."""
+    deep = (stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
+    return Candidate(*family, tuple(deep))
 
 
 def divisors(batch: int) -> list[int]:
@@ -81,8 +120,10 @@ def divisors(batch: int) -> list[int]:
     return sorted({*small, *(batch // count for count in small)})
 
 
-def families(batch: int, most_stages: int, options: PlanOptions) -> list[Family]:
-    """Return every family that the options admit; those that hold less in flight stand first, so that they win ties.
+def families(batch: int, options: PlanOptions) -> list[Family]:
+    """Return every family that the options admit.
+
+    `gpipe` is `1f1b` with all micro-batches in flight: where any schedule will do, the latter stands for both.
 
     Raises:
         UsageError: the micro-batches asked for do not divide the batch.
@@ -97,17 +138,5 @@ def families(batch: int, most_stages: int, options: PlanOptions) -> list[Family]
     counts = [count for count in every if count <= MOST_MICRO_BATCHES]
     if options.micro_batches is not None:
         counts = [options.micro_batches]
-    names = sorted(SCHEDULES) if options.schedule == "auto" else [options.schedule]
-    found: list[Family] = []
-    for count in counts:
-        seen: set[tuple[str, tuple[int, ...]]] = set()
-        for name in names:
-            for depths in SCHEDULES[name].warmups(most_stages, count).values():
-                # In every schedule the depth depends on the stages behind alone; one micro-batch has a single order.
-                backwards = depths[::-1]
-                key = (name if count > 1 else "any", backwards)
-                if key in seen:
-                    continue
-                seen.add(key)
-                found.append(Family(count, batch // count, name, backwards))
-    return found
+    schedule = "1f1b" if options.schedule == "auto" else options.schedule
+    return [Family(count, batch // count, schedule) for count in counts]

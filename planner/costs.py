@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import accumulate
 
-from autopar.errors import UsageError
+from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.document import Provenance, least_certain
+from autopar.formats.plan import Shard
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
-from autopar.planner.links import Level, LinkModel
+from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules.buckets import buckets
-from autopar.schedules.route import routes
+from autopar.schedules.route import Route, even_shares, free_shares, routes
 
 __all__ = ["CostModel"]
 
@@ -31,17 +33,29 @@ class CostModel:
             raise UsageError(f"--batch must be below {2**31}, found {self.batch}")
         self.notes: list[str] = []
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
-        self.notes += self._other_types()
         limit = options.memory_bytes
+        self.kinds = (profile.device, *(other.device for other in profile.others))
+        self.kind_of = [self._kind(device, index) for index, device in enumerate(self.devices)]
+        """By device, the index of its kind."""
+        reserved = [self.kinds[kind].reserved_bytes for kind in self.kind_of]
         limits = [device.memory_bytes if limit is None else limit for device in self.devices]
-        self.limits_bytes = [max(0, each - profile.device.reserved_bytes) for each in limits]
-        self.layers = LayerCosts(profile)
+        self.limits_bytes = [max(0, each - own) for each, own in zip(limits, reserved, strict=True)]
+        self.layers = [LayerCosts(layers) for layers in (profile.layers, *(other.layers for other in profile.others))]
+        """By kind."""
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s)
-        self.memory = MemoryModel(self.layers, self.flows, profile.updates_at_once)
+        self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
+        """By kind."""
         self.layer_count = len(profile.layers)
-        self._reductions: dict[tuple[int, int, int, Level], list[tuple[int, float]]] = {}
-        self._exposed: dict[tuple[int, int, int, int, Level], float] = {}
+        self.divisible = options.divisible
+        self._slower = {each.level: (each.compute, each.communication) for each in cluster.overlaps}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums: dict[object, list[float]] = {}
+        self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
+        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int], float] = {}
+        self._levels: dict[tuple[float, int], list[frozenset[int]]] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = list(cluster.devices)
@@ -57,29 +71,131 @@ class CostModel:
             )
         return [listed[index % len(listed)] for index in range(count)]
 
-    def _other_types(self) -> list[str]:
-        kind = self.profile.device
-        others = sorted({device.type for device in self.devices} - {kind.type, kind.name})
-        if not others:
-            return []
-        return [f"the profile is of {kind.name}, but the cluster has {', '.join(others)}: times are {kind.name}'s"]
+    def _kind(self, device: Device, index: int) -> int:
+        """Return which of the profile's kinds a device is; a cluster of a single, unknown type is taken for the first.
+
+        Raises:
+            FileError: devices of several types, and the profile has no costs for this one.
+        """
+        for number, kind in enumerate(self.kinds):
+            if device.type in (kind.name, kind.type):
+                return number
+        types = sorted({each.type for each in self.devices})
+        known = ", ".join(kind.name for kind in self.kinds)
+        if len(types) > 1 or len(self.kinds) > 1:
+            raise FileError(
+                f"$.devices[{index}].type: the profile has no costs for {device.type!r}, only for {known}; "
+                f"profile the model for it, too: `autopar profile ... --device {device.type} --add-to profile.json`"
+            )
+        note = f"the profile is of {known}, but the cluster has {', '.join(types)}: times are {known}'s"
+        if note not in self.notes:
+            self.notes.append(note)
+        return 0
 
     def retimed(self, layers: LayerCosts) -> CostModel:
-        """Return this model with other times of the layers; memory stays as it was."""
+        """Return this model with other times of the layers, of a single kind; memory stays as it was."""
         other = copy(self)
-        other.layers = layers
-        other._exposed = {}
+        other.layers = [layers]
+        other._forget()
         return other
 
-    def forward_s(self, first: int, stop: int, rows: int) -> float:
-        """Return the seconds of one forward of layers ``first:stop`` on ``rows`` samples."""
-        sums = self.layers.forward_sums(rows)
-        return sums[stop] - sums[first]
+    def shares(self, rows: int, replicas: int) -> tuple[float, ...]:
+        """Return how replicas split a micro-batch's rows."""
+        return free_shares(rows, replicas) if self.divisible else even_shares(rows, replicas)
 
-    def backward_s(self, first: int, stop: int, rows: int, adding: float) -> float:
-        """Return the seconds of one backward; see :meth:`adding`."""
-        sums = self.layers.backward_sums(rows, adding)
-        return sums[stop] - sums[first]
+    def forward_sums(
+        self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
+    ) -> list[float]:
+        """Return, for every position, the seconds of the forwards of all layers before it.
+
+        Where parameters are sharded, a layer's are gathered while the layer before computes.
+        """
+        if shard != "parameters":
+            return self.layers[kind].forward_sums(rows)
+        key = ("forward", rows, ranks, level, kind)
+        if key not in self._sums:
+            self._sums[key] = self._hidden(self.layers[kind].forward_sums(rows), self._gathers(ranks, level), level)
+        return self._sums[key]
+
+    def backward_sums(
+        self,
+        rows: float,
+        adding: float,
+        recompute: frozenset[int] = frozenset(),
+        shard: Shard = "none",
+        ranks: int = 1,
+        level: Level = "node",
+        kind: int = 0,
+    ) -> list[float]:
+        """Return, for every position, the seconds of the backwards of all layers before it; see :meth:`adding`.
+
+        Layers of ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while
+        another layer computes.
+        """
+        communicating = shard in ("gradients", "parameters")
+        if not recompute and not communicating:
+            return self.layers[kind].backward_sums(rows, adding)
+        key = ("backward", rows, adding, recompute, shard if communicating else "none", ranks, level, kind)
+        if key not in self._sums:
+            layers = self.layers[kind]
+            sums = layers.backward_sums(rows, adding)
+            if recompute:
+                again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+                sums = [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
+            if communicating:
+                moved = self._scatters(ranks, level)
+                if shard == "parameters":
+                    moved = [one + other for one, other in zip(moved, self._gathers(ranks, level), strict=True)]
+                sums = self._hidden(sums, moved, level)
+            self._sums[key] = sums
+        return self._sums[key]
+
+    def _hidden(self, sums: Sequence[float], moved: Sequence[float], level: Level) -> list[float]:
+        """Sums over layers that communicate while they compute."""
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
+        return list(accumulate(both, initial=0.0))
+
+    def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
+        """Return what computing and communicating take that begin together.
+
+        Each is slowed by the other while it lasts, as the cluster says. Where it does not say, a CPU's ranks
+        communicate on the cores that they compute on, and other devices do both at once.
+        """
+        slower = self._slower.get(level)
+        if slower is None:
+            alone = self.profile.device.type == "cpu"
+            return computing_s + moving_s if alone else max(computing_s, moving_s)
+        computing, moving = slower[0] * computing_s, slower[1] * moving_s
+        if computing >= moving:
+            both = computing_s + moving * (1 - 1 / slower[0])
+        else:
+            both = moving_s + computing * (1 - 1 / slower[1])
+        return min(both, computing_s + moving_s)
+
+    def _gathers(self, ranks: int, level: Level) -> list[float]:
+        layers = self.profile.layers
+        return [self.links.collective_s("all_gather", layer.parameters_bytes, ranks, level) for layer in layers]
+
+    def _scatters(self, ranks: int, level: Level) -> list[float]:
+        layers = self.profile.layers
+        return [self.links.collective_s("reduce_scatter", layer.trainable_bytes, ranks, level) for layer in layers]
+
+    def forward_s(self, stage: Placed, replica: int) -> float:
+        """Return the seconds of one forward of a stage's replica."""
+        kind = self.kind_of[stage.devices[replica]]
+        sums = self.forward_sums(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
+        return sums[stage.stop] - sums[stage.first]
+
+    def backward_s(self, stage: Placed, replica: int, micro_batches: int) -> float:
+        """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
+        ranks = len(stage.devices)
+        adding, recompute = self.adding(micro_batches, ranks), frozenset(stage.recompute)
+        where = ranks, self._level(stage), self.kind_of[stage.devices[replica]]
+        sums = self.backward_sums(stage.shares[replica], adding, recompute, stage.shard, *where)
+        return sums[stage.stop] - sums[stage.first]
+
+    def _level(self, stage: Placed) -> Level:
+        return self.links.level(stage.devices)
 
     @staticmethod
     def adding(micro_batches: int, ranks: int) -> float:
@@ -90,48 +206,111 @@ class CostModel:
         """
         return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
 
-    def update_s(self, first: int, stop: int) -> float:
-        """Return the seconds of the optimizer's step over these layers."""
-        seconds = self.layers.update_sums[stop] - self.layers.update_sums[first]
+    def recompute_levels(self, rows: float, kind: int = 0) -> list[frozenset[int]]:
+        """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
+
+        Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
+        own layers that are in one of the sets.
+        """
+        if (rows, kind) not in self._levels:
+            ranked = []
+            for layer in range(self.layer_count):
+                freed = self.memory[kind].freed_bytes(layer, rows)
+                if freed > 0:
+                    ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
+            order = [layer for _, layer in sorted(ranked)]
+            self._levels[rows, kind] = [frozenset(order[:count]) for count in range(len(order) + 1)]
+        return self._levels[rows, kind]
+
+    def update_s(self, stage: Placed) -> float:
+        """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
+        ranks, level = len(stage.devices), self._level(stage)
+        kinds = {self.kind_of[device] for device in stage.devices}
+        return max(self.updating_s(stage.first, stage.stop, ranks, level, stage.shard, kind) for kind in kinds)
+
+    def updating_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int = 0) -> float:
+        """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
+        seconds = self._own_update_s(first, stop, kind)
+        if shard == "none":
+            return seconds
+        gathered = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
+        gather_s = 0.0 if shard == "parameters" else self.links.collective_s("all_gather", gathered, ranks, level)
+        return seconds / ranks + gather_s
+
+    def _own_update_s(self, first: int, stop: int, kind: int) -> float:
+        sums = self.layers[kind].update_sums
+        seconds = sums[stop] - sums[first]
         for tied in self.flows.tied:
             # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
             owner, trainable_bytes = tied.layers[0], self.profile.layers[tied.layers[0]].trainable_bytes
             apart = owner < first and any(first <= layer < stop for layer in tied.layers)
             if tied.trainable and apart and trainable_bytes:
-                owner_s = self.layers.update_sums[owner + 1] - self.layers.update_sums[owner]
+                owner_s = sums[owner + 1] - sums[owner]
                 seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
         return seconds
 
-    def reduce_s(self, first: int, stop: int, ranks: int, level: Level) -> float:
-        """Return the seconds that reducing a stage's gradients occupies the link."""
-        return sum(seconds for _, seconds in self._reduction(first, stop, ranks, level))
+    def reduce_s(self, stage: Placed) -> float:
+        """Return the seconds that the last reduction of a stage's gradients occupies the link."""
+        ranks, level = len(stage.devices), self._level(stage)
+        if stage.shard in ("gradients", "parameters"):
+            return self._scatters(ranks, level)[stage.first]
+        kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
+        return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
 
-    def exposed_s(self, first: int, stop: int, rows: int, ranks: int, level: Level) -> float:
-        """Return how long after a replica's last backward the reduction of its gradients ends.
+    def replica_exposed_s(self, stage: Placed, replica: int) -> float:
+        """Return how long after a replica's last backward the reduction of its gradients ends."""
+        ranks, level = len(stage.devices), self._level(stage)
+        kind = self.kind_of[stage.devices[replica]]
+        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind)
 
-        Buckets are reduced one after the other, each from the moment when the backward has left its layers.
+    def exposed_s(
+        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard = "none", kind: int = 0
+    ) -> float:
+        """Return :meth:`replica_exposed_s` of layers ``first:stop``.
+
+        Buckets are reduced one after the other, each from the moment when the backward has left its layers; sharded
+        gradients layer by layer in every backward, so that those of the first layer are left.
         """
-        key = (first, stop, rows, ranks, level)
+        if ranks == 1:
+            return 0.0
+        key = (first, stop, rows, ranks, level, shard, kind)
         if key not in self._exposed:
-            sums = self.layers.backward_sums(rows, 1.0)
-            free = 0.0
-            for layer, seconds in self._reduction(first, stop, ranks, level):
-                free = max(free, sums[stop] - sums[layer]) + seconds
-            self._exposed[key] = max(0.0, free - (sums[stop] - sums[first]))
+            self._exposed[key] = self._exposed_s(*key)
         return self._exposed[key]
+
+    def _exposed_s(
+        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int
+    ) -> float:
+        if shard in ("gradients", "parameters"):
+            return self._scatters(ranks, level)[first]
+        sums = self.layers[kind].backward_sums(rows, 1.0)
+        free = 0.0
+        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
+        for layer, seconds in self._reduction(first, stop, ranks, level, operation):
+            left = sums[stop] - sums[first if self.divisible else layer]
+            free = max(free, left) + seconds
+        return max(0.0, free - (sums[stop] - sums[first]))
 
     def tied_s(self, index: int, devices: Sequence[int]) -> float:
         """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
         level = self.links.level(devices)
-        return self.links.all_reduce_s(self.flows.tied[index].bytes, len(devices), level)
+        return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, len(devices), level)
 
-    def message_s(self, size_bytes: int, sender: int, receiver: int) -> float:
+    def message_bytes(self, route: Route, rows: int, bytes_per_sample: int) -> float:
+        """Return the bytes of a message of a micro-batch of ``rows``.
+
+        Where micro-batches divide freely, all of a boundary's tensors cross one link, as planners in papers have it.
+        """
+        return bytes_per_sample * (rows if self.divisible else route.stop - route.start)
+
+    def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
 
     def compute_provenance(self, stage: Placed) -> Provenance:
         """Return where the times of a stage's forwards and backwards come from."""
-        known = (self.layers.provenance(stage.first, stage.stop, rows) for rows in set(stage.shares))
+        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
+        known = (self.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
         return least_certain(known) or "estimated"
 
     def communication_provenance(self, candidate: Candidate) -> Provenance | None:
@@ -142,21 +321,22 @@ class CostModel:
         for producer, sending in enumerate(candidate.stages):
             for receiving in candidate.stages[producer + 1 :]:
                 flow = self.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)
-                for route in routes(sending.shares, receiving.shares) if flow.tensors else ():
+                for route in routes(sending, receiving) if flow.tensors else ():
                     ends = sending.devices[route.sender], receiving.devices[route.receiver]
-                    size = (route.stop - route.start) * flow.bytes_per_sample
+                    size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
                     yield self.links.message_provenance(size, self.links.level(ends))
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:
-            if len(stage.devices) > 1:
-                level = self.links.level(stage.devices)
+            ranks, level = len(stage.devices), self._level(stage)
+            kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
+            for kind in kinds if ranks > 1 else ():
                 for _, size in self._buckets(stage.first, stage.stop):
-                    yield self.links.all_reduce_provenance(size, len(stage.devices), level)
+                    yield self.links.collective_provenance(kind, size, ranks, level)
         for index, holders in self.tied_between(candidate.stages):
             devices = [device for holder in holders for device in candidate.stages[holder].devices]
             size = self.flows.tied[index].bytes
-            yield self.links.all_reduce_provenance(size, len(devices), self.links.level(devices))
+            yield self.links.collective_provenance("all_reduce", size, len(devices), self.links.level(devices))
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica."""
@@ -164,8 +344,12 @@ class CostModel:
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
-        limits = (min(self.limits_bytes[device] for device in stage.devices) for stage in candidate.stages)
-        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
+        return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
+
+    def shortfall(self, candidate: Candidate, index: int) -> int:
+        """Return by how many bytes one stage exceeds its smallest device."""
+        limit = min(self.limits_bytes[device] for device in candidate.stages[index].devices)
+        return self._stage_peak(candidate, index) - limit
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
@@ -184,20 +368,26 @@ class CostModel:
         stage = candidate.stages[index]
         cuts = [later.stop for later in candidate.stages[index + 1 :]]
         lead = max(0, candidate.stages[index - 1].warmup - stage.warmup) if index else 0
-        replicated = len(stage.devices) > 1
+        # A replica of later turns takes part in no more micro-batches than the first.
+        turns = stage.turns(0, candidate.micro_batches)
+        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
         return max(
-            self.memory.peak(
-                stage.first, stage.stop, Held(rows, stage.warmup, candidate.micro_batches, replicated, lead), cuts
-            )
-            for rows in set(stage.shares)
+            self.memory[kind].peak(stage.first, stage.stop, self.held(stage, rows, turns, lead), cuts)
+            for rows, kind in placed
         )
 
-    def _reduction(self, first: int, stop: int, ranks: int, level: Level) -> list[tuple[int, float]]:
+    @staticmethod
+    def held(stage: Placed, rows: float, turns: int, lead: int) -> Held:
+        """Return what the memory of a stage's replica depends on."""
+        recompute = frozenset(stage.recompute)
+        return Held(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
+
+    def _reduction(self, first: int, stop: int, ranks: int, level: Level, kind: Collective) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
-        key = (first, stop, ranks, level)
+        key = (first, stop, ranks, level, kind)
         if key not in self._reductions:
             self._reductions[key] = [
-                (layer, self.links.all_reduce_s(size, ranks, level)) for layer, size in self._buckets(first, stop)
+                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self._buckets(first, stop)
             ]
         return self._reductions[key]
 

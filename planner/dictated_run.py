@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autopar.errors import UsageError
-from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.layers import LayerCosts
@@ -44,9 +44,9 @@ class DictatedRun:
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), micro_batches).values()))
-        family = Family(micro_batches, micro_batch_size, schedule, depths[::-1])
+        family = Family(micro_batches, micro_batch_size, schedule)
         self._costs = costs
-        self._candidate = place(family, tuple(cuts), tuple(widths))
+        self._candidate = with_depths(family, place(family, cuts, widths), depths)
         self._program = Simulator(costs).rows_of(self._candidate)
         self._width = _common_width(self._candidate, durations(costs, self._candidate))
         if self._width > 1:
@@ -55,7 +55,7 @@ class DictatedRun:
     @property
     def rows(self) -> tuple[int, ...]:
         """Every number of samples that a replica takes of a micro-batch."""
-        return tuple(sorted({rows for stage in self._candidate.stages for rows in stage.shares}))
+        return tuple(sorted({int(rows) for stage in self._candidate.stages for rows in stage.shares}))
 
     def step_s(
         self,
@@ -89,11 +89,11 @@ class _GivenTimes(LayerCosts):
         self._backward, self._accumulate = backward_s, accumulate_s
         self.update_sums = [0.0, *accumulate(update_s)]
 
-    def forward_sums(self, rows: int) -> list[float]:
-        return self._forward[rows]
+    def forward_sums(self, rows: float) -> list[float]:
+        return self._forward[int(rows)]
 
-    def backward_sums(self, rows: int, adding: float) -> list[float]:
-        each = zip(self._backward[rows], self._accumulate, strict=True)
+    def backward_sums(self, rows: float, adding: float) -> list[float]:
+        each = zip(self._backward[int(rows)], self._accumulate, strict=True)
         return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]
 
 

@@ -34,15 +34,12 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
     found = Durations(costs.profile.step_overhead_s)
     for index, stage in enumerate(candidate.stages):
-        first, stop, ranks = stage.first, stage.stop, len(stage.devices)
-        level = costs.links.level(stage.devices)
-        reduce_s, update_s = costs.reduce_s(first, stop, ranks, level), costs.update_s(first, stop)
-        adding = costs.adding(candidate.micro_batches, ranks)
-        for rows in stage.shares:
+        reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
+        for replica in range(len(stage.devices)):
             found.stage.append(index)
-            found.forward_s.append(costs.forward_s(first, stop, rows))
-            found.backward_s.append(costs.backward_s(first, stop, rows, adding))
-            found.exposed_s.append(costs.exposed_s(first, stop, rows, ranks, level))
+            found.forward_s.append(costs.forward_s(stage, replica))
+            found.backward_s.append(costs.backward_s(stage, replica, candidate.micro_batches))
+            found.exposed_s.append(costs.replica_exposed_s(stage, replica))
             found.reduce_s.append(reduce_s)
             found.update_s.append(update_s)
     _price_messages(costs, candidate, found)
@@ -60,11 +57,11 @@ def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) ->
         for consumer in range(producer + 1, len(candidate.stages)):
             receiving = candidate.stages[consumer]
             flow = costs.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)
-            for route in routes(sending.shares, receiving.shares) if flow.tensors else ():
+            for route in routes(sending, receiving) if flow.tensors else ():
                 sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
                 devices = sending.devices[route.sender], receiving.devices[route.receiver]
-                rows = route.stop - route.start
-                found.message_s[sender, receiver] = costs.message_s(rows * flow.bytes_per_sample, *devices)
+                size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
+                found.message_s[sender, receiver] = costs.message_s(size, *devices)
                 if flow.gradients:
-                    back = costs.message_s(rows * flow.gradient_bytes_per_sample, *devices[::-1])
-                    found.message_s[receiver, sender] = back
+                    size = costs.message_bytes(route, candidate.micro_batch_size, flow.gradient_bytes_per_sample)
+                    found.message_s[receiver, sender] = costs.message_s(size, *devices[::-1])

@@ -5,90 +5,165 @@ Shares with the search its costs and its simulator only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
-from math import comb
 from typing import NamedTuple
 
 from autopar.errors import UsageError
+from autopar.formats.plan import Division, Shard
+from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Placed, divisors
+from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulate import Simulator
 from autopar.schedules import SCHEDULES
-from autopar.schedules.route import even_shares
 
-__all__ = ["everything", "exhaust"]
+__all__ = ["Exhausted", "everything", "exhaust"]
 
-MOST_PLANS = 100_000
+MOST_PLANS = 200_000
 
 
-class _Group(NamedTuple):
-    """Plans that differ in their cuts only."""
+class Exhausted(NamedTuple):
+    """What is known when every plan is simulated."""
+
+    step_s: float
+    """Of the fastest plan that fits; infinite if none does."""
+    least_bound_s: float
+    """The least bound of a plan that fits."""
+
+
+class _Frame(NamedTuple):
+    """What all stages of a plan have in common."""
 
     micro_batches: int
     rows: int
     schedule: str
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
+    edges: tuple[int, ...]
 
 
-def everything(layers: int, devices: int, batch: int, options: PlanOptions) -> Iterator[Candidate]:
-    """Yield every candidate: all micro-batch counts, schedules, in-flight depths, cuts and widths."""
-    for group in _groups(layers, devices, batch, options):
-        for cuts in combinations(range(1, layers), len(group.widths) - 1):
-            yield _placed((0, *cuts, layers), group)
-
-
-def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> float:
-    """Improve on ``best`` by simulating every plan; return the least step time, which is its own bound.
+def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted:
+    """Improve on ``best`` by simulating every plan that fits.
 
     Raises:
         UsageError: there are too many plans.
     """
-    costs = simulator.costs
-    problem = (costs.layer_count, len(costs.devices), costs.batch, options)
+    if _too_many(simulator.costs, options):
+        raise UsageError(f"--solver exhaustive: more than {MOST_PLANS} plans; use --solver dp --gap 0")
+    least_s = float("inf")
+    for candidate in everything(simulator.costs, options):
+        if best.judge(simulator, candidate) is not None:
+            least_s = min(least_s, bound(simulator.costs, candidate))
+    return Exhausted(best.step_s, least_s)
+
+
+def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
+    """Yield every candidate: all micro-batch counts, cuts, devices, divisions, shards, recomputations and depths."""
+    for frame in _frames(costs, options):
+        for stages in _stages(costs, options, frame, 0, tuple(range(len(costs.devices)))):
+            for deep in _deep(frame, stages):
+                yield Candidate(frame.micro_batches, frame.rows, frame.schedule, deep)
+
+
+def _too_many(costs: CostModel, options: PlanOptions) -> bool:
+    """Whether there are more than :data:`MOST_PLANS` plans; depths are counted only until there are."""
     plans = 0
-    for group in _groups(*problem):
-        plans += comb(costs.layer_count - 1, len(group.widths) - 1)
+    for frame in _frames(costs, options):
+        seen: dict[tuple[int, int], int] = {}
+        structures = _structures(costs, options, frame, 0, len(costs.devices), seen)
+        # At least one choice of depths each; of one micro-batch, exactly one.
+        plans += structures * (1 if frame.schedule == "gpipe" else frame.micro_batches)
         if plans > MOST_PLANS:
-            raise UsageError(f"--solver exhaustive: more than {MOST_PLANS} plans; use --solver dp --gap 0")
-    for candidate in everything(*problem):
-        best.judge(simulator, candidate)
-    return best.step_s
+            return True
+    return False
 
 
-def _groups(layers: int, devices: int, batch: int, options: PlanOptions) -> Iterator[_Group]:
-    for micro_batches in divisors(batch):
+def _structures(
+    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: int, seen: dict[tuple[int, int], int]
+) -> int:
+    """Count the ways to place the stages from ``index`` on, were all devices of one kind."""
+    if index == len(frame.edges) - 1:
+        return int(not options.use_all or free == 0)
+    if (index, free) not in seen:
+        seen[index, free] = sum(
+            len(list(_placed(costs, options, frame, index, tuple(range(width)))))
+            * _structures(costs, options, frame, index + 1, free - width, seen)
+            for width in range(1, free + 1)
+        )
+    return seen[index, free]
+
+
+def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
+    layers, most = costs.layer_count, min(costs.layer_count, len(costs.devices))
+    for micro_batches in divisors(costs.batch):
         if options.micro_batches not in (None, micro_batches):
             continue
-        rows = batch // micro_batches
-        for name, schedule in sorted(SCHEDULES.items()):
-            for stages in range(options.min_stages, min(layers, devices) + 1) if _asked(name, options) else ():
-                for depths in sorted(set(schedule.warmups(stages, micro_batches).values())):
-                    for widths in _widths(stages, devices, rows, options.use_all):
-                        yield _Group(micro_batches, rows, name, depths, widths)
+        for schedule in sorted(SCHEDULES) if options.schedule == "auto" else [options.schedule]:
+            for stages in range(options.min_stages, most + 1):
+                for cuts in combinations(range(1, layers), stages - 1):
+                    yield _Frame(micro_batches, costs.batch // micro_batches, schedule, (0, *cuts, layers))
 
 
-def _asked(schedule: str, options: PlanOptions) -> bool:
-    return options.schedule in ("auto", schedule)
-
-
-def _widths(stages: int, devices: int, rows: int, use_all: bool) -> Iterator[tuple[int, ...]]:
-    if stages == 0:
-        if not use_all or devices == 0:
+def _stages(
+    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: tuple[int, ...]
+) -> Iterator[tuple[Placed, ...]]:
+    """Every way to place the stages from ``index`` on; devices of a kind are taken in cluster order."""
+    if index == len(frame.edges) - 1:
+        if not options.use_all or not free:
             yield ()
         return
-    for width in range(1, min(rows, devices - stages + 1) + 1):
-        for others in _widths(stages - 1, devices - width, rows, use_all):
-            yield (width, *others)
+    for kind in sorted({costs.kind_of[device] for device in free}):
+        own = [device for device in free if costs.kind_of[device] == kind]
+        for width in range(1, len(own) + 1):
+            devices = tuple(own[:width])
+            rest = tuple(device for device in free if device not in devices)
+            placed = list(_placed(costs, options, frame, index, devices))
+            for others in _stages(costs, options, frame, index + 1, rest) if placed else ():
+                for stage in placed:
+                    yield (stage, *others)
 
 
-def _placed(edges: tuple[int, ...], group: _Group) -> Candidate:
-    stages, device = [], 0
-    for index, width in enumerate(group.widths):
-        devices = tuple(range(device, device + width))
-        shares = even_shares(group.rows, width)
-        stages.append(Placed(edges[index], edges[index + 1], devices, shares, group.depths[index]))
-        device += width
-    return Candidate(group.micro_batches, group.rows, group.schedule, tuple(stages))
+def _placed(
+    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, devices: tuple[int, ...]
+) -> Iterator[Placed]:
+    first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
+    for division in _divisions(costs, frame, width):
+        alike = division == "round-robin"
+        shares = (frame.rows,) * width if alike else costs.shares(frame.rows, width)
+        for shard in _shards(options, width):
+            for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
+                yield Placed(first, stop, devices, shares, 1, recompute, shard, division)
+
+
+def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division]:
+    if width <= frame.rows or costs.divisible:
+        yield "split"
+    if 1 < width <= frame.micro_batches and not costs.divisible:
+        yield "round-robin"
+
+
+def _shards(options: PlanOptions, width: int) -> Sequence[Shard]:
+    if width == 1:
+        return ("none",)
+    return ("none", "optimizer", "gradients", "parameters") if options.shard == "auto" else (options.shard,)
+
+
+def _recomputed(
+    costs: CostModel, options: PlanOptions, frame: _Frame, kind: int, first: int, stop: int
+) -> list[tuple[int, ...]]:
+    levels = costs.recompute_levels(frame.rows, kind)
+    asked = {"auto": levels, "none": levels[:1], "full": levels[-1:]}[options.recompute]
+    return sorted({tuple(sorted(layer for layer in level if first <= layer < stop)) for level in asked})
+
+
+def _deep(frame: _Frame, stages: tuple[Placed, ...]) -> Iterator[tuple[Placed, ...]]:
+    """Every choice of depths, none with more in flight than the stage before."""
+    if not stages:
+        yield ()
+        return
+    turns = stages[0].turns(0, frame.micro_batches)
+    for others in _deep(frame, stages[1:]):
+        for depth in range(1, turns + 1) if frame.schedule != "gpipe" else (turns,):
+            stage = stages[0]._replace(warmup=depth)
+            if not others or min(stage.in_flight, frame.micro_batches) >= min(others[0].in_flight, frame.micro_batches):
+                yield (stage, *others)

@@ -52,11 +52,25 @@ class Flows:
             made = -1 if tensor.producer is None else position[tensor.producer]
             entry = _Tensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
             (self.inputs if tensor.producer is None else self.crossing).append(entry)
+        self._made: list[list[_Tensor]] = [[] for _ in profile.layers]
+        self._received: list[list[_Tensor]] = [[] for _ in profile.layers]
+        for entry in self.crossing:
+            self._made[entry.producer].append(entry)
+            for consumer in entry.consumers:
+                self._received[consumer].append(entry)
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
         ]
         self._between: dict[tuple[int, int, int, int], Flow] = {}
+
+    def made_by(self, layer: int) -> list[_Tensor]:
+        """Return the tensors that a layer makes and another reads."""
+        return self._made[layer]
+
+    def received_by(self, layer: int) -> list[_Tensor]:
+        """Return the tensors that a layer reads and another makes."""
+        return self._received[layer]
 
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""

@@ -35,12 +35,16 @@ class Best:
         """Simulate a candidate; return its seconds per step, or None where it does not fit."""
         short = max(simulator.costs.shortfalls(candidate))
         if short > 0:
-            if self.closest is None or short < self.closest[0]:
-                self.closest = (short, candidate)
+            self.miss(short, candidate)
             return None
         found = Found(simulator.step_s(candidate), candidate)
         self.consider(found)
         return found.step_s
+
+    def miss(self, short: int, candidate: Candidate) -> None:
+        """Note a candidate that lacks ``short`` bytes."""
+        if self.closest is None or short < self.closest[0]:
+            self.closest = (short, candidate)
 
     def consider(self, found: Found) -> None:
         """Keep a simulated candidate if it is the best, at large or of its number of stages."""

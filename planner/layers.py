@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.profile import Cost, Layer, Profile
+from autopar.formats.profile import Cost, Layer
 
 __all__ = ["LayerCosts", "at_rows"]
 
 
-def at_rows(sizes: Sequence[int], values: Sequence[float], rows: int) -> float:
+def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
     """Return a cost at ``rows`` samples from its values at measured, ascending sizes.
 
     Exact at a measured size and linear between two; outside them the least-squares line with a slope of at least
@@ -38,30 +38,38 @@ def at_rows(sizes: Sequence[int], values: Sequence[float], rows: int) -> float:
 class LayerCosts:
     """Times of consecutive layers by rows, as sums from the first layer on."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.layers: tuple[Layer, ...] = profile.layers
+    def __init__(self, layers: tuple[Layer, ...]) -> None:
+        self.layers = layers
         self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
-        self._sums: dict[tuple[str, int, float], list[float]] = {}
+        self._sums: dict[tuple[str, float, float], list[float]] = {}
         self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
 
-    def forward_sums(self, rows: int) -> list[float]:
+    def forward_sums(self, rows: float) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it."""
         return self._summed("forward", rows, 0.0)
 
-    def backward_sums(self, rows: int, adding: float) -> list[float]:
+    def backward_sums(self, rows: float, adding: float) -> list[float]:
         """Return, for every position, the seconds of the backwards of all layers before it.
 
         ``adding`` is the share of backwards that add to gradients, instead of making them.
         """
         return self._summed("backward", rows, adding)
 
-    def bytes_at(self, layer: int, value: str, rows: int) -> int:
+    def recompute_s(self, layer: int, rows: float) -> float:
+        """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
+        costs = self.layers[layer].costs
+        known = [cost.recompute_s for cost in costs if cost.recompute_s is not None]
+        if len(known) < len(costs):
+            return self._seconds(layer, "forward", rows)
+        return at_rows(self._sizes[layer], known, rows)
+
+    def bytes_at(self, layer: int, value: str, rows: float) -> int:
         """Return ``peak_bytes`` or ``output_bytes`` of a layer at ``rows``, rounded up."""
         costs = self.layers[layer].costs
         values = [float(cost.peak_bytes if value == "peak_bytes" else cost.output_bytes) for cost in costs]
         return _up(at_rows(self._sizes[layer], values, rows))
 
-    def saved_at(self, layer: int, rows: int) -> dict[str, int]:
+    def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
         by_storage: dict[str, tuple[list[int], list[float]]] = {}
         for cost in self.layers[layer].costs:
@@ -74,7 +82,7 @@ class LayerCosts:
                     values.append(float(saved.bytes))
         return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
 
-    def _summed(self, kind: str, rows: int, adding: float) -> list[float]:
+    def _summed(self, kind: str, rows: float, adding: float) -> list[float]:
         key = (kind, rows, adding)
         if key not in self._sums:
             layers = enumerate(self.layers)
@@ -82,13 +90,13 @@ class LayerCosts:
             self._sums[key] = [0.0, *accumulate(seconds)]
         return self._sums[key]
 
-    def provenance(self, first: int, stop: int, rows: int) -> Provenance:
+    def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
         known = least_certain(self._known(layer, rows) for layer in range(first, stop))
         assert known is not None
         return known
 
-    def _known(self, layer: int, rows: int) -> Provenance:
+    def _known(self, layer: int, rows: float) -> Provenance:
         sizes, costs = self._sizes[layer], self.layers[layer].costs
         if rows in sizes:
             return costs[sizes.index(rows)].provenance
@@ -97,7 +105,7 @@ class LayerCosts:
         after = next(index for index, size in enumerate(sizes) if size > rows)
         return least_certain(("interpolated", costs[after - 1].provenance, costs[after].provenance)) or "interpolated"
 
-    def _seconds(self, layer: int, kind: str, rows: int) -> float:
+    def _seconds(self, layer: int, kind: str, rows: float) -> float:
         costs: tuple[Cost, ...] = self.layers[layer].costs
         fit = self.layers[layer].forward_fit if kind == "forward" else self.layers[layer].backward_fit
         if fit is not None and not self._sizes[layer][0] <= rows <= self._sizes[layer][-1]:

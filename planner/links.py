@@ -1,4 +1,4 @@
-"""Links: seconds of a message and of an all-reduce, from a cluster's curves or its latencies and bandwidths."""
+"""Links: seconds of messages and collectives, from a cluster's curves or its latencies and bandwidths."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import numpy.typing as npt
 from autopar.formats.cluster import Cluster, Curve, Device
 from autopar.formats.document import Provenance
 
-__all__ = ["Level", "LinkModel"]
+__all__ = ["Collective", "Level", "LinkModel"]
 
 Level = Literal["node", "network"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Rounds of a ring, in multiples of n - 1."""
 Numbers = npt.NDArray[np.float64]
 
 
@@ -28,7 +31,7 @@ class _Line:
         if len(self.sizes) > 1:
             self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
 
-    def provenance(self, size_bytes: int) -> Provenance:
+    def provenance(self, size_bytes: float) -> Provenance:
         """Return where the seconds at a size come from."""
         if self.known == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
             return "estimated"
@@ -58,21 +61,21 @@ class LinkModel:
             ranks = 2 if curve.kind == "p2p" else curve.ranks
             if curve.level in self._bytes_per_s:
                 self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level]))
-        self._reduced: dict[tuple[int, int, Level], float] = {}
-        self._sent: dict[tuple[int, Level], float] = {}
+        self._collected: dict[tuple[Collective, int, int, Level], float] = {}
+        self._sent: dict[tuple[float, Level], float] = {}
 
     def level(self, devices: Sequence[int]) -> Level:
         """Return the slowest level that connects these devices."""
         return "node" if len({self._nodes[device] for device in devices}) <= 1 else "network"
 
-    def message_provenance(self, size_bytes: int, level: Level) -> Provenance:
+    def message_provenance(self, size_bytes: float, level: Level) -> Provenance:
         """Return where the seconds of a message come from."""
         line = self._lines.get(("p2p", 2, level))
         return self._known[level] if line is None else line.provenance(size_bytes)
 
-    def all_reduce_provenance(self, size_bytes: int, ranks: int, level: Level) -> Provenance:
-        """Return where the seconds of an all-reduce come from."""
-        line = self._lines.get(("all_reduce", ranks, level))
+    def collective_provenance(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> Provenance:
+        """Return where the seconds of a collective come from."""
+        line = self._lines.get((kind, ranks, level))
         return "estimated" if line is None else line.provenance(size_bytes)
 
     def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
@@ -82,32 +85,41 @@ class LinkModel:
             return line(sizes_bytes)
         return np.asarray(self._latency_s[level] + sizes_bytes / self._bytes_per_s[level])
 
-    def message_s(self, size_bytes: int, level: Level) -> float:
+    def message_s(self, size_bytes: float, level: Level) -> float:
         """Return the seconds of one point-to-point message."""
         key = (size_bytes, level)
         if key not in self._sent:
             self._sent[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
         return self._sent[key]
 
-    def all_reduce_s(self, size_bytes: int, ranks: int, level: Level) -> float:
-        """Return the seconds of an all-reduce.
+    def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+        """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
 
-        Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by 2 (n - 1) / n,
-        latency by n - 1 (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+        Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by (n - 1) / n, latency by
+        n - 1, and an all-reduce takes both twice (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
         """
         if ranks < 2 or size_bytes == 0:
             return 0.0
-        key = (size_bytes, ranks, level)
-        if key not in self._reduced:
-            self._reduced[key] = self._all_reduce_s(size_bytes, ranks, level)
-        return self._reduced[key]
+        key = (kind, size_bytes, ranks, level)
+        if key not in self._collected:
+            self._collected[key] = self._collective_s(kind, size_bytes, ranks, level)
+        return self._collected[key]
 
-    def _all_reduce_s(self, size_bytes: int, ranks: int, level: Level) -> float:
-        nearest = self._nearest(ranks, level)
+    def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
+        """Return the seconds per byte that no size goes below."""
+        largest = 2.0**62
+        sizes = [largest]
+        nearest = self._nearest(kind, ranks, level)
+        if nearest is not None:
+            sizes += [float(size) for size in self._lines[kind, nearest, level].sizes if size > 0]
+        return min(self._collective_s(kind, int(size), ranks, level) / size for size in sizes)
+
+    def _collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+        nearest = self._nearest(kind, ranks, level)
         if nearest is None:
-            moved = 2 * (ranks - 1) / ranks * size_bytes
-            return moved / self._bytes_per_s[level] + 2 * (ranks - 1) * self._latency_s[level]
-        line = self._lines["all_reduce", nearest, level]
+            rounds = _ROUNDS[kind] * (ranks - 1)
+            return rounds / ranks * size_bytes / self._bytes_per_s[level] + rounds * self._latency_s[level]
+        line = self._lines[kind, nearest, level]
         seconds = float(line(np.array([float(size_bytes)]))[0])
         if nearest == ranks:
             return seconds
@@ -115,15 +127,16 @@ class LinkModel:
         bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
         return latency * (ranks - 1) / (nearest - 1) + max(0.0, seconds - latency) * bytes_part
 
-    def all_reduce_note(self, ranks: int, level: Level) -> str | None:
-        """Return what is estimated about an all-reduce, or None where it was measured."""
-        nearest = self._nearest(ranks, level)
+    def collective_note(self, kind: Collective, ranks: int, level: Level) -> str | None:
+        """Return what is estimated about a collective, or None where it was measured."""
+        nearest = self._nearest(kind, ranks, level)
         if nearest == ranks:
             return None
+        what = f"{kind.replace('_', '-')} among {ranks} ranks"
         if nearest is None:
-            return f"all-reduce among {ranks} ranks is computed from the {level} link's latency and bandwidth"
-        return f"all-reduce among {ranks} ranks is estimated from {nearest}"
+            return f"{what} is computed from the {level} link's latency and bandwidth"
+        return f"{what} is estimated from {nearest}"
 
-    def _nearest(self, ranks: int, level: Level) -> int | None:
-        measured = [key[1] for key in self._lines if key[0] == "all_reduce" and key[2] == level]
+    def _nearest(self, kind: Collective, ranks: int, level: Level) -> int | None:
+        measured = [key[1] for key in self._lines if key[0] == kind and key[2] == level]
         return min(measured, key=lambda count: (abs(count - ranks), count), default=None)

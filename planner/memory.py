@@ -5,28 +5,111 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
 from autopar.planner.flows import Flows, TiedLayers
 from autopar.planner.layers import LayerCosts
 
-__all__ = ["Held", "MemoryModel", "Table"]
+__all__ = ["Held", "MemoryModel", "Parts", "Table", "peak_of"]
 
 RangeBytes = Callable[[int, int], int]
 Table = list[list[int]]
 """Bytes of the layers first:stop, as ``table[first][stop]``."""
+Bytes = int | npt.NDArray[np.int64]
 
 
 class Held(NamedTuple):
     """What a stage's peak depends on besides its layers."""
 
-    rows: int
+    rows: float
     """Of the replica's share."""
     warmup: int
     """Most micro-batches in flight."""
     micro_batches: int
-    replicated: bool
+    """How many of a step's the replica takes part in."""
+    replicas: int = 1
     lead: int = 0
     """How many more micro-batches the stage before has in flight; 0 where there is none."""
+    recompute: frozenset[int] = frozenset()
+    """Layers of the stage that are run forward again."""
+    shard: Shard = "none"
+
+
+class Parts(NamedTuple):
+    """What a stage's peak is made of: one stage's numbers, or arrays over stages."""
+
+    parameters: Bytes
+    """With buffers."""
+    optimizer: Bytes
+    gradients: Bytes
+    largest: Bytes
+    """Parameters of the largest layer."""
+    lasting: Bytes
+    """Gradients of parameters that other stages share."""
+    update: Bytes
+    """What the optimizer's step holds for a while."""
+    inputs: Bytes
+    """Model inputs per sample."""
+    received: Bytes
+    """Activations received per sample."""
+    answered: Bytes
+    """Gradients sent back per sample."""
+    returned: Bytes
+    """Gradients received per sample, each tensor counted as if one stage read it."""
+    activations: Bytes
+    """What one micro-batch in flight keeps."""
+    peak: Bytes
+    """The most that one micro-batch's forward and backward hold."""
+    first_peak: Bytes
+    """The same with the gradients that the micro-batch's backward makes, if it is a step's first."""
+
+
+def peak_of(parts: Parts, held: Held) -> Bytes:
+    """Return the most bytes that a stage holds, every tensor that it sends read by one stage only."""
+    r = held.replicas
+    kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
+    if held.shard != "none":
+        kept = parts.parameters - (-parts.optimizer // r)
+        update = -(-update // r)
+    if held.shard == "gradients":
+        # The shards from which every step gathers the parameters; and two layers' gradients on their way to theirs.
+        kept, gradients = kept - (-parts.parameters // r), 2 * parts.largest - (-gradients // r)
+    if held.shard == "parameters":
+        kept = -(-(parts.parameters + parts.optimizer) // r)
+        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
+        gradients = 4 * parts.largest - (-gradients // r)
+    full = held.warmup - 1
+    messages = _messages(parts, held)
+    begun: Bytes = 0
+    sent: Bytes = 0
+    if held.warmup == held.micro_batches and r == 1:
+        begun = full * parts.activations + parts.first_peak + parts.lasting
+        # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
+        full, sent = full - 1, _rows(held.rows, parts.answered)
+    steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
+    inputs = held.micro_batches * _rows(held.rows, parts.inputs)
+    most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
+    return kept + inputs + most
+
+
+def _messages(parts: Parts, held: Held) -> Bytes:
+    """Bytes of messages under way, beside what is in flight."""
+    rows, most = held.rows, held.micro_batches
+    returned = _rows(rows, parts.returned)
+    answered = min(held.lead, most) * _rows(rows, parts.answered)
+    if held.warmup == most:
+        return min(3, most) * returned + answered
+    least = _rows(rows, parts.received) + min(2, most) * returned
+    longest: Bytes = np.maximum(least, min(3, most) * returned)
+    return longest + answered
+
+
+def _rows(rows: float, per_sample: Bytes) -> Bytes:
+    """Bytes of some rows, rounded up where rows are fractions."""
+    return rows * per_sample if isinstance(rows, int) else np.ceil(rows * np.asarray(per_sample)).astype(np.int64)
 
 
 class MemoryModel:
@@ -40,11 +123,13 @@ class MemoryModel:
         the update:                        gradients + what the optimizer holds for a while
 
     Where k = M, the first of these has one micro-batch less in flight. Replicas, and parameters that other stages
-    share, keep their gradients throughout.
+    share, keep their gradients throughout. What replicas shard is divided by their number, but for the layers that are
+    at work (docs/planning.md).
 
     Activations are the union, by storage, of what the layers save, what the stage receives and what it sends, model
-    inputs excepted. The peak of one micro-batch is the largest, over the stage's layers l, of the activations of the
-    layers up to l and what l holds beyond what it saves, plus the outputs the stage keeps because it sends them.
+    inputs excepted; a layer that is recomputed saves its inputs only. The peak of one micro-batch is the largest, over
+    the stage's layers l, of the activations of the layers up to l and what l holds beyond what it saves, plus the
+    outputs the stage keeps because it sends them.
 
     Messages: receives are posted two computations ahead, and a sent gradient stays until the program proves that it
     has arrived, which takes as many micro-batches as the stage before leads.
@@ -53,56 +138,71 @@ class MemoryModel:
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
         self._costs, self._flows = costs, flows
         self._count = len(costs.layers)
-        self._activations: dict[int, Table] = {}
-        self._peaks: dict[int, Table] = {}
-        self._first_peaks: dict[int, Table] = {}
-        self.gradients = self._state_table(self._gradient_bytes, gradients=True)
-        """Of the parameters."""
-        self.states = self._state_table(self._kept_bytes, gradients=False)
-        """Parameters, buffers and optimizer state."""
-        self.lasting = self._range_table(self._lasting_of)
-        """Gradients of parameters that other stages share."""
-        self.update_bytes = self._range_table(self._together if updates_at_once else self._in_turn)
-        """What the optimizer's step holds for a while."""
-        self.input_bytes = self._range_table(self._inputs_of)
-        """Model inputs per sample."""
-        self.received_bytes = self._range_table(self._received_of)
-        """Activations received per sample."""
-        self.answered_bytes = self._range_table(self._answered_of)
-        """Gradients sent back per sample."""
-        self.returned_bytes = self._range_table(self._returned_of)
-        """Gradients received per sample, each tensor counted as if one stage read it."""
+        self._saved: dict[float, list[dict[str, int]]] = {}
+        self._totals: dict[float, tuple[int, int]] = {}
+        self._sweeps: dict[tuple[int, float, frozenset[int]], tuple[list[int], list[int], list[int]]] = {}
+        self._parameters = self._state_table(
+            lambda layer: layer.parameters_bytes + layer.buffers_bytes, lambda _, tied: tied.bytes
+        )
+        self._optimizer = self._state_table(
+            lambda layer: layer.optimizer_bytes, lambda layer, tied: _share(layer, tied, layer.optimizer_bytes)
+        )
+        self._gradients = self._state_table(
+            lambda layer: layer.gradient_bytes, lambda layer, tied: _share(layer, tied, layer.gradient_bytes)
+        )
+        self._largest = self._range_table(self._largest_of)
+        self._lasting = self._range_table(self._lasting_of)
+        self._update = self._range_table(self._together if updates_at_once else self._in_turn)
+        self._inputs = self._range_table(self._inputs_of)
+        self._received = self._range_table(self._received_of)
+        self._answered = self._range_table(self._answered_of)
+        self._returned = self._range_table(self._returned_of)
 
-    def activations(self, rows: int) -> Table:
-        """Return the bytes that one micro-batch in flight keeps."""
-        self._measure(rows)
-        return self._activations[rows]
+    def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+        """Return what the peak of one stage is made of."""
+        tables = self._tables()
+        sweep = self._sweep(first, rows, recompute)
+        return Parts(*(table[first][stop] for table in tables), *(each[stop] for each in sweep))
 
-    def peaks(self, rows: int) -> Table:
-        """Return the most bytes that one micro-batch's forward and backward hold."""
-        self._measure(rows)
-        return self._peaks[rows]
+    def arrays(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+        """Return what the peaks of all stages are made of, as arrays ``[first, stop]``.
 
-    def first_peaks(self, rows: int) -> Table:
-        """Return the same with the gradients that the micro-batch's backward makes, if it is a step's first."""
-        self._measure(rows)
-        return self._first_peaks[rows]
+        ``recompute`` are layers of the model: a stage recomputes those of its own among them.
+        """
+        sweeps = [self._sweep(first, rows, recompute) for first in range(self._count)]
+        own = (np.array([sweep[which] for sweep in sweeps], dtype=np.int64) for which in range(3))
+        return Parts(*(np.array(table, dtype=np.int64) for table in self._tables()), *own)
 
-    def least(self, first: int, stop: int, held: Held) -> int:
-        """Return the peak with every tensor that is sent read by one stage only, as it is in most models."""
-        rows, in_flight, count = held.rows, held.warmup, held.micro_batches
-        activations, gradients = self.activations(rows)[first][stop], self.gradients[first][stop]
-        messages = rows * self._message_bytes(first, stop, held)
-        full = in_flight - 1
-        begun = sent = 0
-        if in_flight == count and not held.replicated:
-            begun = full * activations + self.first_peaks(rows)[first][stop] + self.lasting[first][stop]
-            # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
-            full, sent = full - 1, rows * self.answered_bytes[first][stop]
-        steady = gradients + full * activations + self.peaks(rows)[first][stop] + sent if full >= 0 else 0
-        update = gradients + self.update_bytes[first][stop]
-        inputs = count * rows * self.input_bytes[first][stop]
-        return self.states[first][stop] + inputs + max(begun + messages, steady + messages, update)
+    def most(self, rows: float, micro_batches: int) -> int:
+        """Return what no stage exceeds, whatever it is and however it is run: everything there is, twice."""
+        if rows not in self._totals:
+            layers = range(self._count)
+            saved = sum(sum(self._saved_by(layer, rows, recomputed=False).values()) for layer in layers)
+            passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
+            crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
+            inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
+            state = sum(
+                layer.parameters_bytes
+                + layer.buffers_bytes
+                + layer.optimizer_bytes
+                + layer.gradient_bytes
+                + layer.update_bytes
+                + 4 * layer.parameters_bytes
+                for layer in self._costs.layers
+            )
+            self._totals[rows] = state + passing, saved + int(_rows(rows, 6 * crossing + inputs))
+        fixed, each = self._totals[rows]
+        return 2 * (fixed + micro_batches * each)
+
+    def freed_bytes(self, layer: int, rows: float) -> int:
+        """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
+        read = {tensor.name for tensor in self._flows.received_by(layer)}
+        saved = self._saved_by(layer, rows, recomputed=False)
+        return sum(size for name, size in saved.items() if name not in read)
+
+    def _tables(self) -> tuple[Table, ...]:
+        state = (self._parameters, self._optimizer, self._gradients, self._largest, self._lasting, self._update)
+        return (*state, self._inputs, self._received, self._answered, self._returned)
 
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``."""
@@ -114,18 +214,10 @@ class MemoryModel:
                     readers += any(start <= consumer < end for consumer in tensor.consumers)
                     start = end
                 extra += max(0, readers - 1) * tensor.bytes_per_sample
-        return self.least(first, stop, held) + 2 * held.rows * extra
+        parts = self.parts(first, stop, held.rows, held.recompute)
+        return int(peak_of(parts, held)) + 2 * int(_rows(held.rows, extra))
 
-    def _message_bytes(self, first: int, stop: int, held: Held) -> int:
-        """Bytes per sample, beside what is in flight."""
-        returned, most = self.returned_bytes[first][stop], held.micro_batches
-        answered = min(held.lead, most) * self.answered_bytes[first][stop]
-        if held.warmup == most:
-            return min(3, most) * returned + answered
-        received = self.received_bytes[first][stop]
-        return max(received + min(2, most) * returned, min(3, most) * returned) + answered
-
-    def _state_table(self, of: Callable[[Layer], int], *, gradients: bool) -> Table:
+    def _state_table(self, of: Callable[[Layer], int], shared: Callable[[Layer, TiedLayers], int]) -> Table:
         table = [[0] * (self._count + 1) for _ in range(self._count)]
         for first in range(self._count):
             total = 0
@@ -133,21 +225,12 @@ class MemoryModel:
                 total += of(self._costs.layers[last])
                 for tied in self._flows.tied:
                     if last in tied.layers and any(first <= other < last for other in tied.layers):
-                        total -= self._counted_twice(self._costs.layers[last], tied, gradients)
+                        total -= shared(self._costs.layers[last], tied)
                 table[first][last + 1] = total
         return table
 
-    def _counted_twice(self, layer: Layer, tied: TiedLayers, gradients: bool) -> int:
-        share = min(1.0, tied.bytes / layer.trainable_bytes) if tied.trainable and layer.trainable_bytes else 0.0
-        if gradients:
-            return int(share * layer.gradient_bytes)
-        return tied.bytes + int(share * layer.optimizer_bytes)
-
-    def _gradient_bytes(self, layer: Layer) -> int:
-        return layer.gradient_bytes
-
-    def _kept_bytes(self, layer: Layer) -> int:
-        return layer.parameters_bytes + layer.optimizer_bytes + layer.buffers_bytes
+    def _largest_of(self, first: int, stop: int) -> int:
+        return max(layer.parameters_bytes for layer in self._costs.layers[first:stop])
 
     def _lasting_of(self, first: int, stop: int) -> int:
         return sum(
@@ -183,54 +266,70 @@ class MemoryModel:
     def _returned_of(self, first: int, stop: int) -> int:
         return self._flows.between(first, stop, stop, self._count).gradient_bytes_per_sample
 
-    def _measure(self, rows: int) -> None:
-        if rows in self._activations:
-            return
-        inputs = {tensor.name for tensor in self._flows.inputs}
-        saved = [
-            {name: size for name, size in self._costs.saved_at(layer, rows).items() if name not in inputs}
-            for layer in range(self._count)
-        ]
-        transient = [self._transient(layer, rows, saved[layer]) for layer in range(self._count)]
-        activations = [[0] * (self._count + 1) for _ in range(self._count)]
-        peaks = [[0] * (self._count + 1) for _ in range(self._count)]
-        first_peaks = [[0] * (self._count + 1) for _ in range(self._count)]
-        for first in range(self._count):
-            held: dict[str, int] = {}
-            total = highest = 0
-            highest_begun = -self.gradients[first][self._count]
-            for last in range(first, self._count):
-                for name, size in saved[last].items():
-                    total += max(0, size - held.get(name, 0))
-                    held[name] = max(size, held.get(name, 0))
-                for tensor in self._flows.crossing:
-                    if tensor.producer < first and last in tensor.consumers and tensor.name not in held:
-                        held[tensor.name] = rows * tensor.bytes_per_sample
-                        total += held[tensor.name]
-                # Behind this layer, the first backward has left the gradients of the stage's later layers.
-                made = self.gradients[first][last + 1]
-                kept = sum(
-                    rows * tensor.bytes_per_sample
-                    for tensor in self._flows.crossing
-                    if first <= tensor.producer <= last < tensor.consumers[-1] and tensor.name not in held
-                )
-                # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
-                final = total + max(0, transient[last] - rows * self._sent_bytes(last, held))
-                activations[first][last + 1] = total + kept
-                peaks[first][last + 1] = max(highest, final) + kept
-                first_peaks[first][last + 1] = max(highest_begun + made, final) + kept
-                highest = max(highest, total + transient[last])
-                highest_begun = max(highest_begun, total + transient[last] - made)
-        self._activations[rows], self._peaks[rows], self._first_peaks[rows] = activations, peaks, first_peaks
+    def _sweep(self, first: int, rows: float, recompute: frozenset[int]) -> tuple[list[int], list[int], list[int]]:
+        """Activations, peaks and first peaks of the stages that begin with a layer, by their stop."""
+        key = (first, rows, frozenset(layer for layer in recompute if layer >= first))
+        if key not in self._sweeps:
+            self._sweeps[key] = self._swept(*key)
+        return self._sweeps[key]
+
+    def _swept(self, first: int, rows: float, recompute: frozenset[int]) -> tuple[list[int], list[int], list[int]]:
+        activations, peaks, first_peaks = ([0] * (self._count + 1) for _ in range(3))
+        held: dict[str, int] = {}
+        ahead: dict[str, tuple[int, int]] = {}
+        total = highest = 0
+        highest_begun = -self._gradients[first][self._count]
+        for last in range(first, self._count):
+            saved = self._saved_by(last, rows, last in recompute)
+            transient = self._transient(last, rows, saved)
+            for name, size in saved.items():
+                total += max(0, size - held.get(name, 0))
+                held[name] = max(size, held.get(name, 0))
+            for tensor in self._flows.received_by(last):
+                if tensor.producer < first and tensor.name not in held:
+                    held[tensor.name] = int(_rows(rows, tensor.bytes_per_sample))
+                    total += held[tensor.name]
+            # Behind this layer, the first backward has left the gradients of the stage's later layers.
+            made = self._gradients[first][last + 1]
+            for tensor in self._flows.made_by(last):
+                ahead[tensor.name] = tensor.consumers[-1], int(_rows(rows, tensor.bytes_per_sample))
+            ahead = {name: until for name, until in ahead.items() if until[0] > last and name not in held}
+            kept = sum(size for _, size in ahead.values())
+            # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
+            final = total + max(0, transient - int(_rows(rows, self._sent_bytes(last, held))))
+            activations[last + 1] = total + kept
+            peaks[last + 1] = max(highest, final) + kept
+            first_peaks[last + 1] = max(highest_begun + made, final) + kept
+            highest = max(highest, total + transient)
+            highest_begun = max(highest_begun, total + transient - made)
+        return activations, peaks, first_peaks
+
+    def _saved_by(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
+        """Bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
+        if recomputed:
+            return {tensor.name: int(_rows(rows, tensor.bytes_per_sample)) for tensor in self._flows.received_by(layer)}
+        if rows not in self._saved:
+            inputs = {tensor.name for tensor in self._flows.inputs}
+            self._saved[rows] = [
+                {name: size for name, size in self._costs.saved_at(index, rows).items() if name not in inputs}
+                for index in range(self._count)
+            ]
+        return self._saved[rows][layer]
 
     def _sent_bytes(self, layer: int, held: Container[str]) -> int:
         """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
-        made = [tensor for tensor in self._flows.crossing if tensor.producer == layer]
+        made = self._flows.made_by(layer)
         kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in held)
         return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
 
-    def _transient(self, layer: int, rows: int, saved: dict[str, int]) -> int:
+    def _transient(self, layer: int, rows: float, saved: dict[str, int]) -> int:
         """Bytes a layer holds for a while beyond what it saves; a layer's peak does not count its inputs."""
-        read = {tensor.name for tensor in self._flows.crossing if layer in tensor.consumers}
+        read = {tensor.name for tensor in self._flows.received_by(layer)}
         own = sum(size for name, size in saved.items() if name not in read)
         return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
+
+
+def _share(layer: Layer, tied: TiedLayers, size: int) -> int:
+    """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
+    share = min(1.0, tied.bytes / layer.trainable_bytes) if tied.trainable and layer.trainable_bytes else 0.0
+    return int(share * size)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
+from autopar.formats.plan import Shard
 from autopar.schedules import SCHEDULES
 
 __all__ = ["PlanOptions"]
@@ -39,6 +40,13 @@ class PlanOptions:
     """Stages that the user dictates, such as ``0-5:2,6-11:1``."""
     min_stages: int = 1
     use_all: bool = False
+    divisible: bool = False
+    """Price as planners in papers do: a micro-batch divides freely among replicas, the tensors of a boundary cross one
+    link, and gradients are reduced after the last backward."""
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """``auto``: layers are recomputed where that lets a faster plan fit; ``none``, ``full``: no layer, all layers."""
+    shard: Literal["auto"] | Shard = "none"
+    """What replicas divide among them; ``auto``: whatever is fastest."""
     solver: Literal["dp", "exhaustive"] = "dp"
     max_candidates: int | None = None
     """Most plans to simulate. A count and not a clock, so that the same question always has the same answer; the gap

@@ -10,10 +10,10 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
-from autopar.planner.alternatives import Reference, record, references, try_stages
+from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
@@ -26,7 +26,7 @@ from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
 
-MOST_TABLE_BYTES = 16 * 2**30
+MOST_TABLE_BYTES = 8 * 2**30
 
 
 def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
@@ -52,11 +52,11 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
             f"--min-stages {options.min_stages}: {costs.layer_count} layers on {len(costs.devices)} devices make at "
             f"most {most_stages} stages"
         )
-    every = families(costs.batch, most_stages, options)
+    every = families(costs.batch, options)
     if options.solver == "dp":
-        _check_size(costs, every, most_stages)
+        _check_size(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
-    compared = references(simulator, every)
+    compared = references(simulator, every, options)
     best, lower_bound_s = _search(simulator, every, options, compared)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
@@ -70,10 +70,11 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
     return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
 
 
-def _check_size(costs: CostModel, every: Sequence[Family], most_stages: int) -> None:
+def _check_size(costs: CostModel, every: Sequence[Family], options: PlanOptions) -> None:
     """Refuse a search whose tables no ordinary machine holds, instead of dying of it."""
     layers, devices = costs.layer_count, len(costs.devices)
-    size = sum(table_bytes(layers, devices, most_stages, family.micro_batch_size) for family in every)
+    choices = 8 if options.shard == "auto" else 2
+    size = sum(table_bytes(layers, devices, max(family[:2]), choices) for family in every)
     if size > MOST_TABLE_BYTES:
         raise UsageError(
             f"searching plans of {layers} layers on {devices} devices takes about {size / 2**30:.0f} GiB of tables; "
@@ -135,20 +136,28 @@ def _search(
     """Search from the references on, so that the plan is never worse than one of them."""
     best = Best()
     for reference in compared:
-        if reference.found is not None:
-            stages = reference.found.candidate.stages
-            used = sum(len(stage.devices) for stage in stages)
-            if len(stages) >= options.min_stages and (not options.use_all or used == len(simulator.costs.devices)):
-                best.consider(reference.found)
+        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options):
+            best.consider(reference.found)
     if options.solver == "exhaustive":
-        return best, exhaust(simulator, options, best)
-    return best, search(simulator, every, options, best)
+        return best, exhaust(simulator, options, best).step_s
+    return best, search(simulator, every, options, best).lower_bound_s
+
+
+def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions) -> bool:
+    """Whether a reference is one of the plans that are asked for."""
+    used = sum(len(stage.devices) for stage in candidate.stages)
+    shards = {stage.shard for stage in candidate.stages if len(stage.devices) > 1}
+    return (
+        len(candidate.stages) >= options.min_stages
+        and (not options.use_all or used == len(costs.devices))
+        and (options.shard == "auto" or shards <= {options.shard})
+    )
 
 
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
-    own = try_stages(simulator, every, *dictated)
+    own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
             f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
@@ -169,8 +178,11 @@ def _dictated(
     best: Best,
 ) -> Plan:
     assert own.found is not None
-    placeable = [family for family in every if max(dictated.widths) <= family.micro_batch_size]
-    least = min(bound(costs, place(family, dictated.cuts, dictated.widths)) for family in placeable)
+    least = min(
+        bound(costs, Candidate(family.micro_batches, family.micro_batch_size, family.schedule, frame))
+        for family in every
+        for frame in frames(costs, family, options, *dictated)
+    )
     if best.found is None or own.step_s < best.step_s:
         best = own
     notes = ["the stages were dictated; the lower bound is that of these stages"]
@@ -189,7 +201,8 @@ def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative
 def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
     """Say which reference is faster, as it is only where an option forbids it."""
     return [
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --min-stages or --use-all excludes it"
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --min-stages, --use-all or --shard "
+        "excludes it"
         for each in compared
         if each.found is not None and each.found.step_s < step_s
     ]

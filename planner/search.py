@@ -1,157 +1,242 @@
-"""Search: candidates in the order of their lower bounds, judged by the simulator."""
+"""Search: candidates in the order of their lower bounds, judged by the simulator.
+
+Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
+its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold
-from autopar.planner.candidate import Candidate, Family, place
-from autopar.planner.costs import CostModel
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms
+from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.choices import Choice
+from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
 from autopar.planner.simulate import Simulator
-from autopar.planner.tables import FlowTables, SizeTables, SuffixTables
-from autopar.schedules.route import even_shares
+from autopar.planner.tables import StageTables, SuffixTables
+from autopar.planner.work import work_s
 
-__all__ = ["search"]
+__all__ = ["Searched", "search"]
 
-EXPANSIONS_PER_CANDIDATE = 20
-ROUNDING = 1e-12
+EXPANSIONS = 1_000
+EXPANSIONS_WHEN_EXACT = 2_000_000
+LEAST_CANDIDATES = 60
+"""Simulated even where fewer certify the gap: what is left of it costs little to try for."""
+
+
+class Searched(NamedTuple):
+    """What a search proves."""
+
+    lower_bound_s: float
+    """No plan that was searched takes less."""
+    least_bound_s: float
+    """The least bound of any plan that fits; infinite where none does, or none was met."""
 
 
 class _Step(NamedTuple):
-    """A chosen stage."""
+    """A chosen stage, without its depth."""
 
     first: int
     stop: int
+    kind: int
     width: int
-    offset: int
+    choice: int
+    state: int
+    """Of the pool, before."""
 
 
 class _Node(NamedTuple):
-    """A family, or one with its first stages chosen; the heap's order is the fields' order."""
+    """A family with its first stages chosen, or a candidate; the heap's order is the fields' order."""
 
     bound_s: float
-    remaining: int
-    """Stages yet to choose; the deepest of equals is first, so that plateaus yield plans."""
+    left: int
+    """Layers yet to place; the deepest of equals is first, so that plateaus yield plans. -1 for a candidate."""
     trip_s: float
     sequence: int
     family: int
     steps: tuple[_Step, ...]
+    behind: int | None = None
+    """Stages yet to choose, as the tables tell them apart; none: any number."""
+    candidate: Candidate | None = None
 
 
 class _Search:
-    def __init__(self, costs: CostModel, families: list[Family], options: PlanOptions, best: Best) -> None:
-        self.costs, self.families, self.options, self.best = costs, families, options, best
-        self.most_stages = min(costs.layer_count, len(costs.devices))
-        self.flows = FlowTables(costs)
-        self.sizes: dict[int, SizeTables] = {}
+    def __init__(
+        self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, pool: Pool
+    ) -> None:
+        self.simulator, self.costs = simulator, simulator.costs
+        self.families, self.options, self.best, self.pool = families, options, best, pool
         self.tables: dict[int, SuffixTables] = {}
         self.heap: list[_Node] = []
-        self.sequence = 0
+        self.sequence = self.candidates = 0
+        self.floor_s = float("inf")
+        """The least bound of whole plans not all of whose depths are tried."""
+        self.least_bound_s = float("inf")
+        self.placed: dict[tuple[int, _Step], tuple[Placed, StageTerms]] = {}
+        self.between: dict[tuple[int, _Step, _Step], LinkTerms] = {}
 
-    def go(self, simulator: Simulator) -> float:
-        """Search; return the lower bound of all candidates."""
+    def go(self) -> Searched:
+        """Search; see :func:`search`."""
         for index, family in enumerate(self.families):
-            self._push(_Node(_least_work(self.costs, family), self.most_stages, 0.0, 0, index, ()))
-        candidates = expansions = 0
+            self._push(_Node(work_s(self.costs, family), self.costs.layer_count, 0.0, 0, index, ()))
+        expansions = 0
+        most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
-        while self.heap and candidates < limit and expansions < limit * EXPANSIONS_PER_CANDIDATE:
-            next_bound = self.heap[0].bound_s
-            if self.best.step_s <= next_bound or self.best.step_s <= (1 + self.options.gap) * next_bound:
+        while self.heap and self.candidates < limit and expansions < most:
+            proved_s = min(self.heap[0].bound_s, self.floor_s)
+            if self.best.step_s <= self.heap[0].bound_s or (
+                self.best.step_s <= (1 + self.options.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
+            ):
                 break
             node = heapq.heappop(self.heap)
-            if node.steps and node.remaining == 0:
-                candidates += 1
-                self.best.judge(simulator, self._candidate(node))
-            else:
+            if node.candidate is not None:
+                self._judge(node.bound_s, node.candidate)
+                continue
+            # Down to a whole plan at once: what is below a promising prefix is soon known, and prunes the rest.
+            below: _Node | None = node
+            while below is not None and below.left > 0:
                 expansions += 1
-                self._open(node)
-        return min(self.best.step_s, self.heap[0].bound_s if self.heap else float("inf"))
-
-    def _candidate(self, node: _Node) -> Candidate:
-        cuts, widths = (tuple(step[field] for step in node.steps) for field in (1, 2))
-        return place(self.families[node.family], cuts, widths)
+                below = self._open(below)
+            if below is not None:
+                self._complete(below)
+        ahead = self.heap[0].bound_s if self.heap else float("inf")
+        return Searched(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
 
     def _push(self, node: _Node) -> None:
         self.sequence += 1
-        heapq.heappush(self.heap, node._replace(sequence=self.sequence))
+        bound_s, left, trip_s, _, family, steps, behind, candidate = node
+        heapq.heappush(self.heap, _Node(bound_s, left, trip_s, self.sequence, family, steps, behind, candidate))
 
-    def _open(self, node: _Node) -> None:
-        tables = self._tables(node.family)
-        if node.steps:
-            self._push_children(node, node.remaining - 1, tables)
-        else:
-            for stages in range(self.options.min_stages, self.most_stages + 1):
-                self._push_children(node, stages - 1, tables)
+    def _judge(self, bound_s: float, candidate: Candidate) -> None:
+        self.least_bound_s = min(self.least_bound_s, bound_s)
+        self.candidates += 1
+        self.best.judge(self.simulator, candidate)
+
+    def _complete(self, node: _Node) -> None:
+        """Push the candidates of a plan that is whole but for its depths."""
+        family = self.families[node.family]
+        stages = [self._placed(step, node.family)[0] for step in node.steps]
+        exact = self.options.gap == 0
+        found = depth_choices(self.costs, family, stages, self._levels(node), exact=exact)
+        for candidate in found.candidates:
+            bound_s = max(node.bound_s, bound(self.costs, candidate))
+            if bound_s < self.best.step_s and exact:
+                self._push(_Node(bound_s, -1, 0.0, 0, node.family, (), None, candidate))
+            elif bound_s < self.best.step_s:
+                # Of a few that are tried anyhow, the order does not matter.
+                self._judge(bound_s, candidate)
+        if found.closest is not None:
+            self.best.miss(*found.closest)
+        if not found.complete:
+            self.floor_s = min(self.floor_s, max(node.bound_s, bound(self.costs, self._frame(node.family, stages))))
+
+    def _levels(self, node: _Node) -> list[list[frozenset[int]]]:
+        """By stage, the sets of layers to recompute, from the fewest up."""
+        rows = self.families[node.family].micro_batch_size
+        found = []
+        for step in node.steps:
+            choice = self._choice(node.family, step)
+            levels = self.costs.recompute_levels(rows, step.kind)
+            found.append(levels[choice.first_level : choice.last_level + 1])
+        return found
+
+    def _choice(self, family: int, step: _Step) -> Choice:
+        return self._tables(family).stages.choices[step.kind][step.choice]
+
+    def _placed(self, step: _Step, family: int) -> tuple[Placed, StageTerms]:
+        """Return a chosen stage with as much in flight as fits, and the least recomputation of its choice."""
+        if (family, step) not in self.placed:
+            stage = self._place(step, family)
+            self.placed[family, step] = stage, stage_terms(self.costs, stage, self.families[family].micro_batches)
+        return self.placed[family, step]
+
+    def _place(self, step: _Step, family: int) -> Placed:
+        tables = self._tables(family).stages
+        choice, rows = self._choice(family, step), self.families[family].micro_batch_size
+        devices = self.pool.devices(step.state, step.kind, step.width)
+        limit = min(self.costs.limits_bytes[device] for device in devices)
+        depth = int(tables.depth(choice, step.kind, step.width, limit)[step.first, step.stop])
+        alike = choice.division == "round-robin"
+        shares = (rows,) * step.width if alike else self.costs.shares(rows, step.width)
+        level = self.costs.recompute_levels(rows, step.kind)[choice.first_level]
+        recompute = tuple(sorted(layer for layer in level if step.first <= layer < step.stop))
+        return Placed(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
     def _tables(self, index: int) -> SuffixTables:
         if index not in self.tables:
-            family = self.families[index]
-            size = family.micro_batch_size
-            if size not in self.sizes:
-                self.sizes[size] = SizeTables(self.costs, self.flows, family.micro_batches, size)
-            self.tables[index] = SuffixTables(self.sizes[size], family, self.most_stages, self.options.use_all)
+            stages = StageTables(self.costs, self.pool, self.families[index], self.options)
+            self.tables[index] = SuffixTables(stages, self.options)
         return self.tables[index]
 
-    def _push_children(self, node: _Node, behind: int, tables: SuffixTables) -> None:
-        """Push every choice of the next stage, with ``behind`` more to choose after it."""
+    def _open(self, node: _Node) -> _Node | None:
+        """Push every choice of the next stage but the best one; return that."""
+        tables = self._tables(node.family)
         stop = node.steps[-1].stop if node.steps else 0
-        offset = node.steps[-1].offset + node.steps[-1].width if node.steps else 0
-        if offset >= len(self.costs.devices) or stop >= self.costs.layer_count:
-            return
-        widths = min(tables.sizes.widths, len(self.costs.devices) - offset)
-        terms = Terms(*tables.chosen[behind][:, offset, :widths, stop, :])
-        for stage, link in self._prefix(node.steps, behind, tables):
-            terms = fold(stage, link, terms, tables.sizes.micro_batches)
+        state = self._after(node.steps[-1]) if node.steps else 0
+        found: list[_Node] = []
+        for behind in range(tables.counts)[tables.behinds(node.behind)]:
+            if behind + 1 + len(node.steps) < self.options.min_stages:
+                continue
+            for kind in self.pool.kinds:
+                for number, choice in enumerate(tables.stages.choices[kind]) if self.pool.left(state, kind) else ():
+                    terms = self._ahead(node, Terms(*tables.terms(state, kind, choice, behind, stop)))
+                    for width, after, bound_s, trip_s in self._promising(node, terms):
+                        step = _Step(stop, after, kind, width, number, state)
+                        left, steps = self.costs.layer_count - after, (*node.steps, step)
+                        found.append(_Node(bound_s, left, trip_s, len(found), node.family, steps, behind))
+        if not found:
+            return None
+        best = min(found)
+        for each in found:
+            if each is not best:
+                self._push(each)
+        return best
+
+    def _promising(self, node: _Node, terms: Terms) -> Iterator[tuple[int, int, float, float]]:
+        """Yield the widths and stops of next stages that may beat the best plan, with their bounds and round trips."""
         bounds = np.asarray(terms.step_s) + self.costs.profile.step_overhead_s
-        trips = np.asarray(terms.trip_s)
-        for width, next_stop in zip(*np.nonzero(bounds < self.best.step_s), strict=True):
-            step = _Step(stop, int(next_stop), int(width) + 1, offset)
-            bound_s = max(node.bound_s, float(bounds[width, next_stop]))
-            trip_s = float(trips[width, next_stop])
-            self._push(_Node(bound_s, behind, trip_s, 0, node.family, (*node.steps, step)))
+        widths, stops = np.nonzero(bounds < self.best.step_s)
+        least = np.maximum(node.bound_s, bounds[widths, stops]).tolist()
+        trips = np.asarray(terms.trip_s)[widths, stops].tolist()
+        return zip((widths + 1).tolist(), stops.tolist(), least, trips, strict=True)
 
-    def _prefix(
-        self, steps: tuple[_Step, ...], behind: int, tables: SuffixTables
-    ) -> Iterator[tuple[StageTerms, LinkTerms]]:
-        """Yield the chosen stages with the transfers behind them, the last stage first."""
-        sizes = tables.sizes
-        for index in range(len(steps) - 1, -1, -1):
-            step = steps[index]
-            depth = tables.family.depths[len(steps) - index + behind]
-            at = (step.first, step.stop)
-            stage = sizes.stage(step.width, step.offset, depth).at(at)
-            if index == len(steps) - 1:
-                yield stage, sizes.links_after(step.first, step.stop, step.width, step.offset)
-            else:
-                after = steps[index + 1]
-                yield stage, sizes.link_to((*at, after.stop), step.width, step.offset, after.width)
+    def _after(self, step: _Step) -> int:
+        return self.pool.take(step.state, step.kind, step.width)
+
+    def _ahead(self, node: _Node, terms: Terms) -> Terms:
+        """Fold the chosen stages onto terms of what may follow, ``[width - 1, stop]``."""
+        if not node.steps:
+            return terms
+        tables, step = self._tables(node.family).stages, node.steps[-1]
+        link = tables.links(step.state, step.kind, self._choice(node.family, step))
+        terms = fold(self._placed(step, node.family)[1], link.at((step.width - 1, step.first, step.stop)), terms)
+        for before, after in zip(node.steps[-2::-1], node.steps[:0:-1], strict=True):
+            terms = fold(self._placed(before, node.family)[1], self._link(node.family, before, after), terms)
+        return terms
+
+    def _link(self, family: int, before: _Step, after: _Step) -> LinkTerms:
+        key = (family, before, after)
+        if key not in self.between:
+            stages = self._placed(before, family)[0], self._placed(after, family)[0]
+            self.between[key] = link_terms(self.costs, *stages, self._frame(family, stages))
+        return self.between[key]
+
+    def _frame(self, family: int, stages: Sequence[Placed]) -> Candidate:
+        return Candidate(*self.families[family], tuple(stages))
 
 
-def search(simulator: Simulator, families: Iterable[Family], options: PlanOptions, best: Best) -> float:
-    """Improve on ``best`` until it is proved to be within the gap, or the candidates run out; return the lower bound.
+def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> Searched:
+    """Improve on ``best``.
 
-    Best first: a heap holds families, stages chosen from the left, and whole plans, by their lower bounds, so whole
-    plans are simulated in the order of theirs. No plan of these families takes less than what is returned.
+    The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
+    enough, or as many plans were simulated as the options allow.
     """
-    return _Search(simulator.costs, list(families), options, best).go(simulator)
-
-
-def _least_work(costs: CostModel, family: Family) -> float:
-    """Seconds that remain if every device computes without pause and every layer is divided as suits it best."""
-    work: npt.NDArray[np.float64] | None = None
-    for width in range(1, min(len(costs.devices), family.micro_batch_size) + 1):
-        total = np.zeros(costs.layer_count)
-        adding = costs.adding(family.micro_batches, width)
-        for rows in even_shares(family.micro_batch_size, width):
-            total += np.diff(costs.layers.forward_sums(rows)) + np.diff(costs.layers.backward_sums(rows, adding))
-        work = total if work is None else np.minimum(work, total)
-    assert work is not None
-    seconds = float(work.sum()) * family.micro_batches / len(costs.devices) * (1 - ROUNDING)
-    return costs.profile.step_overhead_s + seconds
+    pool = Pool(simulator.costs.kind_of)
+    return _Search(simulator, families, options, best, pool).go()

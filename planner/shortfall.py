@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
-from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.choices import Choice
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.tables import FlowTables, SizeTables
+from autopar.planner.pool import Pool
+from autopar.planner.tables import StageTables
 
 __all__ = ["explain", "infeasible", "size"]
 
 
-class _Choice(NamedTuple):
-    """The least worst shortfall of suffixes and the first stage that achieves it, each ``[offset, first]``."""
+class _Way(NamedTuple):
+    """The suffix whose worst stage lacks least: how much, and its first stage."""
 
-    short: npt.NDArray[np.float64]
-    width: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
+    short: float
+    kind: int
+    width: int
+    stop: int
+    choice: Choice
 
 
 def size(count: int) -> str:
@@ -50,16 +53,15 @@ def explain(costs: CostModel, candidate: Candidate) -> str:
 
 def infeasible(
     costs: CostModel,
-    families: Iterable[Family],
+    families: Sequence[Family],
     options: PlanOptions,
     known: tuple[int, Candidate] | None,
 ) -> InfeasibleError:
     """Return the error that names the stage and the least shortfall over all plans; ``known`` is one already met."""
-    flows = FlowTables(costs)
     closest = known
     for family in families:
-        sizes = SizeTables(costs, flows, family.micro_batches, family.micro_batch_size)
-        for candidate in _closest(sizes, family, options):
+        candidate = _closest(costs, family, options)
+        if candidate is not None:
             short = max(costs.shortfalls(candidate))
             if closest is None or short < closest[0]:
                 closest = (short, candidate)
@@ -73,43 +75,76 @@ def infeasible(
     how = f"{candidate.text()} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
-        "use more devices (--gpus), a smaller batch (--batch), or devices with more memory (--memory)"
+        f"use {', '.join(_remedies(options))}"
     )
 
 
-def _closest(sizes: SizeTables, family: Family, options: PlanOptions) -> list[Candidate]:
-    """For every number of stages, the plan whose worst stage exceeds its memory least."""
-    choices: list[_Choice] = []
+def _remedies(options: PlanOptions) -> list[str]:
     found = []
-    for behind in range(min(sizes.layers, sizes.devices)):
-        choices.append(_choose(sizes, family, behind, choices, options.use_all))
-        if behind + 1 >= options.min_stages and np.isfinite(choices[-1].short[0, 0]):
-            offset = first = 0
-            widths, cuts = [], []
-            for choice in reversed(choices):
-                width, stop = int(choice.width[offset, first]), int(choice.stop[offset, first])
-                widths.append(width)
-                cuts.append(stop)
-                offset, first = offset + width, stop
-            found.append(place(family, tuple(cuts), tuple(widths)))
-    return found
+    if options.recompute == "none":
+        found.append("recomputation (--recompute auto)")
+    if options.shard == "none":
+        found.append("sharding (--shard auto)")
+    if options.micro_batches is not None:
+        found.append("smaller micro-batches (--micro-batches)")
+    if options.schedule == "gpipe":
+        found.append("fewer micro-batches in flight (--schedule auto)")
+    return [*found, "more devices (--gpus)", "a smaller batch (--batch)", "or devices with more memory (--memory)"]
 
 
-def _choose(sizes: SizeTables, family: Family, behind: int, choices: list[_Choice], use_all: bool) -> _Choice:
-    layers, devices = sizes.layers, sizes.devices
-    shape = (devices + 1, layers + 1)
-    best = _Choice(np.full(shape, np.inf), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
-    for offset in range(devices):
-        for width in range(1, min(sizes.widths, devices - offset) + 1):
-            worst = sizes.shortfall(width, offset, family.depths[behind])
-            if behind:
-                worst = np.maximum(worst, choices[-1].short[offset + width][None, :])
-            else:
-                closed = not use_all or offset + width == devices
-                worst = np.where(np.arange(layers + 1) == layers, worst, np.inf) if closed else worst + np.inf
-            stop = worst.argmin(axis=1)
-            least = worst[np.arange(layers), stop]
-            better = np.flatnonzero(least < best.short[offset, :layers])
-            best.short[offset, better] = least[better]
-            best.width[offset, better], best.stop[offset, better] = width, stop[better]
-    return best
+def _closest(costs: CostModel, family: Family, options: PlanOptions) -> Candidate | None:
+    """The plan whose worst stage exceeds its memory least, with one micro-batch in flight."""
+    pool = Pool(costs.kind_of)
+    tables = StageTables(costs, pool, family, options)
+    ways: dict[tuple[int, int, int], _Way] = {}
+    for state in reversed(range(pool.states)):
+        for count in range(max(1, options.min_stages)):
+            _extend(tables, options, ways, state, count)
+    if (0, 0, max(0, options.min_stages - 1)) not in ways:
+        return None
+    stages = []
+    state = first = 0
+    count = max(0, options.min_stages - 1)
+    while first < costs.layer_count:
+        way = ways[state, first, count]
+        stages.append(_stage(tables, state, first, way))
+        state, first, count = pool.take(state, way.kind, way.width), way.stop, max(0, count - 1)
+    return Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(stages))
+
+
+def _extend(
+    tables: StageTables, options: PlanOptions, ways: dict[tuple[int, int, int], _Way], state: int, count: int
+) -> None:
+    """Add the best suffixes from a state on, of more than ``count`` stages."""
+    pool, layers = tables.pool, tables.layers
+    for kind in pool.kinds:
+        for choice in tables.choices[kind]:
+            if choice.division == "round-robin":
+                continue
+            asked = choice.widths(tables.family.micro_batches, tables.family.micro_batch_size, tables.costs.divisible)
+            most = tables.widths(state, kind) if pool.left(state, kind) else 0
+            for width in range(asked.start, min(most, asked.stop - 1) + 1):
+                after = pool.take(state, kind, width)
+                short = tables.shortfall(state, kind, choice, width)
+                ends = np.full(layers + 1, np.inf)
+                for stop in range(1, layers):
+                    behind = ways.get((after, stop, max(0, count - 1)))
+                    ends[stop] = np.inf if behind is None else behind.short
+                if count == 0 and (not options.use_all or after == pool.empty):
+                    ends[layers] = -np.inf
+                worst = np.where(np.isfinite(ends) | np.isneginf(ends), np.maximum(short, ends), np.inf)
+                worst[np.tril_indices(layers, 0, layers + 1)] = np.inf
+                for first in range(layers):
+                    stop = int(worst[first].argmin())
+                    known = ways.get((state, first, count))
+                    if worst[first, stop] < (np.inf if known is None else known.short):
+                        ways[state, first, count] = _Way(float(worst[first, stop]), kind, width, stop, choice)
+
+
+def _stage(tables: StageTables, state: int, first: int, way: _Way) -> Placed:
+    costs, rows = tables.costs, tables.family.micro_batch_size
+    level = costs.recompute_levels(rows, way.kind)[way.choice.last_level]
+    recompute = tuple(sorted(layer for layer in level if first <= layer < way.stop))
+    depth = 1 if tables.family.schedule != "gpipe" else tables.family.micro_batches
+    devices = tables.pool.devices(state, way.kind, way.width)
+    return Placed(first, way.stop, devices, costs.shares(rows, way.width), depth, recompute, way.choice.shard)

@@ -188,7 +188,7 @@ class Simulator:
             if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
         )
         tied = tuple(holders for _, holders in self.costs.tied_between(stages))
-        shape = tuple((stage.shares, stage.warmup) for stage in stages)
+        shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
             self._rows[key] = compile_rows(_skeleton(candidate, flows, tied))
@@ -202,7 +202,9 @@ def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(
-            Stage.model_construct(devices=stage.devices, shares=stage.shares, warmup=stage.warmup)
+            Stage.model_construct(
+                devices=stage.devices, shares=stage.shares, warmup=stage.warmup, division=stage.division
+            )
             for stage in candidate.stages
         ),
         tensors=tuple(

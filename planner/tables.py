@@ -1,206 +1,357 @@
-"""Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (first, stop) and more.
+"""Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (width, first, stop).
 
-A suffix table holds, for the layers from ``first`` on, placed on devices from ``offset`` on with a given number of
-stages, the component-wise minimum of their terms over all that fit: as :func:`autopar.planner.bounds.fold` never falls
-when one of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
+A suffix table holds, for the layers from ``first`` on, placed on the devices that a state of the pool leaves, the
+component-wise minimum of their terms over all that fit: as :func:`autopar.planner.bounds.fold` never falls when one of
+them grows, folding a prefix onto the minima never exceeds the bound of any completion. In flight is as much as fits;
+recomputation, reductions and transfers are priced from below, and exactly once a plan is whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from autopar.formats.plan import Division
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.candidate import Family
+from autopar.planner.choices import Choice, choices
 from autopar.planner.costs import CostModel
-from autopar.planner.links import Level
-from autopar.planner.memory import Held
-from autopar.schedules.route import even_shares, routes
+from autopar.planner.links import Collective, Level
+from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
+from autopar.schedules.route import Divide, routes
 
-__all__ = ["FlowTables", "SizeTables", "SuffixTables", "table_bytes"]
+__all__ = ["StageTables", "SuffixTables", "table_bytes"]
+
+MOST_ELEMENTS = 20_000_000
+"""Of the arrays that make a family's tables; about a tenth of a second for so many."""
 
 Numbers = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
+Counts = npt.NDArray[np.int64]
+Places = tuple[tuple[Level, int], ...]
 
 
-class FlowTables:
-    """Bytes per sample from layers ``first:stop`` to layers ``stop:next_stop``, as ``[first, stop, next_stop]``."""
+class StageTables:
+    """Terms of all stages and of the boundaries behind them, for one family."""
 
-    def __init__(self, costs: CostModel) -> None:
-        count = costs.layer_count
-        shape = (count + 1, count + 1, count + 1)
-        self.forth_bytes, self.back_bytes = np.zeros(shape), np.zeros(shape)
-        tensors, gradients = np.zeros(shape), np.zeros(shape)
-        for tensor in costs.flows.crossing:
-            for stop in range(tensor.producer + 1, tensor.consumers[-1] + 1):
-                reader = next(consumer for consumer in tensor.consumers if consumer >= stop)
-                at = (tensor.producer, stop, slice(reader + 1, None))
-                self.forth_bytes[at] += tensor.bytes_per_sample
-                tensors[at] += 1
-                if tensor.gradient:
-                    self.back_bytes[at] += tensor.bytes_per_sample
-                    gradients[at] += 1
-        for table in (self.forth_bytes, self.back_bytes, tensors, gradients):
-            table[:] = np.cumsum(table[::-1], axis=0)[::-1]
-        self.forth: Flags = tensors > 0
-        self.back: Flags = gradients > 0
+    def __init__(self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> None:
+        self.costs, self.pool, self.family = costs, pool, family
+        self.layers = costs.layer_count
+        self._parts: dict[tuple[float, int, int], Parts] = {}
+        self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
+        self._stacks: dict[tuple[Choice, int], list[tuple[Places, StageTerms, Numbers]]] = {}
+        self._where: dict[tuple[int, int], Places] = {}
+        self._links: dict[tuple[int, Level, Choice], LinkTerms] = {}
+        self._boundaries: dict[tuple[Division, int], list[tuple[tuple[Level, ...], LinkTerms]]] = {}
+        self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
+        self._sizes = _crossing_bytes(costs)
+        self._ordered = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
+        self.choices = {
+            kind: choices(costs, options, family.micro_batch_size, kind, self._binding(kind)) for kind in pool.kinds
+        }
 
+    def widths(self, state: int, kind: int) -> int:
+        """Return the most replicas of a stage: as many as are left and have something to do."""
+        rows, count = self.family.micro_batch_size, self.family.micro_batches
+        most = max(choice.widths(count, rows, self.costs.divisible).stop - 1 for choice in self.choices[kind])
+        return min(self.pool.left(state, kind), most)
 
-class SizeTables:
-    """Terms of all stages and boundaries for one micro-batch size; shared by its families."""
+    def stages(self, state: int, kind: int, choice: Choice) -> tuple[StageTerms, Numbers]:
+        """Return the terms of all stages, ``[width - 1, first, stop]``, and 0 where they fit, infinity elsewhere."""
+        places = self._places(state, kind)
+        # Where places are alike, a state in which fewer devices are left has the same stages, but for the widest.
+        known = self._stacks.setdefault((choice, kind), [])
+        for others, terms, fits in known:
+            if others[: len(places)] == places:
+                some = (slice(len(places)),)
+                return terms.at(some), fits[some]
+        known.append((places, *self._stacked(choice, kind, places)))
+        return known[-1][1:]
 
-    def __init__(self, costs: CostModel, flows: FlowTables, micro_batches: int, micro_batch_size: int) -> None:
-        self.costs, self._flows = costs, flows
-        self.micro_batches, self._size = micro_batches, micro_batch_size
-        self.layers, self.devices = costs.layer_count, len(costs.devices)
-        self.widths = min(self.devices, micro_batch_size)
-        self._one_node = costs.links.level(range(self.devices)) == "node"
-        self._times = {width: self._time_arrays(width) for width in range(1, self.widths + 1)}
-        self._closing: dict[tuple[int, Level], Numbers] = {}
-        self._peaks: dict[tuple[int, int], Numbers] = {}
-        self._messages: dict[tuple[int, Level, bool], Numbers] = {}
-        self._links: dict[tuple[int, int], tuple[Numbers, ...]] = {}
+    def _places(self, state: int, kind: int) -> tuple[tuple[Level, int], ...]:
+        """Return the level that connects, and the memory of, the devices of every width."""
+        if (state, kind) not in self._where:
+            devices = self.pool.devices(state, kind, self.widths(state, kind))
+            taken = [devices[:width] for width in range(1, len(devices) + 1)]
+            limits = self.costs.limits_bytes
+            self._where[state, kind] = tuple(
+                (self.costs.links.level(each), min(limits[device] for device in each)) for each in taken
+            )
+        return self._where[state, kind]
 
-    def stage(self, width: int, offset: int, warmup: int) -> StageTerms:
-        """Return the terms of all stages of one width, as arrays ``[first, stop]``."""
-        forward, backward, busiest = self._times[width]
-        level = self.costs.links.level(range(offset, offset + width))
-        key = (width, level)
-        if key not in self._closing:
-            self._closing[key] = self._closing_array(width, level)
-        return StageTerms(forward, backward, busiest, self._closing[key], warmup)
+    def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+        """Return the most micro-batches in flight that fit, ``[first, stop]``; 0 where none does."""
+        key = (choice, kind, width, limit)
+        if key not in self._depths:
+            rows = {max(self._shares(choice, width)), min(self._shares(choice, width))}
+            turns = self._turns(choice, width)
+            if self.costs.memory[kind].most(max(rows), turns) <= limit:
+                self._depths[key] = np.full((self.layers, self.layers + 1), turns)
+                return self._depths[key]
+            found = [
+                self._deepest(self._parts_of(each, level, kind), self._held(choice, each, width), limit)
+                for each in rows
+                for level in {choice.first_level, choice.last_level}
+            ]
+            # Of the range's levels the one that holds least, of unequal shares the largest.
+            pairs = len({choice.first_level, choice.last_level})
+            by_rows = [np.maximum.reduce(found[at : at + pairs]) for at in range(0, len(found), pairs)]
+            self._depths[key] = np.minimum.reduce(by_rows)
+        return self._depths[key]
 
-    def shortfall(self, width: int, offset: int, warmup: int) -> Numbers:
-        """Return by how many bytes stages exceed their smallest device, as ``[first, stop]``."""
-        key = (width, warmup)
-        if key not in self._peaks:
-            self._peaks[key] = self._peak_array(width, warmup)
-        return self._peaks[key] - min(self.costs.limits_bytes[offset : offset + width])
+    def shortfall(self, state: int, kind: int, choice: Choice, width: int) -> Counts:
+        """Return by how many bytes stages exceed their devices with least in flight, ``[first, stop]``."""
+        limit = min(self.costs.limits_bytes[device] for device in self.pool.devices(state, kind, width))
+        parts = self._parts_of(max(self._shares(choice, width)), choice.last_level, kind)
+        held = self._held(choice, max(self._shares(choice, width)), width)
+        if self.family.schedule != "gpipe":
+            held = held._replace(warmup=1)
+        return np.asarray(peak_of(parts, held)) - limit
 
-    def link(self, width: int, offset: int, next_width: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Return the quickest message forth and back and the slowest forth and back, ``[first, stop, next_stop]``."""
-        rows: dict[Level, set[int]] = {}
-        for route in routes(even_shares(self._size, width), even_shares(self._size, next_width)):
-            ends = (offset + route.sender, offset + width + route.receiver)
-            rows.setdefault(self.costs.links.level(ends), set()).add(route.stop - route.start)
-        found = []
-        for pick, reduce in ((min, np.minimum), (max, np.maximum)):
-            for back in (False, True):
-                messages = [self._message(pick(sizes), level, back) for level, sizes in rows.items()]
-                found.append(messages[0] if len(messages) == 1 else reduce.reduce(messages))
-        return found[0], found[1], found[2], found[3]
+    def links(self, state: int, kind: int, choice: Choice) -> LinkTerms:
+        """Return the least transfers behind all stages, ``[width - 1, first, stop]``.
 
-    def boundary(self, width: int, offset: int) -> LinkTerms:
-        """Return the least transfers behind all stages of one width, as ``[first, stop, next width - 1]``.
-
-        Least, because the next stage is taken to end after one layer: a longer one reads no less.
+        Least, because the next stage is taken to end after one layer, and to be as wide and as near as suits.
         """
-        key = (width, 0 if self._one_node else offset)
-        places = np.arange(self.layers)
-        if key not in self._links:
-            stacks: list[list[Numbers]] = [[], [], [], []]
-            for next_width in range(1, min(self.widths, self.devices - key[1] - width) + 1):
-                for stack, messages in zip(stacks, self.link(width, key[1], next_width), strict=True):
-                    stack.append(messages[: self.layers, places, places + 1])
-            self._links[key] = tuple(np.stack(stack, axis=2) for stack in stacks)
-        count = self.devices - offset - width
-        forth_s, back_s, forth_most_s, back_most_s = (array[:, :, :count] for array in self._links[key])
-        forth = self._flows.forth[: self.layers, places, places + 1, None]
-        back = self._flows.back[: self.layers, places, places + 1, None]
-        return LinkTerms(forth, back, forth_s, back_s, forth_most_s, back_most_s)
+        if (state, kind) not in self._levels:
+            widths = range(1, self.widths(state, kind) + 1)
+            self._levels[state, kind] = tuple(self._nearest(state, kind, width) for width in widths)
+        levels = self._levels[state, kind]
+        known = self._boundaries.setdefault((choice.division, kind), [])
+        for others, terms in known:
+            if others[: len(levels)] == levels:
+                return terms.at((slice(len(levels)),))
+        found = [self._link(width, level, choice) for width, level in enumerate(levels, start=1)]
+        known.append((levels, LinkTerms(*(np.stack(each) for each in zip(*found, strict=True)))))
+        return known[-1][1]
 
-    def links_after(self, first: int, stop: int, width: int, offset: int) -> LinkTerms:
-        """Return the transfers behind one stage, as ``[next width - 1, next_stop]``."""
-        most = min(self.widths, self.devices - offset - width)
-        by_width = [self.link(width, offset, next_width) for next_width in range(1, most + 1)]
-        stacks = [np.stack([messages[which][first, stop] for messages in by_width]) for which in range(4)]
-        forth, back = self._flows.forth[first, stop], self._flows.back[first, stop]
-        return LinkTerms(forth, back, *stacks)
+    def _binding(self, kind: int) -> bool:
+        """Whether some stage of one replica does not fit with all micro-batches in flight."""
+        plain = Choice("split", "none", 0, 0)
+        limits = [limit for limit, own in zip(self.costs.limits_bytes, self.costs.kind_of, strict=True) if own == kind]
+        depth = self.depth(plain, kind, 1, min(limits))
+        return bool((depth[self._ordered] < self.family.micro_batches).any())
 
-    def link_to(self, at: tuple[int, int, int], width: int, offset: int, next_width: int) -> LinkTerms:
-        """Return the transfers between two stages that ``at`` (first, stop, next_stop) bounds."""
-        messages = (float(array[at]) for array in self.link(width, offset, next_width))
-        return LinkTerms(bool(self._flows.forth[at]), bool(self._flows.back[at]), *messages)
+    def _shares(self, choice: Choice, width: int) -> Sequence[float]:
+        rows = self.family.micro_batch_size
+        return (rows,) if choice.division == "round-robin" else self.costs.shares(rows, width)
 
-    def _message(self, rows: int, level: Level, back: bool) -> Numbers:
-        key = (rows, level, back)
-        if key not in self._messages:
-            sizes, there = self._flows.forth_bytes, self._flows.forth
-            if back:
-                sizes, there = self._flows.back_bytes, self._flows.back
-            self._messages[key] = np.where(there, self.costs.links.messages_s(rows * sizes, level), 0.0)
-        return self._messages[key]
+    def _turns(self, choice: Choice, width: int) -> int:
+        count = self.family.micro_batches
+        return -(-count // width) if choice.division == "round-robin" else count
 
-    def _time_arrays(self, width: int) -> tuple[Numbers, Numbers, Numbers]:
+    def _held(self, choice: Choice, rows: float, width: int) -> Held:
+        turns = self._turns(choice, width)
+        return Held(rows, turns, turns, width, 0, frozenset(), choice.shard)
+
+    def _parts_of(self, rows: float, level: int, kind: int) -> Parts:
+        key = (rows, level, kind)
+        if key not in self._parts:
+            recompute = self.costs.recompute_levels(self.family.micro_batch_size, kind)[level]
+            self._parts[key] = self.costs.memory[kind].arrays(rows, recompute)
+        return self._parts[key]
+
+    def _deepest(self, parts: Parts, held: Held, limit: int) -> Counts:
+        """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
+        turns = held.micro_batches
+        deepest = np.where(peak_of(parts, held) <= limit, turns, 0)
+        if self.family.schedule == "gpipe" or turns == 1:
+            return deepest
+        one = held._replace(warmup=1)
+        # Without the update's moment, which has nothing in flight.
+        steady = peak_of(parts._replace(update=-(2**60)), one)
+        more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)
+        some = np.where(peak_of(parts, one) <= limit, np.minimum(turns - 1, 1 + more), 0)
+        return np.maximum(deepest, some)
+
+    def _stacked(self, choice: Choice, kind: int, places: Places) -> tuple[StageTerms, Numbers]:
+        asked = choice.widths(self.family.micro_batches, self.family.micro_batch_size, self.costs.divisible)
+        shape = (len(places), self.layers, self.layers + 1)
+        terms = [np.ones(shape) for _ in range(5)]
+        fits = np.full(shape, np.inf)
+        for index, (level, limit) in enumerate(places):
+            if index + 1 in asked:
+                one = self._stage(choice, kind, index + 1, level, limit)
+                for stack, each in zip(terms, one, strict=True):
+                    stack[index] = each
+                deep = self.depth(choice, kind, index + 1, limit) > 0
+                fits[index] = np.where(self._ordered & deep, 0.0, np.inf)
+        return StageTerms(*terms), fits
+
+    def _stage(self, choice: Choice, kind: int, width: int, level: Level, limit: int) -> StageTerms:
+        depth, turns = self.depth(choice, kind, width, limit), self._turns(choice, width)
+        there, back, both = self._times(choice, kind, width, level)
+        closing = self._closing(choice, kind, width, level)
+        return StageTerms(there, back, turns * both, closing, turns / np.maximum(depth, 1))
+
+    def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers, Numbers]:
         forward, backward, both = [], [], []
-        adding = self.costs.adding(self.micro_batches, width)
-        for rows in sorted(set(even_shares(self._size, width))):
-            sums = (self.costs.layers.forward_sums(rows), self.costs.layers.backward_sums(rows, adding))
-            there, back = (np.subtract.outer(np.array(each), np.array(each)).T[:-1] for each in sums)
+        adding = self.costs.adding(self._turns(choice, width), width)
+        recompute = self.costs.recompute_levels(self.family.micro_batch_size, kind)[choice.first_level]
+        for rows in sorted(set(self._shares(choice, width))):
+            where = (choice.shard, width, level, kind)
+            sums = (
+                self.costs.forward_sums(rows, *where),
+                self.costs.backward_sums(rows, adding, recompute, *where),
+            )
+            there, back = (_differences(each) for each in sums)
             forward.append(there)
             backward.append(back)
             both.append(there + back)
         return np.minimum.reduce(forward), np.minimum.reduce(backward), np.maximum.reduce(both)
 
-    def _closing_array(self, width: int, level: Level) -> Numbers:
-        found = np.zeros((self.layers, self.layers + 1))
-        shares = set(even_shares(self._size, width))
-        for first in range(self.layers):
-            for stop in range(first + 1, self.layers + 1):
-                exposed = min(self.costs.exposed_s(first, stop, rows, width, level) for rows in shares)
-                found[first, stop] = exposed + self.costs.update_s(first, stop)
-        return found
+    def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
+        """From below: reductions at the best rate of any size, as far as they outlast the last backward."""
+        costs = self.costs
+        sums = np.array(costs.layers[kind].update_sums)
+        update: Numbers = np.subtract.outer(sums, sums).T[:-1]
+        if width == 1:
+            return update
+        trained = np.array([0, *np.cumsum([layer.trainable_bytes for layer in costs.profile.layers])], dtype=np.float64)
+        sizes = np.subtract.outer(trained, trained).T[:-1]
+        if choice.shard != "none":
+            update = update / width
+        if choice.shard in ("optimizer", "gradients"):
+            update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
+        if choice.shard in ("gradients", "parameters"):
+            return update
+        rows = max(self._shares(choice, width))
+        tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
+        operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
+        reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
+        hidden = 0.0 if costs.divisible else _differences(costs.layers[kind].backward_sums(rows, 1.0))
+        exposed: Numbers = np.maximum(0.0, reduced - hidden)
+        return update + exposed
 
-    def _peak_array(self, width: int, warmup: int) -> Numbers:
-        memory = self.costs.memory
-        found = np.full((self.layers, self.layers + 1), np.inf)
-        shares = set(even_shares(self._size, width))
-        # How much the stage before leads is not known here; without a lead, a stage holds least.
-        helds = [Held(rows, warmup, self.micro_batches, width > 1) for rows in shares]
-        for first in range(self.layers):
-            for stop in range(first + 1, self.layers + 1):
-                found[first, stop] = max(memory.least(first, stop, held) for held in helds)
-        return found
+    def _nearest(self, state: int, kind: int, width: int) -> Level:
+        nodes = {self.costs.devices[device].node for device in self.pool.devices(state, kind, width)}
+        after = self.pool.remaining(self.pool.take(state, kind, width))
+        near = not after or any(self.costs.devices[device].node in nodes for device in after)
+        return "node" if near else "network"
+
+    def _link(self, width: int, level: Level, choice: Choice) -> LinkTerms:
+        key = (width, level, choice._replace(shard="none", first_level=0, last_level=0))
+        if key not in self._links:
+            forth, back = self._sizes
+            least, fullest = self._rows(width, choice)
+            quickest = [self._messages(sizes * least, sizes > 0, level) for sizes in (forth, back)]
+            busy = [
+                np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, level) for count, rows in fullest])
+                for sizes in (forth, back)
+            ]
+            self._links[key] = LinkTerms(forth > 0, back > 0, *quickest, *busy)
+        return self._links[key]
+
+    def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], level: Level) -> Numbers:
+        return np.where(there, self.costs.links.messages_s(sizes, level), 0.0)
+
+    def _rows(self, width: int, choice: Choice) -> tuple[float, set[tuple[int, float]]]:
+        """The fewest rows of any message, and (messages, rows) of the fullest queue, by the next stage's width."""
+        rows, count = self.family.micro_batch_size, self.family.micro_batches
+        if self.costs.divisible:
+            return rows, {(count, rows)}
+        alike = width if choice.division == "round-robin" else 1
+        sending = Divide(tuple(self._shares(choice, width)) * alike, choice.division)
+        least, fullest = float(rows), set()
+        most = min(sum(self.pool.left(0, kind) for kind in self.pool.kinds), max(rows, count))
+        for next_width in range(1, most + 1):
+            receivers = []
+            if next_width <= rows:
+                receivers.append(Divide(self.costs.shares(rows, next_width)))
+            if 1 < next_width <= count:
+                receivers.append(Divide((rows,) * next_width, "round-robin"))
+            for receiving in receivers:
+                found = [(route.count(count), route.stop - route.start) for route in routes(sending, receiving)]
+                least = min(least, *(each for _, each in found))
+                fullest.add(max(found, key=lambda pair: pair[0] * pair[1]))
+        return least, fullest
 
 
-def table_bytes(layers: int, devices: int, most_stages: int, micro_batch_size: int) -> int:
-    """Return the bytes of one family's suffix tables."""
-    widths = min(devices, micro_batch_size)
-    return 8 * 4 * (devices + 1) * widths * (layers + 1) ** 2 * most_stages
+def _differences(sums: Sequence[float]) -> Numbers:
+    return np.asarray(np.subtract.outer(np.array(sums), np.array(sums)).T[:-1])
+
+
+def _crossing_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
+    """Bytes per sample from layers ``first:stop`` to layer ``stop``, forth and back, ``[first, stop]``."""
+    forth, back = (np.zeros((costs.layer_count, costs.layer_count + 1)) for _ in range(2))
+    for tensor in costs.flows.crossing:
+        for consumer in tensor.consumers:
+            forth[: tensor.producer + 1, consumer] += tensor.bytes_per_sample
+            if tensor.gradient:
+                back[: tensor.producer + 1, consumer] += tensor.bytes_per_sample
+    return forth, back
+
+
+def table_bytes(layers: int, devices: int, micro_batch_size: int, choices: int) -> int:
+    """Return about how many bytes one family's tables take."""
+    return 8 * min(devices, micro_batch_size) * layers**2 * (6 * choices + 40)
 
 
 class SuffixTables:
-    """Least terms of all suffixes, for one family."""
+    """Least terms of all suffixes, for one family, by how many stages they have.
 
-    def __init__(self, sizes: SizeTables, family: Family, most_stages: int, use_all: bool) -> None:
-        self.sizes, self.family = sizes, family
-        self._use_all = use_all
-        count, devices, widths = sizes.layers, sizes.devices, sizes.widths
-        shape = (4, devices + 1, widths, count + 1, count + 1)
-        self.chosen = [np.full(shape, np.inf) for _ in range(most_stages)]
-        """By stages behind: least terms ``[term, offset, width - 1, first, stop]`` once the first stage is chosen."""
-        self.least: list[Numbers] = []
-        for behind in range(most_stages):
-            for width in range(1, widths + 1):
-                for offset in range(devices - width + 1):
-                    self._fill(behind, width, offset)
-            self.least.append(self.chosen[behind].min(axis=4))
+    Those of many stages are lumped together, so that tables of large problems stay small.
+    """
 
-    def _fill(self, behind: int, width: int, offset: int) -> None:
-        sizes, warmup = self.sizes, self.family.depths[behind]
-        stage = sizes.stage(width, offset, warmup)
-        fits = sizes.shortfall(width, offset, warmup) <= 0
-        count, after = sizes.layers, offset + width
-        target = self.chosen[behind][:, offset, width - 1]
+    def __init__(self, stages: StageTables, options: PlanOptions) -> None:
+        self.stages, self._use_all = stages, options.use_all
+        pool, layers = stages.pool, stages.layers
+        self.counts = self._distinguished(options.min_stages)
+        """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
+        self.least = np.full((self.counts, 4, pool.states, layers + 1), np.inf)
+        """``[stages - 1, term, state, first]``."""
+        for kind in pool.kinds:
+            for choice in stages.choices[kind]:
+                # The largest first: those of other states are parts of them.
+                stages.stages(0, kind, choice)
+                stages.links(0, kind, choice)
+        for state in reversed(range(pool.empty)):
+            for behind in range(self.counts):
+                found = [
+                    np.min(self.terms(state, kind, choice, behind), axis=(1, 3))
+                    for kind in pool.kinds
+                    if pool.left(state, kind)
+                    for choice in stages.choices[kind]
+                ]
+                self.least[behind, :, state, :layers] = np.minimum.reduce(found)
+
+    def behinds(self, stages: int | None) -> slice:
+        """Return how many stages may follow the first of ``stages``, as :meth:`terms` takes them; none: any number."""
+        if stages is None:
+            return slice(self.counts)
+        return slice(max(0, stages - 1), stages + (stages == self.counts - 1))
+
+    def terms(self, state: int, kind: int, choice: Choice, behind: int, first: int | None = None) -> Numbers:
+        """Return the least terms of suffixes with ``behind`` stages after their first one, by what this one is.
+
+        The largest number that is told apart stands for all larger ones. The terms are arrays ``[term, width - 1,
+        first, stop]``; with ``first``, of suffixes from that layer on only, without its axis.
+        """
+        tables, pool = self.stages, self.stages.pool
+        stage, fits = tables.stages(state, kind, choice)
+        link = tables.links(state, kind, choice)
+        after = [pool.take(state, kind, width) for width in range(1, len(fits) + 1)]
+        if first is not None:
+            stage, link, fits = stage.at((slice(None), first)), link.at((slice(None), first)), fits[:, first]
+        if behind == 0 and self.counts > 1:
+            found = np.full((4, *fits.shape), np.inf)
+        else:
+            rows = self.least[self.behinds(behind)].min(axis=0)
+            suffix = rows[:, after] if first is not None else rows[:, after, None, :]
+            found = np.stack(np.broadcast_arrays(*fold(stage, link, Terms(*suffix)))) + fits
+            found[..., -1] = np.inf
         if behind == 0:
-            if not self._use_all or after == sizes.devices:
-                for part, value in zip(target, last(stage, self.family.micro_batches), strict=True):
-                    part[:count, count] = np.where(fits[:, count], np.asarray(value)[:, count], np.inf)
-            return
-        if after >= sizes.devices:
-            return
-        link = sizes.boundary(width, offset)
-        suffix = self.least[behind - 1][:, after, : np.shape(link.forth_s)[2], :count].transpose(0, 2, 1)[:, None]
-        terms = fold(stage.at((slice(None), slice(count), None)), link, Terms(*suffix), self.family.micro_batches)
-        for part, value in zip(target, terms, strict=True):
-            part[:count, :count] = np.where(fits[:, :count], np.asarray(value).min(axis=2), np.inf)
+            closed = np.stack(np.broadcast_arrays(*last(stage.at((..., -1))))) + fits[..., -1]
+            ended = np.array([not self._use_all or each == pool.empty for each in after])
+            found[..., -1] = np.where(ended if first is not None else ended[None, :, None], closed, np.inf)
+        return found
+
+    def _distinguished(self, least: int) -> int:
+        tables, pool = self.stages, self.stages.pool
+        choices = sum(map(len, tables.choices.values()))
+        devices = sum(pool.left(0, kind) for kind in pool.kinds)
+        elements = pool.states * devices * tables.layers**2 * choices
+        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // elements))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -13,6 +12,7 @@ from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime.seeds import seed_data
+from autopar.schedules.expand import mine, rank_of
 
 __all__ = ["ShareLoader", "sample_order"]
 
@@ -37,8 +37,9 @@ class ShareLoader:
             FileError: the dataset has fewer samples than a mini-batch.
         """
         self._model, self._plan, self._names, self._device = model, plan, names, device
-        edges = [0, *accumulate(plan.stages[stage].shares)]
-        self._start, self._stop = edges[replica], edges[replica + 1]
+        self._start = plan.stages[stage].row_starts[replica]
+        self._stop = self._start + plan.stages[stage].rows[replica]
+        self._mine = mine(plan, rank_of(plan, stage, replica))
         seed_data(plan.seed, "dataset")
         self._dataset = model.dataset() if names else None
         self._samples = len(cast(Sized, self._dataset)) if names else 0
@@ -58,8 +59,11 @@ class ShareLoader:
         epoch, index = divmod(step, self._samples // plan.batch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, sample_order(self._samples, plan.seed, epoch)
-        loaded = []
+        loaded: list[dict[str, torch.Tensor]] = []
         for micro_batch in range(plan.micro_batches):
+            if micro_batch not in self._mine:
+                loaded.append({})
+                continue
             first = index * plan.batch + micro_batch * plan.micro_batch_size
             values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
             loaded.append({name: values[name].to(self._device) for name in self._names})

@@ -91,7 +91,9 @@ class Executor:
         self._tally = tally
         self._update, self._clock, self._device, self._note = update, clock, device, note
         self._rank = rank_of(plan, *place)
-        self._rows = plan.stages[self._stage_index].shares[self._replica]
+        stage_plan = plan.stages[self._stage_index]
+        self._rows = stage_plan.rows[self._replica]
+        self._share = self._replica if stage_plan.division == "split" else 0
         self._last = max(i for i, action in enumerate(self._actions) if action.kind == BACKWARD)
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -166,7 +168,7 @@ class Executor:
             received[spec.name] = value.requires_grad_(spec.gradient)
 
         def seed(layer: str) -> None:
-            number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._replica)
+            number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
             seed_generator(self._device, number)
 
         outputs = self._stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)

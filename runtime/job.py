@@ -72,7 +72,8 @@ class Job:
         layers = [graph.layer(name) for name in names]
         self._place(layers, weights, device)
         crossing = crossing_specs(plan, graph)
-        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs, autocast_of(plan.precision, device))
+        autocast, recompute = autocast_of(plan.precision, device), plan.stages[self.stage_index].recompute
+        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs, autocast, recompute)
         clock = clock_of(device)
         self._reducer = Reducer(
             [list(layer.module.parameters()) for layer in layers],
@@ -147,7 +148,7 @@ class Job:
         return ShareLoader(model, self.plan, self.stage_index, self.replica, self.stage.inputs, device).load
 
     def _tally(self) -> LossTally:
-        return LossTally(self.plan.stages[self.stage_index].shares[self.replica], self.plan.batch)
+        return LossTally(self.plan.stages[self.stage_index].rows[self.replica], self.plan.batch)
 
     def _update(self, record: StepRecord) -> None:
         """Complete the gradients and step the optimizer."""

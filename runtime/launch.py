@@ -23,6 +23,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.precision import check_precision
+from autopar.runtime.scope import check_scope
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -74,6 +75,7 @@ def run(
     program = expand(plan)
     check(program, plan)
     check_precision(plan)
+    check_scope(plan)
     _check_devices(plan)
     user_model = load(model, options.data)
     # The ranks start while this process captures the model.
@@ -98,6 +100,7 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         AutoparError: as :func:`run`, on every rank.
     """
     check_precision(plan)
+    check_scope(plan)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
         try:

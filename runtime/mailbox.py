@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -47,7 +46,7 @@ class Mailbox:
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
         self._post, self._retire = receives_ahead(program, rank), retirements(program, rank)
-        self._share_start = [0, *accumulate(plan.stages[stage].shares)][replica]
+        self._share_start = plan.stages[stage].row_starts[replica]
         flows = messages(plan)
         self._inward = {(flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank}
         self._outward = {(flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank}

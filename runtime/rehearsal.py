@@ -18,6 +18,7 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
+from autopar.runtime.scope import check_scope
 from autopar.runtime.transport import Pending
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
@@ -50,7 +51,7 @@ def rehearse(
     try:
         for index, stage in enumerate(plan.stages):
             progress(index)
-            largest = max(range(stage.replicas), key=stage.shares.__getitem__)
+            largest = max(range(stage.replicas), key=stage.rows.__getitem__)
             peaks.append(_peak_bytes(plan, rank_of(plan, index, largest), graph, model))
     finally:
         torch.set_rng_state(state)
@@ -67,6 +68,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     program = expand(plan)
     check(program, plan)
     user = load(model, data)
+    check_scope(plan)
     check_source(user, plan)
     progress("capturing the model")
     graph = _captured(user, plan.seed)
@@ -111,7 +113,7 @@ class _SilentJob(Job):
     def _loading(
         self, model: UserModel, graph: LayerGraph, device: torch.device
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
-        rows = self.plan.stages[self.stage_index].shares[self.replica]
+        rows = self.plan.stages[self.stage_index].rows[self.replica]
         specs = [graph.tensor(name) for name in self.stage.inputs]
 
         def load(step: int) -> list[dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.errors import AutoparError, TrainingError
+from autopar.runtime.recompute import recomputed
 
 __all__ = ["Stage"]
 
@@ -23,6 +24,7 @@ class Stage:
         model_inputs: Sequence[str],
         loss: Sequence[str],
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        recompute: Sequence[str] = (),
     ) -> None:
         """Work out what flows.
 
@@ -32,8 +34,9 @@ class Stage:
             model_inputs: names of the model's inputs.
             loss: names of the loss outputs.
             autocast: makes the context that forwards run in.
+            recompute: layers that run forward again before their backward.
         """
-        self._autocast = autocast
+        self._autocast, self._recompute = autocast, frozenset(recompute)
         self.layers = list(layers)
         mine = {layer.name for layer in layers}
         made = {name for layer in layers for name in layer.outputs}
@@ -70,11 +73,8 @@ class Stage:
         """
         values = dict(values)
         for layer, drop in zip(self.layers, self._drop, strict=True):
-            if layer.random:
-                seed(layer.name)
             try:
-                with self._autocast():
-                    outputs = layer.module(rows, *(values[name] for name in layer.inputs))
+                outputs = self._run(layer, rows, [values[name] for name in layer.inputs], seed)
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -83,6 +83,20 @@ class Stage:
             for name in drop:
                 del values[name]
         return values
+
+    def _run(
+        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], seed: Callable[[str], None]
+    ) -> Sequence[torch.Tensor]:
+        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+            if layer.random:
+                seed(layer.name)
+            with self._autocast():
+                outputs: Sequence[torch.Tensor] = layer.module(rows, *tensors)
+            return outputs
+
+        if layer.name not in self._recompute:
+            return run(*inputs)
+        return recomputed(run, inputs, [buffer for _, buffer in layer.module.named_buffers()])
 
     def _last_uses(self) -> list[list[str]]:
         """For every layer, the names that no later layer reads and nobody is sent: they are let go after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -21,7 +22,21 @@ from autopar.formats.document import (
 )
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
-__all__ = ["Alternative", "Crossing", "FileReference", "Plan", "Predicted", "SharedParameter", "Stage"]
+__all__ = [
+    "Alternative",
+    "Crossing",
+    "Division",
+    "FileReference",
+    "Plan",
+    "Predicted",
+    "Shard",
+    "SharedParameter",
+    "Stage",
+]
+
+Division = Literal["split", "round-robin"]
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
 class FileReference(Record):
@@ -38,19 +53,40 @@ class Stage(Record):
     layers: tuple[Name, ...] = Field(min_length=1)
     devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
     """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``."""
-    division: Literal["split"] = "split"
-    """How a micro-batch meets the replicas: each takes its share of the rows."""
-    shares: tuple[Count, ...]
-    """Rows of every micro-batch that each replica takes, in row order."""
+    division: Division = "split"
+    """How a micro-batch meets the replicas: each takes its share of the rows of every one (``split``), or they take
+    whole ones in turn (``round-robin``)."""
+    shares: tuple[Count | Rows, ...]
+    """Rows of a micro-batch that each replica takes, in row order; a fraction only where the plan is ``divisible``."""
     warmup: Count
-    """Most micro-batches in flight."""
-    recompute: tuple[Name, ...] = Field(default=(), max_length=0)
-    shard: Literal["none"] = "none"
+    """Most micro-batches in flight on a replica."""
+    recompute: tuple[Name, ...] = ()
+    """Layers that keep nothing but their inputs, and run forward again before their backward."""
+    shard: Shard = "none"
+    """What the replicas divide among them: each of ``optimizer`` (state), ``gradients`` and ``parameters`` stands for
+    itself and those named before it."""
 
     @property
     def replicas(self) -> int:
         """How many copies of the stage there are."""
         return len(self.devices)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shares of a plan that is not ``divisible``."""
+        return tuple(int(share) for share in self.shares)
+
+    @property
+    def row_starts(self) -> tuple[int, ...]:
+        """Where in a micro-batch the rows of each replica begin."""
+        if self.division == "round-robin":
+            return (0,) * self.replicas
+        return tuple(accumulate(self.rows[:-1], initial=0))
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches in flight on all replicas together."""
+        return self.warmup * (self.replicas if self.division == "round-robin" else 1)
 
 
 class Crossing(Record):
@@ -134,6 +170,8 @@ class Plan(Document):
     seed: int = Field(default=0, ge=0, lt=2**63)
     bytes_per_s: BytesPerSecond | None = None
     """Bandwidth that was assumed of every link in place of the cluster's, if any."""
+    divisible: bool = False
+    """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
     schedule: Literal["gpipe", "1f1b"]
     weight_policy: Literal["sync"] = "sync"
     micro_batches: Count
@@ -163,7 +201,7 @@ class Plan(Document):
             fault("micro_batches", f"micro_batches x micro_batch_size must be the batch {self.batch}, found {product}")
         layers: set[str] = set()
         devices: set[int] = set()
-        previous_warmup = self.micro_batches
+        before = None
         for index, stage in enumerate(self.stages):
             at = f"stages[{index}]"
             for layer in stage.layers:
@@ -174,21 +212,40 @@ class Plan(Document):
                 if device in devices:
                     fault(f"{at}.devices", f"device {device} is used twice")
                 devices.add(device)
-            if len(stage.shares) != len(stage.devices):
-                fault(f"{at}.shares", f"{len(stage.shares)} shares for {len(stage.devices)} devices")
-            if sum(stage.shares) != self.micro_batch_size:
-                found = f"{self.micro_batch_size} rows, found {sum(stage.shares)}"
-                fault(f"{at}.shares", f"shares must sum to the micro-batch's {found}")
-            if stage.warmup > previous_warmup:
-                fault(f"{at}.warmup", f"{stage.warmup} is more than {previous_warmup}, the stage's before (deadlock)")
-            if self.schedule == "gpipe" and stage.warmup != self.micro_batches:
-                fault(f"{at}.warmup", f"gpipe keeps all {self.micro_batches} micro-batches in flight")
-            previous_warmup = stage.warmup
+            self._check_shares(stage, at)
+            if not set(stage.recompute) <= set(stage.layers):
+                other = next(layer for layer in stage.recompute if layer not in stage.layers)
+                fault(f"{at}.recompute", f"layer {other!r} is not in this stage")
+            if stage.shard != "none" and stage.replicas == 1:
+                fault(f"{at}.shard", f"{stage.shard!r} needs several replicas")
+            self._check_depth(stage, before, at)
+            before = stage
         for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
                 fault(f"predicted.{name}", f"{len(numbers)} numbers for {len(self.stages)} stages")
         return self
+
+    def _check_shares(self, stage: Stage, at: str) -> None:
+        rows = self.micro_batch_size
+        if len(stage.shares) != len(stage.devices):
+            fault(f"{at}.shares", f"{len(stage.shares)} shares for {len(stage.devices)} devices")
+        if not self.divisible and not all(isinstance(share, int) for share in stage.shares):
+            fault(f"{at}.shares", f"rows are whole, found {list(stage.shares)}")
+        if stage.division == "round-robin":
+            if set(stage.shares) != {rows}:
+                fault(f"{at}.shares", f"round-robin replicas take all {rows} rows each, found {list(stage.shares)}")
+        elif abs(sum(stage.shares) - rows) > 1e-6 * rows:
+            fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
+
+    def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
+        most = self.micro_batches if stage.division == "split" else -(-self.micro_batches // stage.replicas)
+        if stage.warmup > most:
+            fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
+        if before is not None and min(stage.in_flight, self.micro_batches) > min(before.in_flight, self.micro_batches):
+            fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
+        if self.schedule == "gpipe" and stage.warmup != most:
+            fault(f"{at}.warmup", f"gpipe keeps all {most} micro-batches in flight")
 
     @model_validator(mode="after")
     def _tensors_flow_forth(self) -> Self:

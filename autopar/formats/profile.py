@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cost",
+    "DeviceCosts",
     "DeviceKind",
     "DeviceType",
     "Layer",
@@ -147,7 +148,7 @@ class Line(Record):
     residual: float = Field(ge=0)
     """Largest difference from a fitted time, relative to that time."""
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Return the seconds at a micro-batch of ``rows`` samples."""
         return self.fixed_s + rows * self.per_sample_s
 
@@ -206,6 +207,13 @@ class Tied(Record):
     trainable: bool = True
 
 
+class DeviceCosts(Record):
+    """The same layers on another kind of device."""
+
+    device: DeviceKind
+    layers: tuple[Layer, ...] = Field(min_length=1)
+
+
 class Profile(Document):
     """Costs of every layer, and the tensors between them."""
 
@@ -229,6 +237,8 @@ class Profile(Document):
     noise: Noise
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
+    others: tuple[DeviceCosts, ...] = ()
+    """The same layers on other kinds of devices."""
     notes: tuple[Name, ...] = ()
 
     def crossing_bytes(self) -> list[int]:
@@ -275,6 +285,11 @@ class Profile(Document):
         for index, layer in enumerate(self.layers):
             if order[layer.name] != index:
                 fault(f"layers[{index}].name", f"layer {layer.name!r} is given twice")
+        for index, other in enumerate(self.others):
+            if [layer.name for layer in other.layers] != list(order):
+                fault(f"others[{index}].layers", "these are not the profile's layers, in its order")
+            if other.device.name in {self.device.name, *(each.device.name for each in self.others[:index])}:
+                fault(f"others[{index}].device.name", f"{other.device.name!r} is given twice")
         seen: set[str] = set()
         for index, tensor in enumerate(self.tensors):
             at = f"tensors[{index}]"

@@ -66,10 +66,10 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _shares(shares: tuple[int, ...]) -> str:
+def _shares(shares: tuple[float, ...]) -> str:
     if len(set(shares)) == 1:
-        return f"{len(shares)} x {shares[0]}"
-    return "+".join(map(str, shares))
+        return f"{len(shares)} x {shares[0]:g}"
+    return "+".join(f"{share:g}" for share in shares)
 
 
 def _layers(stage: Stage) -> str:

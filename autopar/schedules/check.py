@@ -20,7 +20,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
-from autopar.schedules.expand import Message, messages, stage_of
+from autopar.schedules.expand import Message, messages, mine, stage_of
 
 __all__ = ["ProgramError", "check", "in_flight"]
 
@@ -65,10 +65,13 @@ def _check_complete(rank: int, actions: RankProgram, plan: Plan, all_messages: l
     stage, _ = stage_of(plan, rank)
     expected: Counter[Action] = Counter()
     before: dict[Action, list[Action]] = {}
-    for micro_batch in range(plan.micro_batches):
+    own = mine(plan, rank)
+    for micro_batch in own:
         forward, backward = Action(FORWARD, stage, micro_batch), Action(BACKWARD, stage, micro_batch)
         before[backward], before[forward] = [forward], []
         for message in all_messages:
+            if not message.carries(micro_batch):
+                continue
             if message.receiver == rank:
                 peer = (micro_batch, message.sender, message.producer)
                 before[forward].append(Action(RECEIVE, stage, *peer))
@@ -79,7 +82,7 @@ def _check_complete(rank: int, actions: RankProgram, plan: Plan, all_messages: l
                 before[Action(SEND, stage, *peer)] = [forward]
                 if message.gradients:
                     before[backward].append(Action(RECEIVE_GRADIENT, stage, *peer))
-    backwards = [Action(BACKWARD, stage, micro_batch) for micro_batch in range(plan.micro_batches)]
+    backwards = [Action(BACKWARD, stage, micro_batch) for micro_batch in own]
     closing = [Action(REDUCE, stage)] if plan.stages[stage].replicas > 1 else []
     closing += [Action(REDUCE_TIED, stage, i) for i, tied in enumerate(plan.tied) if stage in tied.stages]
     before.update(dict.fromkeys(closing, backwards))

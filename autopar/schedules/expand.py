@@ -23,11 +23,11 @@ from autopar.formats.program import (
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import routes
 
-__all__ = ["Message", "expand", "messages", "rank_of", "stage_of"]
+__all__ = ["Message", "expand", "messages", "mine", "rank_of", "stage_of"]
 
 
 class Message(NamedTuple):
-    """What one rank sends another for every micro-batch: some rows of some tensors, bundled."""
+    """What one rank sends another for a micro-batch: some rows of some tensors, bundled."""
 
     producer: int
     """Sending stage (of activations; gradients flow the other way)."""
@@ -43,6 +43,13 @@ class Message(NamedTuple):
     """Indices into ``Plan.tensors``."""
     gradients: tuple[int, ...]
     """Those of ``tensors`` whose gradient comes back."""
+    first: int = 0
+    """The first micro-batch that this message carries; replicas may take turns."""
+    period: int = 1
+
+    def carries(self, micro_batch: int) -> bool:
+        """Whether a micro-batch causes this message."""
+        return micro_batch % self.period == self.first
 
 
 def rank_of(plan: Plan, stage: int, replica: int) -> int:
@@ -59,8 +66,16 @@ def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
     raise IndexError(rank)
 
 
+def mine(plan: Plan, rank: int) -> range:
+    """Return the micro-batches that a rank takes part in."""
+    stage, replica = stage_of(plan, rank)
+    if plan.stages[stage].division == "split":
+        return range(plan.micro_batches)
+    return range(replica, plan.micro_batches, plan.stages[stage].replicas)
+
+
 def messages(plan: Plan) -> list[Message]:
-    """Return every message that a micro-batch causes, by producer, consumer, sender, receiver."""
+    """Return every message that micro-batches cause, by producer, consumer, sender, receiver."""
     found = []
     pairs: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(plan.tensors):
@@ -68,9 +83,10 @@ def messages(plan: Plan) -> list[Message]:
             pairs.setdefault((tensor.producer, consumer), []).append(index)
     for (producer, consumer), tensors in sorted(pairs.items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
-        for route in routes(plan.stages[producer].shares, plan.stages[consumer].shares):
+        for route in routes(plan.stages[producer], plan.stages[consumer]):
             sender, receiver = rank_of(plan, producer, route.sender), rank_of(plan, consumer, route.receiver)
-            bundle = (route.start, route.stop, tuple(tensors), gradients)
+            rows = int(route.start), -int(-route.stop // 1)
+            bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
             found.append(Message(producer, consumer, sender, receiver, *bundle))
     return found
 
@@ -88,26 +104,29 @@ def expand(plan: Plan) -> Program:
             rank = rank_of(plan, stage, replica)
             inward = [message for message in all_messages if message.receiver == rank]
             outward = [message for message in all_messages if message.sender == rank]
-            ranks.append(RankProgram.of(_actions(plan, stage, inward, outward)))
+            ranks.append(RankProgram.of(_actions(plan, stage, mine(plan, rank), inward, outward)))
     return Program(tuple(ranks))
 
 
-def _actions(plan: Plan, stage: int, inward: list[Message], outward: list[Message]) -> Iterator[Action]:
-    order = SCHEDULES[plan.schedule].order(plan.micro_batches, plan.stages[stage].warmup)
-    for kind, micro_batch in order:
+def _actions(plan: Plan, stage: int, own: range, inward: list[Message], outward: list[Message]) -> Iterator[Action]:
+    order = SCHEDULES[plan.schedule].order(len(own), min(plan.stages[stage].warmup, len(own)))
+    for kind, index in order:
+        micro_batch = own[index]
         if kind == FORWARD:
             for message in inward:
-                yield Action(RECEIVE, stage, micro_batch, message.sender, message.producer)
+                if message.carries(micro_batch):
+                    yield Action(RECEIVE, stage, micro_batch, message.sender, message.producer)
             yield Action(FORWARD, stage, micro_batch)
             for message in outward:
-                yield Action(SEND, stage, micro_batch, message.receiver, message.consumer)
+                if message.carries(micro_batch):
+                    yield Action(SEND, stage, micro_batch, message.receiver, message.consumer)
         else:
             for message in outward:
-                if message.gradients:
+                if message.gradients and message.carries(micro_batch):
                     yield Action(RECEIVE_GRADIENT, stage, micro_batch, message.receiver, message.consumer)
             yield Action(BACKWARD, stage, micro_batch)
             for message in inward:
-                if message.gradients:
+                if message.gradients and message.carries(micro_batch):
                     yield Action(SEND_GRADIENT, stage, micro_batch, message.sender, message.producer)
     if plan.stages[stage].replicas > 1:
         yield Action(REDUCE, stage)

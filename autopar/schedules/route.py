@@ -1,21 +1,60 @@
-"""Route: which rows of a micro-batch travel between the replicas of two stages."""
+"""Route: which rows of which micro-batches travel between the replicas of two stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from math import lcm
+from typing import NamedTuple, Protocol
 
-__all__ = ["Route", "even_shares", "routes"]
+from autopar.formats.plan import Division
+
+__all__ = ["Divide", "Divided", "Route", "even_shares", "free_shares", "routes"]
+
+SLIVER = 1e-9
+"""Fractions of a row that are rounding, of shares that divide freely."""
+
+
+class Divided(Protocol):
+    """A stage, as far as messages go."""
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Rows of a micro-batch that each replica takes."""
+
+    @property
+    def division(self) -> Division:
+        """Whether the replicas split every micro-batch, or take whole ones in turn."""
+
+
+class Divide(NamedTuple):
+    """The least that is :class:`Divided`."""
+
+    shares: tuple[float, ...]
+    division: Division = "split"
 
 
 class Route(NamedTuple):
-    """Rows ``start:stop`` of every micro-batch go from replica ``sender`` to replica ``receiver``."""
+    """Rows ``start:stop`` of every ``period``-th micro-batch from ``first`` on go from ``sender`` to ``receiver``."""
 
     sender: int
     receiver: int
-    start: int
-    stop: int
+    start: float
+    stop: float
+    first: int = 0
+    period: int = 1
+
+    def carries(self, micro_batch: int) -> bool:
+        """Whether a micro-batch takes this route."""
+        return micro_batch % self.period == self.first
+
+    def count(self, micro_batches: int) -> int:
+        """Return how many of a step's micro-batches take this route.
+
+        >>> Route(0, 0, 0, 8, first=1, period=3).count(5)
+        2
+        """
+        return max(0, -(-(micro_batches - self.first) // self.period))
 
 
 def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
@@ -28,21 +67,47 @@ def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(edges))
 
 
-def routes(sender_shares: Sequence[int], receiver_shares: Sequence[int]) -> list[Route]:
-    """Return the non-empty intersections of two divisions of the same rows.
+def free_shares(rows: int, replicas: int) -> tuple[float, ...]:
+    """Divide rows among replicas as if they were a liquid."""
+    return (rows / replicas,) * replicas
 
-    >>> for route in routes((2, 2), (1, 3)):
-    ...     print(route)
-    Route(sender=0, receiver=0, start=0, stop=1)
-    Route(sender=0, receiver=1, start=1, stop=2)
-    Route(sender=1, receiver=1, start=2, stop=4)
+
+def routes(sending: Divided, receiving: Divided) -> list[Route]:
+    """Return what travels between the replicas of two stages.
+
+    >>> for route in routes(Divide((2, 2)), Divide((1, 3))):
+    ...     print(*route[:4])
+    0 0 0 1
+    0 1 1 2
+    1 1 2 4
+    >>> for route in routes(Divide((4, 4), "round-robin"), Divide((2, 2))):
+    ...     print(*route)
+    0 0 0 2 0 2
+    0 1 2 4 0 2
+    1 0 0 2 1 2
+    1 1 2 4 1 2
     """
-    senders, receivers = [0, *accumulate(sender_shares)], [0, *accumulate(receiver_shares)]
     found = []
-    for sender in range(len(sender_shares)):
-        for receiver in range(len(receiver_shares)):
-            start = max(senders[sender], receivers[receiver])
-            stop = min(senders[sender + 1], receivers[receiver + 1])
-            if start < stop:
-                found.append(Route(sender, receiver, start, stop))
+    for sender, (begin, end) in enumerate(_spans(sending)):
+        for receiver, (other_begin, other_end) in enumerate(_spans(receiving)):
+            start, stop = max(begin, other_begin), min(end, other_end)
+            turn = _turn(sending, sender, receiving, receiver)
+            if stop - start > SLIVER and turn is not None:
+                found.append(Route(sender, receiver, start, stop, *turn))
     return found
+
+
+def _spans(stage: Divided) -> list[tuple[float, float]]:
+    if stage.division == "round-robin":
+        return [(0, rows) for rows in stage.shares]
+    return list(pairwise((0, *accumulate(stage.shares))))
+
+
+def _turn(sending: Divided, sender: int, receiving: Divided, receiver: int) -> tuple[int, int] | None:
+    """(first, period) of the micro-batches that both replicas take part in; None where there are none."""
+    there = len(sending.shares) if sending.division == "round-robin" else 1
+    here = len(receiving.shares) if receiving.division == "round-robin" else 1
+    period = lcm(there, here)
+    common = (m for m in range(period) if m % there == sender % there and m % here == receiver % here)
+    first = next(common, None)
+    return None if first is None else (first, period)

@@ -38,6 +38,19 @@ def random_candidate(rng: random.Random, costs: CostModel) -> Candidate:
     for index in range(count):
         mine, order = order[: widths[index]], order[widths[index] :]
         depth = depths[index] if schedule == "1f1b" else micro_batches
-        shares = shares_of(rng, rows, widths[index])
-        stages.append(Placed(cuts[index], cuts[index + 1], tuple(mine), shares, depth))
+        stage = Placed(cuts[index], cuts[index + 1], tuple(mine), shares_of(rng, rows, widths[index]), depth)
+        stages.append(_varied(rng, stage, rows, micro_batches))
     return Candidate(micro_batches, rows, schedule, tuple(stages))
+
+
+def _varied(rng: random.Random, stage: Placed, rows: int, micro_batches: int) -> Placed:
+    """Recompute some layers; let replicas shard something, or take turns with as much in flight among them."""
+    chosen = [layer for layer in range(stage.first, stage.stop) if rng.random() < 0.2]
+    stage = stage._replace(recompute=tuple(chosen))
+    width = len(stage.devices)
+    if width > 1:
+        stage = stage._replace(shard=rng.choice(["none", "none", "optimizer", "gradients", "parameters"]))
+        if width <= micro_batches and rng.random() < 0.3:
+            turned = -(-stage.warmup // width)
+            stage = stage._replace(division="round-robin", shares=(rows,) * width, warmup=turned)
+    return stage

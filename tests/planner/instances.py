@@ -6,7 +6,18 @@ import random
 from itertools import pairwise
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link
-from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor, Tied
+from autopar.formats.profile import (
+    Cost,
+    DeviceCosts,
+    DeviceKind,
+    Layer,
+    ModelSource,
+    Noise,
+    Profile,
+    Saved,
+    Tensor,
+    Tied,
+)
 
 MIB = 2**20
 
@@ -133,6 +144,28 @@ def random_cluster(seed: int, devices: int) -> Cluster:
         )
     kinds = tuple(Device(type="cpu", memory_bytes=2**34, node=node) for node in nodes)
     return Cluster(devices=kinds, links=links, curves=curves)
+
+
+def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, Cluster]:
+    """The same on devices of two kinds, the second from 0.4 to 2 times as slow; one of each if there are several."""
+    rng = random.Random(seed + 9_000_000)
+
+    def slower(layer: Layer) -> Layer:
+        factor = rng.uniform(0.4, 2.0)
+        costs = tuple(
+            each.model_copy(update={"forward_s": factor * each.forward_s, "backward_s": factor * each.backward_s})
+            for each in layer.costs
+        )
+        return layer.model_copy(update={"costs": costs, "update_s": factor * layer.update_s})
+
+    kind = DeviceKind(type="cpu", name="other", memory_bytes=2**34)
+    other = DeviceCosts(device=kind, layers=tuple(map(slower, profile.layers)))
+    count = len(cluster.devices)
+    of = [rng.choice(("test", "other")) for _ in range(count)]
+    if count > 1:
+        of[0], of[-1] = ("test", "other") if rng.random() < 0.5 else ("other", "test")
+    devices = tuple(device.model_copy(update={"type": kind}) for device, kind in zip(cluster.devices, of, strict=True))
+    return profile.model_copy(update={"others": (other,)}), cluster.model_copy(update={"devices": devices})
 
 
 def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: int = 16) -> Profile:

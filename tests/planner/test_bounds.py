@@ -6,7 +6,7 @@ import random
 
 import pytest
 from drawn import random_candidate
-from instances import random_cluster, random_profile
+from instances import random_cluster, random_profile, two_kinds
 
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Family, place
@@ -18,11 +18,13 @@ from autopar.schedules import SCHEDULES
 
 def test_no_simulated_step_is_shorter_than_its_bound() -> None:
     tight = 0
-    for seed in range(400):
+    for seed in range(700):
         rng = random.Random(seed)
         devices = rng.randint(1, 8)
-        profile = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12))
-        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        profile, cluster = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12)), random_cluster(seed, devices)
+        if seed % 2:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
         simulator = Simulator(costs)
         for _ in range(15):
             candidate = random_candidate(rng, costs)
@@ -41,12 +43,15 @@ def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
         count = rng.randint(1, min(6, costs.layer_count))
         cuts = (*sorted(rng.sample(range(1, costs.layer_count), count - 1)), costs.layer_count)
         for depths in SCHEDULES[schedule].warmups(count, 4).values():
-            candidate = place(Family(4, costs.batch // 4, schedule, depths[::-1]), cuts, (1,) * count)
+            stages = place(Family(4, costs.batch // 4, schedule), cuts, (1,) * count)
+            deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
+            candidate = Candidate(4, costs.batch // 4, schedule, deep)
             assert bound(costs, candidate) <= Simulator(costs).step_s(candidate) * (1 + 1e-9)
 
 
 def test_a_single_device_meets_its_bound_exactly() -> None:
     for seed in range(50):
         costs = CostModel(random_profile(seed), random_cluster(seed, 1), PlanOptions(gpus=1))
-        candidate: Candidate = place(Family(1, costs.batch, "1f1b", (1,)), (costs.layer_count,), (1,))
+        stages = place(Family(1, costs.batch, "1f1b"), (costs.layer_count,), (1,))
+        candidate = Candidate(1, costs.batch, "1f1b", stages)
         assert bound(costs, candidate) == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
-from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.profile import Layer, Line, Tensor, Tied
 from autopar.planner import plan
+from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Placed, families
 from autopar.planner.costs import CostModel
 from autopar.planner.layers import LayerCosts, at_rows
 from autopar.planner.links import LinkModel
 from autopar.planner.memory import Held
 from autopar.planner.options import PlanOptions
-from autopar.planner.tables import FlowTables
+from autopar.planner.simulate import Simulator
 from autopar.schedules.buckets import bucket_limit_bytes, buckets
 
 MIB = 2**20
@@ -46,15 +47,15 @@ def _all_reduce(ranks: int, *seconds: float) -> Curve:
 def test_an_all_reduce_is_the_curve_where_measured_and_a_rings_scaling_elsewhere() -> None:
     cluster = _cluster(_all_reduce(2, 0.010, 0.012))
     links = LinkModel(cluster, cluster.devices)
-    assert links.all_reduce_s(1500, 2, "node") == pytest.approx(0.011)
-    assert links.all_reduce_s(3000, 2, "node") == pytest.approx(0.014)
-    assert links.all_reduce_s(2000, 4, "node") == pytest.approx(0.010 * 3 + 0.002 * 1.5)
-    assert links.all_reduce_note(2, "node") is None
-    assert links.all_reduce_note(4, "node") == "all-reduce among 4 ranks is estimated from 2"
+    assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
+    assert links.collective_s("all_reduce", 3000, 2, "node") == pytest.approx(0.014)
+    assert links.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(0.010 * 3 + 0.002 * 1.5)
+    assert links.collective_note("all_reduce", 2, "node") is None
+    assert links.collective_note("all_reduce", 4, "node") == "all-reduce among 4 ranks is estimated from 2"
     bare = LinkModel(_cluster(), cluster.devices)
-    assert bare.all_reduce_s(2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
+    assert bare.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
     assert bare.message_s(2000, "node") == pytest.approx(3e-3)
-    assert bare.all_reduce_s(0, 4, "node") == bare.all_reduce_s(2000, 1, "node") == 0.0
+    assert bare.collective_s("all_reduce", 0, 4, "node") == bare.collective_s("all_reduce", 2000, 1, "node") == 0.0
 
 
 def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> None:
@@ -69,7 +70,7 @@ def test_a_bandwidth_that_is_given_replaces_curves_and_links() -> None:
     cluster = _cluster(_all_reduce(2, 0.010, 0.012))
     links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
     assert links.message_s(10**9, "node") == pytest.approx(1.001)
-    assert links.all_reduce_s(10**9, 2, "node") == pytest.approx(1.002)
+    assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
 
 
 def test_devices_on_two_nodes_talk_over_the_network() -> None:
@@ -111,7 +112,9 @@ def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
     costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
     # c is ready at 1 and reduced at 7; b at 8 and 14; a at 13, reduced from 14 to 20: 7 after the backward's 13.
     assert costs.exposed_s(0, 3, 1, 2, "node") == pytest.approx(7.0, rel=1e-5)
-    assert costs.reduce_s(0, 3, 2, "node") == pytest.approx(18.0, rel=1e-5)
+    whole = Placed(0, 3, (0, 1), (1, 1), 1)
+    assert costs.reduce_s(whole) == pytest.approx(18.0, rel=1e-5)
+    assert costs.replica_exposed_s(whole, 0) == costs.exposed_s(0, 3, 1, 2, "node")
     assert costs.exposed_s(0, 3, 1, 1, "node") == 0.0
 
 
@@ -120,25 +123,25 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     tied = (Tied(parameter="w", layers=("a", "c"), bytes=1000),)
     costs = CostModel(profile_of(layers, [], 1, tied), _cluster(), PlanOptions())
     ring = 2e-3
-    assert costs.reduce_s(0, 3, 2, "node") == pytest.approx(ring + 1500 / 1e6)
-    assert costs.reduce_s(0, 2, 2, "node") == pytest.approx(ring + 500 / 1e6)
+    assert costs.reduce_s(Placed(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
+    assert costs.reduce_s(Placed(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
     stages = (Placed(0, 2, (0,), (1,), 1), Placed(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
     assert costs.tied_between((Placed(0, 3, (0,), (1,), 1),)) == []
-    whole = costs.memory.states[0][3] + costs.memory.gradients[0][3]
-    assert whole == 1500 * 4 + 3 * 10
-    assert costs.memory.gradients[0][3] == 1500
-    assert (costs.memory.lasting[0][3], costs.memory.lasting[0][2]) == (0, 1000)
+    whole = costs.memory[0].parts(0, 3, 1)
+    assert whole.parameters + whole.optimizer + whole.gradients == 1500 * 4 + 3 * 10
+    assert whole.gradients == 1500
+    assert (whole.lasting, costs.memory[0].parts(0, 2, 1).lasting) == (0, 1000)
 
 
 def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_layer_takes() -> None:
     profile = gpt_profile()
     costs = CostModel(profile, local_cluster(), PlanOptions())
     head = costs.layer_count - 1
-    assert costs.update_s(head, head + 1) == pytest.approx(2 * profile.layers[0].update_s)
+    stage = Placed(head, head + 1, (0,), (1,), 1)
+    assert costs.update_s(stage) == pytest.approx(2 * profile.layers[0].update_s)
     quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
-    retimed = costs.retimed(LayerCosts(profile.model_copy(update={"layers": tuple(quick)})))
-    assert retimed.update_s(head, head + 1) == 0.0
+    assert costs.retimed(LayerCosts(tuple(quick))).update_s(stage) == 0.0
 
 
 def test_memory_is_the_sum_the_docstring_says() -> None:
@@ -148,7 +151,7 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
         Tensor(name="ab", producer="a", consumers=("b", "c"), bytes_per_sample=40, dtype="f32", gradient=True),
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
     ]
-    costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions())
+    costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions(gpus=3))
     stages = tuple(Placed(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
     # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
@@ -164,35 +167,20 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
 def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
     for seed in range(40):
         costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
-        memory, count = costs.memory, costs.layer_count
+        memory, count = costs.memory[0], costs.layer_count
         for first in range(count):
             for stop in range(first + 1, count + 1):
-                peaks = [memory.peak(first, stop, Held(2, depth, 8, True)) for depth in range(1, 8)]
+                peaks = [memory.peak(first, stop, Held(2, depth, 8, replicas=2)) for depth in range(1, 8)]
                 grown = {after - before for before, after in pairwise(peaks)}
-                assert grown == {memory.activations(2)[first][stop]}
-                assert memory.peaks(2)[first][stop] >= memory.activations(2)[first][stop]
+                parts = memory.parts(first, stop, 2)
+                assert grown == {parts.activations}
+                assert parts.peak >= parts.activations
 
 
-def test_the_searchs_byte_tables_equal_the_flows_they_tabulate() -> None:
-    for seed in range(60):
-        costs = CostModel(random_profile(seed), random_cluster(seed, 2), PlanOptions())
-        tables, count = FlowTables(costs), costs.layer_count
-        for first in range(count):
-            for stop in range(first + 1, count):
-                for after in range(stop + 1, count + 1):
-                    flow = costs.flows.between(first, stop, stop, after)
-                    at = (first, stop, after)
-                    found = (tables.forth[at], tables.forth_bytes[at], tables.back[at], tables.back_bytes[at])
-                    expected = (flow.tensors > 0, flow.bytes_per_sample, flow.gradients > 0)
-                    assert found == (*expected, flow.gradient_bytes_per_sample)
-
-
-def test_families_hold_every_divisor_once_per_order() -> None:
-    found = families(12, 4, PlanOptions())
-    assert {family.micro_batches for family in found} == {1, 2, 3, 4, 6, 12}
-    assert len(found) == len(set(found))
-    assert sum(family.micro_batches == 1 for family in found) == 1
-    assert sum(family.micro_batches == 12 for family in found) == 3
+def test_families_hold_every_divisor_once() -> None:
+    found = families(12, PlanOptions())
+    assert [family.micro_batches for family in found] == [1, 2, 3, 4, 6, 12]
+    assert {family.schedule for family in families(12, PlanOptions(schedule="gpipe"))} == {"gpipe"}
     assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
         "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
         "(--cluster describes others)"
@@ -202,15 +190,15 @@ def test_families_hold_every_divisor_once_per_order() -> None:
 def test_every_time_says_where_it_comes_from() -> None:
     profile, cluster = gpt_profile(), local_cluster(2)
     costs = CostModel(profile, cluster, PlanOptions(gpus=2))
-    assert costs.layers.provenance(0, 3, 4) == "measured"
-    assert costs.layers.provenance(0, 3, 3) == "interpolated"
-    assert costs.layers.provenance(0, 3, 32) == "estimated"
+    assert costs.layers[0].provenance(0, 3, 4) == "measured"
+    assert costs.layers[0].provenance(0, 3, 3) == "interpolated"
+    assert costs.layers[0].provenance(0, 3, 32) == "estimated"
     level = "node"
     assert costs.links.message_provenance(1024, level) == "measured"
     assert costs.links.message_provenance(1025, level) == "interpolated"
     assert costs.links.message_provenance(2**40, level) == "estimated"
-    assert costs.links.all_reduce_provenance(2048, 2, level) == "interpolated"
-    assert costs.links.all_reduce_provenance(2048, 3, level) == "estimated"
+    assert costs.links.collective_provenance("all_reduce", 2048, 2, level) == "interpolated"
+    assert costs.links.collective_provenance("all_reduce", 2048, 3, level) == "estimated"
     assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
     assert assumed.links.message_provenance(1024, level) == "estimated"
 
@@ -230,8 +218,8 @@ def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
     fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
     layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
     costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
-    assert costs.forward_s(0, 1, 32) == pytest.approx(17.0)
-    assert costs.forward_s(0, 1, 8) == pytest.approx(profile.layers[0].costs[3].forward_s)
+    assert costs.forward_s(Placed(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
+    assert costs.forward_s(Placed(0, 1, (0,), (8,), 1), 0) == pytest.approx(profile.layers[0].costs[3].forward_s)
 
 
 def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
@@ -239,3 +227,61 @@ def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
     device = profile.device.model_copy(update={"reserved_bytes": 2**30})
     costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
     assert costs.limits_bytes == [7 * 2**30]
+
+
+def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> Placed:
+    return Placed(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
+
+
+def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    tensors = [
+        Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True),
+        Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
+    ]
+    costs = CostModel(profile_of(layers, tensors, 4), _cluster(), PlanOptions())
+    plain, again = Placed(0, 3, (0,), (1,), 1), Placed(0, 3, (0,), (1,), 1, (0, 1, 2))
+    assert costs.backward_s(again, 0, 4) == pytest.approx(costs.backward_s(plain, 0, 4) + 3 * 1.0)
+    # Nothing of a layer's own is kept: 100 + x's 8 each; what they hand on is, and x is no tensor of this profile.
+    assert costs.memory[0].parts(0, 3, 1).activations == 3 * 100 + 8
+    assert costs.memory[0].parts(0, 3, 1, frozenset({0, 1, 2})).activations == 40 + 24
+    # While one layer runs backward, it holds its 150.
+    assert costs.memory[0].parts(0, 3, 1, frozenset({0, 1, 2})).peak == 40 + 24 + 150
+    assert costs.recompute_levels(1)[0] == frozenset()
+    assert costs.recompute_levels(1)[-1] == {0, 1, 2}
+
+
+def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
+    held = [costs.memory[0].peak(0, 3, costs.held(_replicas(shard), 1, 4, 0)) for shard in ("none", "optimizer")]
+    assert held[0] - held[1] == 3000 // 2
+    by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
+    ring = 1e-3
+    assert costs.reduce_s(by_shard["none"]) == pytest.approx(2 * ring + 1500 / 1e6)
+    assert costs.reduce_s(by_shard["optimizer"]) == pytest.approx(ring + 750 / 1e6)
+    assert costs.update_s(by_shard["optimizer"]) == pytest.approx(ring + 750 / 1e6)
+    assert costs.update_s(by_shard["parameters"]) == 0.0
+    # Half of 1000 and of 500 bytes are gathered, at 100 bytes a second: on a CPU, in turn with a second of computing.
+    slow = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions(bytes_per_s=100.0))
+    assert slow.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
+    assert slow.backward_s(by_shard["gradients"], 0, 4) == pytest.approx(3 + 5.001 + 2.501)
+    assert slow.backward_s(by_shard["parameters"], 0, 4) == pytest.approx(3 + 10.002 + 5.002)
+    # Where both slow each other to 0.8 and 0.5 of their speeds, a second of computing lasts 1.25 with the gathering.
+    overlap = Overlap(level="node", compute=1.25, communication=2.0)
+    shared = _cluster().model_copy(update={"overlaps": (overlap,)})
+    both = CostModel(profile_of(layers, [], 4), shared, PlanOptions(bytes_per_s=100.0))
+    assert both.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 0.625 + 2.501 + 0.625 + 1.0)
+
+
+def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
+    tensors = [Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True)]
+    costs = CostModel(profile_of(layers, tensors, 10), _cluster(), PlanOptions(gpus=3))
+    stages = (Placed(0, 1, (0, 1), (2, 2), 2, division="round-robin"), Placed(1, 2, (2,), (2,), 3))
+    candidate = Candidate(5, 2, "1f1b", stages)
+    assert [stages[0].turns(replica, 5) for replica in (0, 1)] == [3, 2]
+    simulator = Simulator(costs)
+    kinds = [sum(code == 0 for code, _, _ in rank) for rank in simulator.rows_of(candidate)]
+    assert kinds == [3, 2, 5]
+    assert bound(costs, candidate) <= simulator.step_s(candidate)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.planner.candidate import Family, place
+from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.dictated import parse
 
 NAMES = ["wte", "h.0", "h.1", "h.2", "ln-f", "head"]
@@ -57,5 +57,5 @@ def test_the_text_of_a_candidate_reads_back_as_its_stages(data: st.DataObject) -
     layers = data.draw(st.integers(1, 12))
     cuts = (*sorted(data.draw(st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set()))), layers)
     widths = tuple(data.draw(st.integers(1, 4)) for _ in cuts)
-    candidate = place(Family(1, 4, "1f1b", (1,) * len(cuts)), cuts, widths)
+    candidate = Candidate(1, 4, "1f1b", place(Family(1, 4, "1f1b"), cuts, widths))
     assert parse(candidate.text(), [f"l{index}" for index in range(layers)]) == (cuts, widths)

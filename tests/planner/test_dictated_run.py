@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import UsageError
-from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
@@ -18,16 +19,16 @@ from autopar.schedules import SCHEDULES
 
 
 def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    layers = range(costs.layer_count)
     return (
-        {size: [costs.forward_s(layer, layer + 1, size) for layer in layers] for size in rows},
-        {size: [costs.backward_s(layer, layer + 1, size, 0.0) for layer in layers] for size in rows},
+        {size: list(map(float, np.diff(costs.forward_sums(size)))) for size in rows},
+        {size: list(map(float, np.diff(costs.backward_sums(size, 0.0)))) for size in rows},
     )
 
 
 def _candidate(cuts: tuple[int, ...], widths: tuple[int, ...], micro_batches: int, size: int) -> Candidate:
-    depths = SCHEDULES["1f1b"].warmups(len(cuts), micro_batches)["PA"][::-1]
-    return place(Family(micro_batches, size, "1f1b", depths), cuts, widths)
+    depths = SCHEDULES["1f1b"].warmups(len(cuts), micro_batches)["PA"]
+    family = Family(micro_batches, size, "1f1b")
+    return with_depths(family, place(family, cuts, widths), depths)
 
 
 @pytest.mark.parametrize("seed", range(30))

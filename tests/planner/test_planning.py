@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,10 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
             in_flight(actions) for actions in program.ranks
         ]
         assert made.predicted.lower_bound_s <= made.predicted.step_s
-        assert [each.name for each in made.alternatives[:3]] == ["pure data parallelism", "equal split", "best"]
+        assert {"pure data parallelism", "equal split", "best"} <= {each.name for each in made.alternatives}
         for each in made.alternatives:
-            assert each.step_s is None or each.step_s >= made.predicted.step_s
+            excluded = any(note.startswith(f"{each.name} is faster") for note in made.notes)
+            assert excluded or each.step_s is None or each.step_s >= made.predicted.step_s
         for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True):
             assert peak <= limit
 
@@ -45,7 +47,8 @@ def test_both_solvers_make_the_same_plan() -> None:
     for seed in range(20):
         cluster = random_cluster(seed, 3)
         options = {solver: PlanOptions(gpus=3, gap=0.0, solver=solver) for solver in ("dp", "exhaustive")}  # type: ignore[arg-type]
-        steps = {solver: plan(random_profile(seed), cluster, each).predicted for solver, each in options.items()}
+        profile = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4))
+        steps = {solver: plan(profile, cluster, each).predicted for solver, each in options.items()}
         assert steps["dp"].step_s == pytest.approx(steps["exhaustive"].step_s, rel=1e-9)
         assert steps["exhaustive"].lower_bound_s == steps["exhaustive"].step_s
 
@@ -53,17 +56,18 @@ def test_both_solvers_make_the_same_plan() -> None:
 def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
     checked = 0
     for seed in range(60):
-        profile, cluster = random_profile(seed), random_cluster(seed, 3)
+        profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3)), random_cluster(seed, 3)
         options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500)
         costs = CostModel(profile, cluster, options)
-        plans = everything(costs.layer_count, 3, costs.batch, options)
-        least = min(max(costs.shortfalls(candidate)) for candidate in plans)
+        least = min(max(costs.shortfalls(candidate)) for candidate in everything(costs, options))
         if least <= 0:
             continue
         checked += 1
         with pytest.raises(InfeasibleError) as caught:
             plan(profile, cluster, options)
-        assert f"({least} bytes)" in str(caught.value)
+        found = re.search(r"\((\d+) bytes\)", str(caught.value))
+        assert found is not None
+        assert int(found[1]) == least
         assert "stage " in str(caught.value)
         assert "--gpus" in str(caught.value)
     assert checked >= 40
@@ -73,7 +77,7 @@ def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> 
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=60 * MIB))
     data_parallel = made.alternatives[0]
     assert data_parallel.infeasible is not None
-    assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 40.60 MiB more than 60.00 MiB")
+    assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB")
     assert len(made.stages) == 2
 
 
@@ -153,8 +157,9 @@ def test_devices_of_another_type_than_measured_are_mentioned() -> None:
 def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3))
     for each in made.alternatives:
-        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, schedule=each.schedule or "auto")
-        assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == each.step_s
+        shard = "parameters" if each.name == "sharded data parallelism" else "none"
+        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, shard=shard)
+        assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == pytest.approx(each.step_s)
 
 
 _SCRIPT = """
@@ -184,7 +189,8 @@ def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_to
 def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() -> None:
     costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
     simulator = Simulator(costs)
-    candidates = list(everything(14, 2, 16, PlanOptions(min_stages=2, schedule="gpipe", micro_batches=4)))
+    options = PlanOptions(min_stages=2, schedule="gpipe", micro_batches=4, recompute="none")
+    candidates = list(everything(costs, options))
     for candidate in candidates:
         simulator.step_s(candidate)
     assert len(candidates) == 13
@@ -193,4 +199,4 @@ def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() 
 
 def test_a_search_that_no_memory_holds_is_refused() -> None:
     with pytest.raises(UsageError, match="GiB of tables; narrow it with fewer --gpus"):
-        plan(gpt_profile(blocks=200, batch=64), local_cluster(64), PlanOptions(gpus=64))
+        plan(gpt_profile(blocks=400, batch=512), local_cluster(64), PlanOptions(gpus=64))

@@ -17,7 +17,7 @@ from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import assemble
-from autopar.planner.candidate import Family, place
+from autopar.planner.candidate import Family, place, with_depths
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.simulate import Simulator, compile_rows, run, trace
@@ -126,8 +126,8 @@ def test_an_even_pipeline_without_transfers_takes_the_textbook_time(
 ) -> None:
     costs = CostModel(_chain(stages, micro_batches, 1.0, 2.0), _free_cluster(stages), PlanOptions())
     for depths in SCHEDULES[schedule].warmups(stages, micro_batches).values():
-        family = Family(micro_batches, 1, schedule, depths[::-1])
-        candidate = place(family, tuple(range(1, stages + 1)), (1,) * stages)
+        family = Family(micro_batches, 1, schedule)
+        candidate = with_depths(family, place(family, range(1, stages + 1), (1,) * stages), depths)
         assert Simulator(costs).step_s(candidate) == pytest.approx((micro_batches + stages - 1) * 3.0)
 
 
@@ -167,7 +167,8 @@ def test_gradients_are_reduced_behind_the_last_backward_only_where_they_are_late
 
 def test_eight_ranks_and_sixty_four_micro_batches_simulate_in_milliseconds() -> None:
     costs = CostModel(_chain(8, 64, 1.0, 2.0), _free_cluster(8), PlanOptions())
-    candidate = place(Family(64, 1, "1f1b", tuple(range(1, 9))), tuple(range(1, 9)), (1,) * 8)
+    family = Family(64, 1, "1f1b")
+    candidate = with_depths(family, place(family, range(1, 9), (1,) * 8), range(8, 0, -1))
     simulator = Simulator(costs)
     simulator.step_s(candidate)
     begun = time.perf_counter()

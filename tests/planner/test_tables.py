@@ -7,68 +7,70 @@ import pytest
 from instances import random_cluster, random_profile
 
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
-from autopar.planner.tables import FlowTables, SizeTables, SuffixTables
+from autopar.planner.pool import Pool
+from autopar.planner.tables import StageTables, SuffixTables
+from autopar.planner.work import work_s
+
+Key = tuple[int, int, int, str, str]
 
 
-def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[tuple[object, ...], float]:
-    """The least bound of all candidates that fit, by family, stages, and the first stage's width and end."""
-    least: dict[tuple[object, ...], float] = {}
-    for candidate in everything(costs.layer_count, len(costs.devices), costs.batch, options):
-        if max(costs.shortfalls(candidate)) > 0:
-            continue
-        first = candidate.stages[0]
-        depths = tuple(stage.warmup for stage in candidate.stages)
-        key = (candidate.micro_batches, candidate.schedule, depths, len(first.devices), first.stop)
-        least[key] = min(least.get(key, np.inf), bound(costs, candidate))
+def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
+    """The least bound of all candidates that fit, by family and what the first stage is."""
+    least: dict[Key, float] = {}
+    for candidate in everything(costs, options):
+        if max(costs.shortfalls(candidate)) <= 0:
+            first = candidate.stages[0]
+            key = (candidate.micro_batches, len(first.devices), first.stop, first.division, first.shard)
+            least[key] = min(least.get(key, np.inf), bound(costs, candidate))
     return least
 
 
-def _table_value(tables: SuffixTables, stages: int, width: int, stop: int, overhead_s: float) -> float:
-    _, _, done, apart = tables.chosen[stages - 1][:, 0, width - 1, 0, stop]
-    return float(max(done, apart)) + overhead_s
+def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dict[Key, float]:
+    tables = SuffixTables(StageTables(costs, Pool(costs.kind_of), family, options), options)
+    values: dict[Key, float] = {}
+    for choice in tables.stages.choices[0]:
+        for behind in range(tables.counts):
+            step = tables.terms(0, 0, choice, behind)[3] + costs.profile.step_overhead_s
+            for width in range(1, len(step) + 1):
+                for stop in range(1, costs.layer_count + 1):
+                    key = (family.micro_batches, width, stop, choice.division, choice.shard)
+                    values[key] = min(values.get(key, np.inf), float(step[width - 1, 0, stop]))
+    return values
 
 
-def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_equal() -> None:
-    compared = equal = 0
-    for seed in range(120):
-        devices = seed % 3 + 2
-        profile, cluster = random_profile(seed, batches=(2, 4), skips=0.5), random_cluster(seed, devices)
+def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() -> None:
+    compared = close = 0
+    for seed in range(60):
+        devices = seed % 2 + 2
+        profile = random_profile(seed, most_layers=4, batches=(2, 4), skips=0.5)
+        cluster = random_cluster(seed, devices)
         options = PlanOptions(gpus=devices, memory_bytes=4_000_000 if seed % 2 else None)
         costs = CostModel(profile, cluster, options)
-        most = min(costs.layer_count, devices)
         least = _by_first_stage(costs, options)
-        flows = FlowTables(costs)
-        for family in families(costs.batch, most, options):
-            sizes = SizeTables(costs, flows, family.micro_batches, family.micro_batch_size)
-            tables = SuffixTables(sizes, family, most, use_all=False)
-            for stages in range(1, most + 1):
-                depths = tuple(family.depths[stages - 1 :: -1])
-                for width in range(1, sizes.widths + 1):
-                    for stop in range(1, costs.layer_count + 1):
-                        key = (family.micro_batches, family.schedule, depths, width, stop)
-                        if key in least:
-                            value = _table_value(tables, stages, width, stop, profile.step_overhead_s)
-                            assert value <= least[key] * (1 + 1e-9), f"seed {seed}: {key}"
-                            compared += 1
-                            equal += value >= least[key] * (1 - 1e-9)
-    assert compared >= 2000
-    assert equal >= 0.6 * compared
+        for family in families(costs.batch, options):
+            values = _table_values(costs, family, options)
+            for key in values.keys() & least.keys():
+                assert values[key] <= least[key] * (1 + 1e-9), f"seed {seed}: {key}"
+                compared += 1
+                close += values[key] >= least[key] * 0.9
+            mine = [value for key, value in least.items() if key[0] == family.micro_batches]
+            assert work_s(costs, family) <= min(mine, default=np.inf) * (1 + 1e-9)
+    assert compared >= 400
+    assert close >= 0.5 * compared
 
 
 def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     costs = CostModel(random_profile(8, batches=(6,)), random_cluster(8, 2), PlanOptions(gpus=2))
     candidate = next(
-        each
-        for each in everything(costs.layer_count, 2, 6, PlanOptions(micro_batches=2, use_all=True))
-        if len(each.stages) == 1
+        each for each in everything(costs, PlanOptions(micro_batches=2, use_all=True)) if len(each.stages) == 1
     )
-    uneven = candidate.stages[0]._replace(shares=(1, 2))
-    slow = Candidate(2, 3, "1f1b", (uneven._replace(warmup=1),))
-    busiest = costs.forward_s(0, costs.layer_count, 2) + costs.backward_s(0, costs.layer_count, 2, 1.0)
+    uneven = candidate.stages[0]._replace(shares=(1, 2), warmup=1)
+    slow = Candidate(2, 3, "1f1b", (uneven,))
+    busiest = costs.forward_s(uneven, 1) + costs.backward_s(uneven, 1, 2)
     assert busiest > 1e-3
     assert bound(costs, slow) >= 2 * busiest
     assert bound(costs, slow) == pytest.approx(bound(costs, slow._replace(stages=(uneven._replace(shares=(2, 1)),))))

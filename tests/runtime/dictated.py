@@ -23,8 +23,13 @@ def dictate(
     cuts: Sequence[int] | None = None,
     shares: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
+    turns: Sequence[int] = (),
+    recompute: bool = False,
 ) -> Plan:
-    """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where."""
+    """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where.
+
+    The replicas of stages ``turns`` take whole micro-batches in turn; with ``recompute``, all layers are recomputed.
+    """
     names = [layer.name for layer in graph.layers]
     stages = len(widths)
     edges = [0, *(cuts or [len(names) * index // stages for index in range(1, stages)]), len(names)]
@@ -38,7 +43,19 @@ def dictate(
         devices = tuple(range(device, device + width))
         device += width
         share = tuple(shares[index]) if shares else even_shares(rows, width)
-        placed.append(Stage(layers=mine, devices=devices, shares=share, warmup=warmup[index]))
+        depth = warmup[index]
+        if index in turns:
+            share, depth = (rows,) * width, -(-depth // width)
+        placed.append(
+            Stage(
+                layers=mine,
+                devices=devices,
+                shares=share,
+                warmup=depth,
+                division="round-robin" if index in turns else "split",
+                recompute=mine if recompute else (),
+            )
+        )
     return Plan(
         model=ModelSource(source=str(model.path), sha256=model.sha256),
         batch=micro_batches * rows,

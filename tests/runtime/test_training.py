@@ -156,7 +156,8 @@ def _shares_of(graph: LayerGraph, plan: Plan, name: str) -> tuple[int, ...]:
     modules = {module: layer.name for layer in graph.layers for module in layer.modules}
     while name not in modules:
         name = name.rpartition(".")[0]
-    return stage_of[modules[name]].shares
+    stage = stage_of[modules[name]]
+    return stage.rows if stage.division == "split" else stage.rows[:1]
 
 
 PLANS = [
@@ -213,5 +214,39 @@ def test_dropout_depends_on_the_division_and_on_nothing_else(
     losses = _train(pool, dropout, plan, tmp_path)
     truth = plain.train(
         dropout.file, 3, 5, lambda name: _shares_of(dropout.graph, plan, name), random, seed=3, model_seed=0
+    )
+    _check(plan, truth, tmp_path, losses)
+
+
+@pytest.mark.parametrize("example", NARROW)
+@pytest.mark.parametrize(("widths", "schedule"), [((1, 1, 1), "1f1b"), ((1, 2), "gpipe"), ((2,), "1f1b")])
+def test_recomputation_changes_nothing(
+    example: str,
+    widths: tuple[int, ...],
+    schedule: str,
+    cases: dict[tuple[str, str], Case],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = cases[example, "adamw"]
+    plan = dictate(case.graph, case.model, widths, 3, 7, schedule, recompute=True)
+    losses = _train(pool, case, plan, tmp_path)
+    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name))
+    _check(plan, truth, tmp_path, losses)
+    _check_buffers(plan, truth, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("widths", "turns", "recompute"),
+    [((2,), [0], False), ((2, 1), [0], True), ((1, 3), [1], False), ((2, 2), [0, 1], False), ((2, 3), [0, 1], True)],
+)
+def test_replicas_that_take_turns_train_as_the_plain_loop(
+    widths: tuple[int, ...], turns: list[int], recompute: bool, dropout: Case, pool: RankPool, tmp_path: Path
+) -> None:
+    random = [layer.name for layer in dropout.graph.layers if layer.random]
+    plan = dictate(dropout.graph, dropout.model, widths, 5, 3, "gpipe", seed=3, turns=turns, recompute=recompute)
+    losses = _train(pool, dropout, plan, tmp_path)
+    truth = plain.train(
+        dropout.file, 5, 3, lambda name: _shares_of(dropout.graph, plan, name), random, seed=3, model_seed=0
     )
     _check(plan, truth, tmp_path, losses)

@@ -1,0 +1,24 @@
+"""Scope: what a plan may ask for that this runtime does not do."""
+
+from __future__ import annotations
+
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+
+__all__ = ["check_scope"]
+
+
+def check_scope(plan: Plan) -> None:
+    """Refuse a plan that can be simulated, but not carried out.
+
+    Raises:
+        UsageError: names what it is, and how to plan without it.
+    """
+    if plan.divisible:
+        raise UsageError("the plan divides micro-batches freely, as no run can; plan without --divisible")
+    for index, stage in enumerate(plan.stages):
+        if stage.shard != "none":
+            raise UsageError(
+                f"stage {index} shards its {stage.shard} among {stage.replicas} replicas, which `autopar run` does not "
+                "do yet; plan with --shard none"
+            )
