@@ -106,7 +106,11 @@ def _roomy(batch: int) -> Iterator[None]:
 
 
 def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:
-    if device.type != "cpu" and not graph.hollow:
+    if device.type != "cpu" and graph.hollow:
+        for part in module.modules():
+            # What is read of modules that belong to no layer; layers take theirs along.
+            part._buffers.update({name: value.to(device) for name, value in part._buffers.items() if value is not None})
+    elif device.type != "cpu":
         module.to(device)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for layer in graph.layers:

@@ -83,7 +83,8 @@ def _run(
     graph: LayerGraph,
     computing: Computing,
 ) -> LayerWork:
-    mode = FakeTensorMode()
+    # A module that the user lists, or that runs the forward of the whole model, reads tensors that are not its own.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = _faked(layer, mode)
     with mode:
         tensors = {name: torch.empty(spec.shape(rows), dtype=types[name][0]) for name, spec in specs.items()}

@@ -9,7 +9,7 @@ an end at the call of the next module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import nn
 from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild
 from autopar.capture.fallback import ListedLayer, Listing
 from autopar.capture.graph import LayerGraph
+from autopar.capture.hollow import is_hollow
+from autopar.capture.stand_ins import standing_in
 
 __all__ = ["declared_layers"]
 
@@ -31,7 +33,6 @@ class _Part:
 
     name: str
     module: nn.Module
-    calls: int = 0
     results: int = 0
     """Length of the tuple that it returns; 0 for a tensor."""
 
@@ -113,7 +114,7 @@ def declared_layers(model: nn.Module, batch: object, loss: Callable[..., Any] | 
     order = _observe(model, batch, loss, parts)
     covered = {id(value) for part in parts for value in part.module.parameters()}
     trained = {id(value) for value in model.parameters() if value.requires_grad}
-    if len(order) != len(parts) or any(part.calls != 1 for part in parts) or not trained <= covered:
+    if sorted(map(id, order)) != sorted(map(id, parts)) or not trained <= covered:
         return None
     layers: list[ListedLayer] = []
     for index in range(len(order)):
@@ -150,19 +151,41 @@ def _observe(model: nn.Module, batch: object, loss: Callable[..., Any] | None, p
     """Run the model once; return its parts in the order in which they are called."""
     order: list[_Part] = []
 
-    def note(part: _Part, output: object) -> None:
-        part.calls += 1
-        part.results = len(output) if isinstance(output, tuple) else 0
-        order.append(part)
-
     def hook(part: _Part) -> Callable[..., None]:
-        return lambda module, arguments, output: note(part, output)
+        def note(module: nn.Module, arguments: object, output: object) -> None:
+            part.results = len(output) if isinstance(output, tuple) else 0
+            order.append(part)
+
+        return note
+
+    def call(tensors: Sequence[torch.Tensor]) -> None:
+        whole = rebuild(batch, dict(zip(named_tensors(batch), tensors, strict=True)))
+        positional, named = model_arguments(model, whole, loss is not None)
+        model(*positional, **named)
 
     handles = [part.module.register_forward_hook(hook(part)) for part in parts]
     try:
-        positional, named = model_arguments(model, batch, loss is not None)
-        model(*positional, **named)
+        _call(model, call, list(named_tensors(batch).values()), parts, order)
     finally:
         for handle in handles:
             handle.remove()
     return order
+
+
+def _call(
+    model: nn.Module,
+    call: Callable[[Sequence[torch.Tensor]], None],
+    tensors: Sequence[torch.Tensor],
+    parts: Sequence[_Part],
+    order: list[_Part],
+) -> None:
+    """Run a model: where it is larger than memory for its shapes, or else giving values to one part after the other."""
+    if not is_hollow(model):
+        call(tensors)
+        return
+    with standing_in(model) as stand_ins:
+        try:
+            stand_ins.observe(call, tensors)
+        except Exception:
+            order.clear()
+            stand_ins.observe_in_turn(lambda: call(tensors), [part.module for part in parts])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
-__all__ = ["Storages", "draws_random_numbers", "submodules", "tensor_arguments", "written"]
+__all__ = ["Storages", "draws", "draws_random_numbers", "submodules", "tensor_arguments", "written"]
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
@@ -46,7 +46,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def _written_by_operator(node: fx.Node, operator: torch._ops.OpOverload) -> Iterator[fx.Node]:
     # batch_norm and its kin write their running statistics without saying so in the schema.
-    training = any(_argument(node, operator, name) is True for name in ("training", "train", "use_input_stats"))
+    flags = ("training", "train", "use_input_stats")
+    training = any(_argument(operator, node.args, node.kwargs, name) is True for name in flags)
     for position, argument in enumerate(operator._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or (training and argument.name in ("running_mean", "running_var")):
@@ -84,12 +85,14 @@ def _operands(node: fx.Node) -> list[object]:
     return flat
 
 
-def _argument(node: fx.Node, operator: torch._ops.OpOverload, name: str) -> object:
+def _argument(
+    operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str
+) -> object:
     for position, argument in enumerate(operator._schema.arguments):
         if argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, argument.default_value)
+            if position < len(args):
+                return args[position]
+            return kwargs.get(name, argument.default_value)
     return None
 
 
@@ -98,13 +101,18 @@ def draws_random_numbers(node: fx.Node) -> bool:
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload):
         return any(draws_random_numbers(inner) for module in submodules(node) for inner in module.graph.nodes)
+    return draws(operator, node.args, node.kwargs)
+
+
+def draws(operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Tell whether an operator called so uses the random number generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     names = {argument.name for argument in operator._schema.arguments}
-    if any(_argument(node, operator, name) is False for name in ("train", "training")):
+    if any(_argument(operator, args, kwargs, name) is False for name in ("train", "training")):
         return False
     rates = {"dropout", "dropout_p", "p"} if names & {"train", "dropout_p"} else set()
-    return not any(_argument(node, operator, rate) in (0, 0.0) for rate in rates & names)
+    return not any(_argument(operator, args, kwargs, rate) in (0, 0.0) for rate in rates & names)
 
 
 class Storages:

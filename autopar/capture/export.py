@@ -68,7 +68,8 @@ def capture_module(
     model's own objects; buffers and the random state are left as they were. With ``layers``, its list of modules is
     taken as it is, one layer each.
 
-    A model whose parameters have no values (``UserModel.build(hollow=True)``) gives a graph without values.
+    A model whose parameters have no values (``UserModel.build(hollow=True)``) gives a graph without values. Its modules
+    are listed by running them on shapes, or, where values decide what one runs, with random weights for that one.
 
     Raises:
         ModelError: the model raises, or batch, output and loss do not fit together.
@@ -85,8 +86,6 @@ def capture_module(
     step = StepModule(model, batch, loss).train()
     with unchanged(model):
         if layers is not None:
-            if hollow:
-                raise CaptureError("layers(model) runs its modules to describe them, and this model exceeds the memory")
             with _told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers)
         try:
@@ -95,7 +94,7 @@ def capture_module(
                 _settled(step, tensors, mode)
                 program = _export(step, tensors)
         except CaptureError:
-            declared = None if hollow else _declared(model, batch, loss)
+            declared = _declared(model, batch, loss)
             if declared is None:
                 raise
             return declared

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,14 @@ from torch import nn
 
 from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild, row_count
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.hollow import is_hollow
+from autopar.capture.stand_ins import standing_in
 from autopar.errors import ModelError
 
 __all__ = ["NOTHING_TO_TRAIN", "ListedLayer", "Listing", "listed_layers"]
+
+Running = Callable[["ListedLayer", tuple[torch.Tensor, ...]], tuple[object, bool]]
+"""Runs a layer on inputs; returns what it gives, and whether it draws random numbers."""
 
 NOTHING_TO_TRAIN = "the loss depends on no parameter that requires a gradient; there is nothing to train"
 
@@ -113,17 +119,18 @@ class Listing:
     def __init__(
         self, model: nn.Module, wrapped: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
     ) -> None:
-        self.wrapped, self.names, self.batch_names = wrapped, names, batch_names
+        self.model, self.wrapped, self.names, self.batch_names = model, wrapped, names, batch_names
         self.parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         self.buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
 
     def run(
         self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
     ) -> LayerGraph:
-        first, randoms = self._forward(small)
-        if not first[-1][0].requires_grad:
-            raise ModelError(NOTHING_TO_TRAIN)
-        second, _ = self._forward(large)
+        with self._running() as running:
+            first, randoms = self._forward(small, running)
+            if not first[-1][0].requires_grad:
+                raise ModelError(NOTHING_TO_TRAIN)
+            second, _ = self._forward(large, running)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
         for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
@@ -143,20 +150,29 @@ class Listing:
             outputs=previous,
             loss="mean" if len(previous) == 1 else "sum_count",
             portable=False,
+            hollow=is_hollow(self.model),
             notes=notes,
         )
 
-    def _forward(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[tuple[torch.Tensor, ...]], list[bool]]:
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[Running]:
+        if not is_hollow(self.model):
+            yield _run
+            return
+        with standing_in(self.model, self.wrapped) as stand_ins:
+            yield lambda layer, inputs: stand_ins.run(layer, layer.compute, inputs)
+
+    def _forward(
+        self, tensors: Mapping[str, torch.Tensor], running: Running
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[bool]]:
         outputs: list[tuple[torch.Tensor, ...]] = []
         randoms = []
-        for layer in self.wrapped:
+        for position, layer in enumerate(self.wrapped):
             inputs = tuple(tensors[name].clone() for name in layer.batch_names)
             if not layer.first:
                 inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[-1])
-            state = torch.get_rng_state()
-            output = layer.compute(inputs)
-            randoms.append(not torch.equal(state, torch.get_rng_state()))
-            position = self.wrapped.index(layer)
+            output, random = running(layer, inputs)
+            randoms.append(random)
             if position + 1 < len(self.wrapped):
                 self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
             outputs.append(tensors_of(output, layer.element))
@@ -189,6 +205,12 @@ class Listing:
             readers = (self.names[i] for i, layer in enumerate(self.wrapped) if name in layer.batch_names)
             specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
         return specs
+
+
+def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, bool]:
+    state = torch.get_rng_state()
+    output = layer.compute(inputs)
+    return output, not torch.equal(state, torch.get_rng_state())
 
 
 def _spec(

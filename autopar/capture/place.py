@@ -12,7 +12,7 @@ from torch import fx, nn
 from autopar.capture.graph import Layer
 from autopar.errors import FileError
 
-__all__ = ["materialize", "materialize_random", "release", "retarget"]
+__all__ = ["materialize", "materialize_random", "release", "retarget", "usual_values"]
 
 
 _CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU)
     for attribute, name in layer.parameters.items():
         if name not in values:
             shape = layer.module.get_parameter(attribute)
-            values[name] = nn.Parameter(_usual(shape, name, seed, device), requires_grad=shape.requires_grad)
+            values[name] = nn.Parameter(usual_values(shape, name, seed, device), requires_grad=shape.requires_grad)
         _set(layer.module, attribute, values[name])
     for attribute in layer.buffers:
         _set(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
@@ -75,8 +75,9 @@ def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU)
         retarget(layer, device)
 
 
-def _usual(shape: torch.Tensor, name: str, seed: int, device: torch.device) -> torch.Tensor:
-    value = torch.empty_like(shape, device=device)
+def usual_values(shape: torch.Tensor, name: str, seed: int = 0, device: torch.device = _CPU) -> torch.Tensor:
+    """Return values for a parameter of the model that has a shape alone; see :func:`materialize_random`."""
+    value = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
     if shape.dim() < 2:
         return value.fill_(1.0 if name.endswith("weight") else 0.0)
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1

@@ -107,3 +107,26 @@ def test_a_plan_that_leaves_parameters_out_does_not_hold(tmp_path):
     model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
         capture(user, model)
+
+
+class Deciding(nn.Module):
+    """An activation that values choose."""
+
+    def forward(self, x):
+        return torch.tanh(x) if x.sum() < 1e9 else x
+
+
+@pytest.mark.parametrize("activation", [OwnActivation, Deciding])
+def test_the_declared_plan_of_a_hollow_model_is_that_of_the_real_one(activation, tmp_path):
+    user, model = models(tmp_path, {**LLAMA, "tie_word_embeddings": True})
+    shapes = user.build(1, hollow=True)
+    for layer in (*model.model.layers, *shapes.model.layers):
+        layer.mlp.act_fn = activation()
+    real, hollow = capture(user, model), capture(user, shapes)
+    assert (real.hollow, hollow.hollow, hollow.notes) == (False, True, real.notes)
+    for one, other in zip(real.layers, hollow.layers, strict=True):
+        assert (one.name, one.inputs, one.outputs, one.parameters, one.buffers, one.random) == (
+            (other.name, other.inputs, other.outputs, other.parameters, other.buffers, other.random)
+        )
+    assert (real.tensors, real.tied()) == (hollow.tensors, hollow.tied())
+    assert all(parameter.device.type == "meta" for parameter in shapes.parameters())

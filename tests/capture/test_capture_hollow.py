@@ -1,5 +1,5 @@
 """Models larger than memory are built and captured with shapes for parameters, and give the same graph."""
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import resource
 
 import pytest
 import torch
-from capture_zoo import MODELS, build
+from capture_zoo import MODELS, Dropout, build, mean_square, regression
 from test_capture_gradients import assert_equal_to_plain
+from test_capture_refusals import Branching, Checkpointed, OwnFunction
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture, capture_module, load, materialize_random, release
 from autopar.capture.hollow import hollow_parameters, is_hollow
 from autopar.capture.store import load_graph, save_graph
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, ModelError
 
 ATTRIBUTES = ("name", "modules", "inputs", "outputs", "parameters", "buffers", "random", "fingerprint")
 # Their constructors or forwards need values of parameters.
@@ -119,8 +121,56 @@ def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
     assert not torch.equal(layer.module.get_parameter("parameter_first_weight"), first["parameter_first_weight"])
 
 
-def test_a_hollow_model_is_not_described_by_listed_layers(tmp_path):
-    user = write(tmp_path)
-    batch = user.load_batch(user.dataset(), range(2))
-    with pytest.raises(CaptureError, match="exceeds the memory"):
-        capture_module(user.build(hollow=True), batch, user.loss, lambda model: [model.first, model.last])
+class Between(nn.Module):
+    """A step of a chain and what follows it: an element of ``layers(model)``."""
+
+    def __init__(self, model, step):
+        super().__init__()
+        self.model, self.step = [model], step
+
+    def forward(self, x):
+        return self.model[0].between(self.step(x))
+
+
+@pytest.mark.parametrize("kind", [Branching, OwnFunction, Checkpointed, Dropout])
+def test_the_listed_layers_of_a_hollow_model_are_those_of_the_real_one(kind):
+    def listed(model):
+        return [Between(model, step) for step in model.steps]
+
+    with hollow_parameters():
+        shapes = kind().double()
+    batch, state = regression(), torch.get_rng_state()
+    hollow = capture_module(shapes, batch, mean_square, listed)
+    assert torch.equal(state, torch.get_rng_state())
+    real = capture_module(kind().double(), batch, mean_square, listed)
+    assert (real.hollow, hollow.hollow, hollow.portable) == (False, True, False)
+    assert [layer.random for layer in hollow.layers] == [kind is Dropout] * 4
+    for one, other in zip(real.layers, hollow.layers, strict=True):
+        assert [getattr(one, a) for a in ATTRIBUTES] == [getattr(other, a) for a in ATTRIBUTES]
+    assert (real.tensors, real.inputs, real.outputs) == (hollow.tensors, hollow.inputs, hollow.outputs)
+    own = {id(parameter) for parameter in shapes.parameters()}
+    assert all(id(parameter) in own for layer in hollow.layers for parameter in layer.module.parameters())
+    assert all(parameter.device.type == "meta" for parameter in shapes.parameters())
+
+
+def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():
+    model = Branching().double()
+    alive: list[int] = []
+
+    class Counting(Between):
+        def forward(self, x):
+            held = [p for step in self.model[0].steps for p in step.parameters() if type(p) is nn.Parameter]
+            alive.append(sum(not isinstance(p.data, FakeTensor) for p in held))
+            return super().forward(x)
+
+    with hollow_parameters():
+        model = Branching().double()
+    capture_module(model, regression(), mean_square, lambda model: [Counting(model, step) for step in model.steps])
+    assert set(alive) == {0, 2}  # of a step, its weight and its bias
+
+
+def test_a_mistake_in_the_listed_layers_of_a_hollow_model_is_the_users():
+    with hollow_parameters():
+        model = Branching().double()
+    with pytest.raises(ModelError, match=r"layers\(model\) raised RuntimeError"):
+        capture_module(model, regression(), mean_square, lambda model: [model.steps[0], nn.Linear(3, 3).double()])

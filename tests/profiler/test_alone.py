@@ -103,6 +103,44 @@ def test_a_hollow_models_layers_read_what_the_layers_before_them_make(
         ]
 
 
+# A branch on values in one of the modules, which no graph holds.
+LISTED = (
+    CHAIN.replace("nn.Tanh()", "Deciding()").replace(
+        "def model():",
+        """class Deciding(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x) if x.sum() < 1e9 else x
+
+def model():""",
+    )
+    + """
+def layers(model):
+    return list(model)
+"""
+)
+
+
+def test_the_listed_layers_of_a_hollow_model_are_measured_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(LISTED)
+    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
+    real = measured(prepare(load(str(path)), options), options)
+    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
+    subject = prepare(load(str(path)), options)
+    assert subject.graph.hollow
+    hollow = measured(subject, options)
+    assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
+    assert hollow.tensors == real.tensors
+    for one, other in zip(hollow.layers, real.layers, strict=True):
+        assert one.name == other.name
+        assert one.optimizer_bytes == other.optimizer_bytes
+        assert [(each.saved, each.peak_bytes, each.output_bytes) for each in one.costs] == [
+            (each.saved, each.peak_bytes, each.output_bytes) for each in other.costs
+        ]
+
+
 def test_a_size_that_one_kind_of_layer_is_too_slow_for_is_left_out_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

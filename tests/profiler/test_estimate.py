@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
 
 from capture_zoo import build
 
-from autopar.capture import LayerGraph, capture_module, load, named_tensors
+from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
 from autopar.errors import CaptureError, UsageError
 from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
@@ -252,6 +254,39 @@ def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
     assert [kernel.flops for kernel in attention] == [2 * 2 * 4 * 16 * 16 * 64, 5 * 2 * 4 * 16 * 16 * 64]
     assert [kernel.op for kernel in again.backward if kernel.flops] == ["addmm", "mm", "mm"]
     assert list(again.saved) == ["input 0"]
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class _OwnActivation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Own.apply(torch.tanh(x))
+        return found
+
+
+def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": 10, "tie_word_embeddings": True}
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    user, works = load(f"hf:{tmp_path}"), []
+    for hollow in (False, True):
+        model: Any = user.build(hollow=hollow)
+        for block in model.model.layers:
+            block.mlp.act_fn = _OwnActivation()
+        graph = capture(user, model)
+        assert (graph.hollow, graph.portable) == (hollow, False)
+        works.append(graph_work(graph, 4, A100, "bf16"))
+    assert works[0] == works[1]
 
 
 def test_layers_that_compute_the_same_are_run_once(gpt: Subject) -> None:
