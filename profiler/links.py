@@ -67,11 +67,11 @@ def _describe(rank: int, note: Note) -> Doing:
     return Doing("measuring links" if note.phase == STEPPING else "setting up", waiting=False)
 
 
-def local_cluster(measured: Measured, kind: DeviceKind, count: int) -> Cluster:
+def local_cluster(measured: Measured, kind: DeviceKind, count: int, name: str = "local") -> Cluster:
     """Return this machine as a cluster of ``count`` devices with the measured times."""
     largest = max(curve["ranks"] for curve in measured["curves"])
     notes = [f"all-reduce was measured among up to {largest} ranks; times of larger groups are estimated from that"]
-    cluster = measured_cluster(measured, kind.type, "local")
+    cluster = measured_cluster(measured, kind.type, name)
     return cluster.model_copy(
         update={
             "devices": (Device(type=kind.type, memory_bytes=kind.memory_bytes),) * count,

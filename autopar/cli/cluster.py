@@ -101,6 +101,7 @@ def _largest(text: str | None) -> int | None:
 def _launched(device: str, threads: int, probe: Probe) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
     from autopar.cli.progress import phases
+    from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
     from autopar.profiler.links import measure_from_environment, measured_cluster
 
@@ -111,12 +112,13 @@ def _launched(device: str, threads: int, probe: Probe) -> Cluster | None:
     with phases() as progress:
         progress("joining the other ranks", 0.0)
         measured = measure_from_environment(kind, threads, probe, progress)
-    return None if measured is None else measured_cluster(measured, kind, "probed")
+    return None if measured is None else measured_cluster(measured, kind, PROBED)
 
 
 def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluster:
     """Start ranks on this machine and measure between them."""
     from autopar.cli.progress import phases
+    from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose, count, describe
     from autopar.profiler.links import local_cluster, measure_links
 
@@ -127,7 +129,7 @@ def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluste
     with phases() as progress:
         progress("starting ranks", 0.0)
         measured = measure_links(started, chosen.type, threads, probe, progress)
-    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)))
+    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), PROBED)
 
 
 @app.command("list")

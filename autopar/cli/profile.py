@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autopar.errors import UsageError
+from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
 
 if TYPE_CHECKING:
@@ -74,13 +74,20 @@ def command(
     from autopar.cli.references import check_output, rebased
 
     links_output = cluster_output or output.parent / _CLUSTER
+    kept = None if cluster_output or overwrite else _probed(links_output)
+    if kept is not None and ranks is not None:
+        raise UsageError(
+            f"--ranks {ranks}: {links_output} holds links that `autopar cluster probe` measured; pass --overwrite to "
+            "replace it, or name another --cluster-output"
+        )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
     gpu = _gpu(device, threads, compile_layers, calibrate_with)
     source = path_of(model)
     inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=inputs)
-    check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
+    if kept is None:
+        check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
 
     from autopar.capture import load
     from autopar.profiler import ProfileOptions
@@ -96,15 +103,15 @@ def command(
     )
     with phases() as progress:
         if gpu is None:
-            made, cluster = _measured(user, options, ranks, progress)
+            made, cluster = _measured(user, options, ranks, kept is None, progress)
         else:
             made, cluster = _estimated(user, options, ranks, gpu, calibrate_with, progress)
     named = made.model.model_copy(update={"data": None if data is None else str(data)})
     made = made.model_copy(update={"model": rebased(named, _OUTPUT, output)})
     made.save(output)
-    if cluster is not None:
+    if cluster is not None and kept is None:
         cluster.save(links_output)
-    _show(made, output, links_output if cluster is not None else None)
+    _show(made, output, links_output, kept, written=cluster is not None and kept is None)
     if as_json:
         sys.stdout.write(made.dumps())
 
@@ -128,7 +135,7 @@ def _gpu(device: str, threads: int | None, compiled: bool, runs: Path | None) ->
 
 
 def _measured(
-    user: UserModel, options: ProfileOptions, ranks: int | None, progress: Progress
+    user: UserModel, options: ProfileOptions, ranks: int | None, links: bool, progress: Progress
 ) -> tuple[Profile, Cluster | None]:
     from autopar.profiler import local_cluster, measure_links, profile
     from autopar.profiler.device import choose, count
@@ -136,11 +143,11 @@ def _measured(
     chosen = choose(options.device)
     ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
     measured = profile(user, options, progress)
-    if ranks < 2:
+    if ranks < 2 or not links:
         return measured, None
     progress(f"measuring links between {ranks} ranks", 0.0)
-    links = measure_links(ranks, chosen.type, options.threads, progress=progress)
-    return measured, local_cluster(links, measured.device, count(chosen))
+    found = measure_links(ranks, chosen.type, options.threads, progress=progress)
+    return measured, local_cluster(found, measured.device, count(chosen))
 
 
 def _estimated(
@@ -162,12 +169,43 @@ def _ranks(asked: int | None, gpus: int | None) -> int:
     return asked if asked is not None else gpus if gpus is not None else 2
 
 
-def _show(profile: Profile, output: Path, cluster: Path | None) -> None:
+def _probed(path: Path) -> Cluster | None:
+    """Return the cluster in a file if `autopar cluster probe` measured it, which took more than is measured here."""
+    from autopar.formats.cluster import PROBED, Cluster
+
+    try:
+        found = Cluster.load(path)
+    except FileError:
+        return None
+    return found if found.name == PROBED else None
+
+
+def _show(profile: Profile, output: Path, links: Path, kept: Cluster | None, *, written: bool) -> None:
     from rich.console import Console
 
     from autopar.report.profile import render
 
     console = Console(stderr=True)
     render(profile, console)
-    files = f"{output} and {cluster}" if cluster is not None else str(output)
-    console.print(f"Written: {files}; `autopar plan {output}` plans with them", highlight=False, markup=False)
+    files = f"{output} and {links}" if written else str(output)
+    lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if written else 'it'}"]
+    if kept is not None:
+        lines.append(
+            f"Kept: {links}, which `autopar cluster probe` wrote{_other(kept, profile)}; --overwrite replaces it"
+        )
+    beside = output.parent / _CLUSTER
+    if kept is None and beside.exists() and not (written and beside == links):
+        lines.append(
+            f"note: {beside} was there before and is not of this profile, but `autopar plan` reads it; remove it, or "
+            "plan with --cluster"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _other(cluster: Cluster, profile: Profile) -> str:
+    """Say so where a cluster's devices are not of the kind that a profile is for."""
+    kinds = sorted({device.type for device in cluster.devices})
+    if all((kind == "cpu") == (profile.device.type == "cpu") for kind in kinds):
+        return ""
+    return f" and whose devices are {', '.join(kinds)}, not {profile.device.type} as the profile's"

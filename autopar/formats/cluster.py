@@ -19,7 +19,10 @@ from autopar.formats.document import (
     fault,
 )
 
-__all__ = ["Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
+__all__ = ["PROBED", "Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
+
+PROBED = "probed"
+"""The name of a cluster that `autopar cluster probe` measured; one that a profile came with is `local`."""
 
 Level = Literal["node", "network"]
 CurveKind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]

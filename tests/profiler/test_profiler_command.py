@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from autopar.cli import app
-from autopar.errors import AutoparError
-from autopar.formats.cluster import Cluster
+from autopar.errors import AutoparError, UsageError
+from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 
 MODEL = """
@@ -93,3 +93,62 @@ def test_a_layer_that_autocast_breaks_is_named(folder: Path) -> None:
     assert result.exception.exit_code == 4
     assert "does not run" in str(result.exception)
     assert not (folder / "profile.json").exists()
+
+
+def links(name: str, device: str = "cpu") -> str:
+    link = Link(level="node", latency_s=1e-6, bytes_per_s=1e9)
+    return Cluster(name=name, devices=(Device(type=device, memory_bytes=10**9),) * 2, links=(link,)).dumps()
+
+
+@pytest.mark.parametrize(
+    ("device", "estimated", "said"),
+    [
+        ("cpu", False, "wrote; --overwrite"),
+        ("cpu", True, "whose devices are cpu, not cuda"),
+        ("cuda", True, "wrote; -"),
+    ],
+)
+def test_links_that_were_probed_are_kept_and_that_is_said(
+    folder: Path, device: str, estimated: bool, said: str
+) -> None:
+    before = links("probed", device)
+    (folder / "cluster.json").write_text(before)
+    result = run("model.py", "--batch", "2", "--device", "A100" if estimated else "cpu")
+    assert result.exit_code == 0, result.output
+    assert (folder / "cluster.json").read_text() == before
+    line = " ".join(result.stderr.split())
+    assert "Kept: cluster.json, which `autopar cluster probe`" in line
+    assert said in line
+    assert "Written: profile.json;" in line
+
+
+def test_links_that_were_probed_are_replaced_where_that_is_asked(folder: Path) -> None:
+    (folder / "cluster.json").write_text(links("probed"))
+    refused = run("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
+    assert isinstance(refused.exception, UsageError)
+    assert "--ranks 4: cluster.json holds links that `autopar cluster probe` measured" in str(refused.exception)
+    assert not (folder / "profile.json").exists()
+    result = run("model.py", "--batch", "2", "--device", "A100", "--ranks", "4", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert len(Cluster.load(folder / "cluster.json").devices) == 4
+
+
+@pytest.mark.parametrize("text", [links("local"), "not a cluster"])
+def test_links_of_an_earlier_profile_are_replaced(folder: Path, text: str) -> None:
+    (folder / "cluster.json").write_text(text)
+    result = run("model.py", "--batch", "2", "--device", "A100")
+    assert result.exit_code == 0, result.output
+    assert Cluster.load(folder / "cluster.json").devices[0].type == "A100-SXM-80G"
+    assert "profile.json and cluster.json" in " ".join(result.stderr.split())
+
+
+def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.cli.profile._ranks", lambda asked, gpus: 1)
+    (folder / "cluster.json").write_text(links("local"))
+    result = run("model.py", "--batch", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert (folder / "cluster.json").read_text() == links("local")
+    line = " ".join(result.stderr.split())
+    assert "note: cluster.json was there before and is not of this profile" in line
+    (folder / "cluster.json").unlink()
+    assert "was there before" not in run("model.py", "--batch", "2", "--device", "cpu").stderr
