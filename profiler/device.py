@@ -11,7 +11,13 @@ import torch
 from autopar.errors import UsageError
 from autopar.formats.profile import DeviceKind
 
-__all__ = ["choose", "count", "describe", "memory_bytes"]
+__all__ = ["COMMUNICATORS_BYTES", "choose", "count", "describe", "memory_bytes"]
+
+COMMUNICATOR_BYTES = 600_000_000
+"""Of one NCCL communicator (544 to 688 MB: nccl#964)."""
+COMMUNICATORS = 2
+"""Of a rank: one with all ranks, one with its stage's replicas."""
+COMMUNICATORS_BYTES = COMMUNICATORS * COMMUNICATOR_BYTES
 
 
 def choose(name: str) -> torch.device:
@@ -35,7 +41,10 @@ def count(device: torch.device) -> int:
 
 
 def describe(device: torch.device, threads: int) -> DeviceKind:
-    """Return what the profile records; a CPU rank's memory is its equal share of the machine's."""
+    """Return what the profile records; a CPU rank's memory is its equal share of the machine's.
+
+    Of a GPU's memory the context that is there is reserved, and what a rank's communicators take, which are not.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceKind(
@@ -43,12 +52,12 @@ def describe(device: torch.device, threads: int) -> DeviceKind:
             name=properties.name,
             memory_bytes=properties.total_memory,
             threads=threads,
-            reserved_bytes=_reserved_bytes(device),
+            reserved_bytes=_context_bytes(device) + COMMUNICATORS_BYTES,
         )
     return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=memory_bytes(device) // count(device), threads=threads)
 
 
-def _reserved_bytes(device: torch.device) -> int:
+def _context_bytes(device: torch.device) -> int:
     """Return what is gone from a GPU's memory besides torch's tensors: this process's context, if no other runs."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)

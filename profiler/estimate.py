@@ -15,6 +15,7 @@ from autopar.errors import CaptureError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.costs import describe_tensors, describe_ties, layer_record, owned_parameters
+from autopar.profiler.device import COMMUNICATORS_BYTES
 from autopar.profiler.kernels import Kernel
 from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
@@ -28,11 +29,7 @@ __all__ = ["RESERVED_BYTES", "LayerSeconds", "Workload", "estimate", "layer_seco
 
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
-COMMUNICATOR_BYTES = 600_000_000
-"""Of one NCCL communicator (544 to 688 MB: nccl#964)."""
-COMMUNICATORS = 2
-"""Of a rank: one with all ranks, one with its stage's replicas."""
-RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS * COMMUNICATOR_BYTES
+RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS_BYTES
 
 Numbers = npt.NDArray[np.float64]
 

@@ -81,7 +81,8 @@ class DeviceKind(Record):
     threads: Threads = 1
     """Intra-operator threads per rank (CPU)."""
     reserved_bytes: Bytes = 0
-    """What a process takes of the memory for itself: the device's context; where estimated, its communicators, too."""
+    """What a process takes of the memory for itself: the device's context (as measured, or estimated) and NCCL's
+    communicators (as estimated)."""
 
 
 class Noise(Record):
