@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.costs import describe_tensors, describe_ties, layer_record, owned_parameters
@@ -97,7 +97,7 @@ def workload(
         UsageError: the GPU does not compute in the precision.
         CaptureError: a layer needs the values of its tensors to run.
     """
-    gpu.flops_per_s(subject.precision)
+    _check_precision(subject, gpu)
     single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
     # Parameters that are in half precision themselves need no autocast.
     precision = subject.precision if single else "fp32"
@@ -125,6 +125,16 @@ def workload(
         table=KernelTable.of(groups, gpu),
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
     )
+
+
+def _check_precision(subject: Subject, gpu: Gpu) -> None:
+    if subject.precision == "fp64":
+        # Autocast takes no float64, so that no option helps.
+        raise UsageError(
+            f"--device {gpu.name}: the parameters of {subject.user.path} are float64, and no rate of {gpu.name} in "
+            "float64 is known; build them in float32, or profile on a device that is there"
+        )
+    gpu.flops_per_s(subject.precision)
 
 
 def _groups(work: LayerWork) -> tuple[tuple[Kernel, ...], ...]:

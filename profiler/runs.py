@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ __all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
 
 COLUMNS = ("step_s", "batch", "model", "devices", "stages", "micro_batches", "schedule", "recompute", "cluster")
 _REQUIRED = ("step_s", "batch")
+_SHORTEST_S, _LONGEST_S = 1e-6, 86_400.0
 _MOST = 2**31 - 1
 _Value = TypeVar("_Value")
 
@@ -94,7 +94,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
     names = ", ".join(SCHEDULES)
     found = MeasuredRun(
         at=at,
-        step_s=cell("step_s", _seconds, "a time in seconds above 0", None),
+        step_s=cell("step_s", _seconds, "the seconds of a step, between a microsecond and a day", None),
         batch=cell("batch", _count, count, None),
         model=cells.get("model") or None,
         devices=cell("devices", _devices, f"a whole number from 1 to {MOST_RANKS}", 1),
@@ -111,7 +111,8 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < math.inf:
+    # Not a number is between no two.
+    if not _SHORTEST_S <= value <= _LONGEST_S:
         raise ValueError(text)
     return value
 

@@ -50,11 +50,13 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
 
     Raises:
         UsageError: the dataset is too small for the batch, or the precision does not fit the parameters.
-        ModelError: the model file is broken, or has nothing to train.
+        ModelError: the model file is broken, its dataset is empty, or it has nothing to train.
         CaptureError: the model cannot be captured.
     """
     with contextlib.redirect_stdout(sys.stderr):
         samples = user.sample_count(user.dataset())
+        if samples == 0:
+            raise ModelError(f"{user.data or user.path}: dataset() is empty; profiling needs at least 2 samples")
         if samples < options.batch:
             raise UsageError(
                 f"{user.path}: the dataset has {samples} samples, --batch asks for {options.batch}: no dataset sample "
@@ -90,7 +92,8 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
     if asked is None or asked == own:
         return own
     if own == "fp64" or asked == "fp64":
-        raise UsageError(f"--precision {asked}: the parameters of {user.path} are {own}; leave the option out")
+        remedy = "leave the option out" if own == "fp32" else "leave the option out, or build them in float32"
+        raise UsageError(f"--precision {asked}: the parameters of {user.path} are {own}; {remedy}")
     return asked
 
 

@@ -347,7 +347,7 @@ def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) 
 def test_a_precision_that_the_gpu_lacks_is_refused(mlp: Subject) -> None:
     with pytest.raises(UsageError, match="has no bfloat16"):
         estimate(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8))
-    with pytest.raises(UsageError, match="no known rate in fp64"):
+    with pytest.raises(UsageError, match="are float64, and no rate of A100-SXM-80G in float64 is known"):
         estimate(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8))
 
 

@@ -62,6 +62,15 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path
         ),
         ("ones(8", "ones(3", ("--batch", "4"), 2, "the dataset has 3 samples"),
         ("ones(8", "ones(1", ("--batch", "1"), 4, "at least 2 samples"),
+        ("ones(8", "ones(0", ("--batch", "4"), 4, "dataset() is empty"),
+        (
+            "torch.nn.Linear(4, 1))",
+            "torch.nn.Linear(4, 1)).double()",
+            ("--precision", "bf16"),
+            2,
+            "are fp64; leave the option out, or build them in",
+        ),
+        ("Linear(4, 1))", "Linear(4, 1)).double()", ("--precision", "bf16", "--device", "A100"), 2, "are fp64; leave"),
         ("(output - batch[1])", "(output.detach() - batch[1])", (), 4, "nothing to train"),
         ("    return torch.nn.Sequential", "    return torch.nn.ReLU() or torch.nn.Sequential", (), 4, "no parameter"),
         ("torch.nn.Linear(4, 1))", "torch.nn.Linear(4, 1)).half()", (), 4, "must be float32"),
@@ -152,3 +161,13 @@ def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path, monk
     assert "note: cluster.json was there before and is not of this profile" in line
     (folder / "cluster.json").unlink()
     assert "was there before" not in run("model.py", "--batch", "2", "--device", "cpu").stderr
+
+
+def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(folder: Path) -> None:
+    double = MODEL.replace("Linear(4, 1))", "Linear(4, 1)).double()").replace("ones(8, 2)", "ones(8, 2).double()")
+    (folder / "model.py").write_text(double)
+    result = run("model.py", "--batch", "2", "--device", "A100")
+    assert isinstance(result.exception, UsageError), result.output
+    message = str(result.exception)
+    assert message.startswith("--device A100-SXM-80G: the parameters of model.py are float64, and no rate of A100")
+    assert message.endswith("build them in float32, or profile on a device that is there")
