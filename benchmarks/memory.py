@@ -4,7 +4,8 @@
 
 Every model is profiled and cut into stages by the planner, one process each, and trained for two steps under `gpipe`
 and `1f1b`; the second step counts. On the CPU, what a process holds is the bytes of all tensors that are alive at
-once; on CUDA, `torch.cuda.max_memory_allocated`. Prints and writes, per stage, predicted and rehearsed over held.
+once; on CUDA, `torch.cuda.max_memory_allocated`. Prints and writes, per stage, predicted and rehearsed over held, and
+whether the largest error of a prediction is within its bound.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from autopar.runtime.workspace import Workspace
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER / "models"
+PEAK_BOUND = 0.03
+"""How far off the peak of a stage may be predicted, over what its process held."""
 
 
 def main() -> None:
@@ -47,7 +50,9 @@ def main() -> None:
     with RankPool(arguments.stages, device_type=device) as pool:
         rows = [row for name in arguments.models.split(",") for row in _model(name, arguments, pool)]
     worst = max(abs(row["predicted_over_held"] - 1) for row in rows)
-    result = {"batch": arguments.batch, **watch.describe(), "largest_error": round(worst, 4), "stages": rows}
+    within = {"peak": worst <= PEAK_BOUND}
+    figures = {"largest_error": round(worst, 4), "within_bounds": within, "stages": rows}
+    result = {"batch": arguments.batch, **watch.describe(), **figures}
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if arguments.json:

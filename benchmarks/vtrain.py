@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -44,6 +44,8 @@ GPUS_PER_NODE = 8
 VOCABULARY = 51200
 NEARLY_EQUAL = 0.02
 """Two plans whose steps differ by less are as good as each other."""
+ERROR_BOUND, PAIRS_BOUND = 0.09, 0.9
+"""The mean error of a step at most, and the share of pairs of plans in the right order at least."""
 
 
 class Model(NamedTuple):
@@ -216,15 +218,24 @@ def evaluate(runs: Sequence[Run], observations: Sequence[Observation], draws: in
         scores.append(score([runs[index] for index in rest], predicted))
         fitted.append(calibration.constants)
         sys.stderr.write(f"draw {seed}: {scores[-1]}\n")
+    median = {name: round(statistics.median(each[name] for each in scores), 4) for name in scores[0]}
     return {
         "runs": len(runs),
         "fitted_to": fit,
         "draws": draws,
-        "median": {name: round(statistics.median(each[name] for each in scores), 4) for name in scores[0]},
+        "median": median,
+        "within_bounds": within_bounds(median),
         "worst_error": round(max(each["error_mean"] for each in scores), 4),
         "by_default": score(runs, predict(observations, defaults)),
         "constants_of_first_draw": asdict(fitted[0]),
     }
+
+
+def within_bounds(median: Mapping[str, float]) -> dict[str, bool]:
+    """Return which of the bounds hold; of pairs all count, also those of nearly equal plans."""
+    found = {"error_mean": median["error_mean"] <= ERROR_BOUND}
+    # Runs of which no two are plans for the same have no pairs.
+    return found | ({"pairs": median["all_pairs_right"] >= PAIRS_BOUND} if "all_pairs_right" in median else {})
 
 
 def score(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, float]:
