@@ -3,7 +3,8 @@
 A layer begins at the call of a *unit*, a named module found by walking a node's module path from the root: the first
 element of a ``ModuleList`` or ``Sequential`` (``transformer.h.3``), else the outermost module without such elements in
 it (``transformer.wte``, ``head``). A module that is its parent's only child is a wrapper and is walked through.
-What runs between units (residual additions, the loss) belongs to the layer before it.
+What runs between units (residual additions, the loss) belongs to the layer before it. Modules outside of lists
+that multiply no matrices are joined to others (``joined.py``).
 
 Some values are *free*: they depend on inputs only or on parameters only, draw no random numbers and write nothing
 that outlives them (masks, positions, expanded tokens). They are computed again in every layer that reads them, so
@@ -28,6 +29,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
+from autopar.capture.joined import joined
 from autopar.errors import CaptureError
 
 __all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment"]
@@ -85,6 +87,7 @@ def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment,
     finder = _Units(model)
     units = [finder.of(node) for node in nodes.owned]
     groups = _merge(len(nodes.owned), _starts(units), _forbidden(nodes))
+    groups = joined(nodes.owned, groups, units, inputs.parameters)
     return tuple(_describe(nodes, groups, units, finder))
 
 

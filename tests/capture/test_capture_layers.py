@@ -1,14 +1,17 @@
 """Where layers begin, what crosses, and what does not."""
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from capture_zoo import Chain, build, mean_square, regression
 from torch import nn
 
-from autopar.capture import capture_module
+from autopar.capture import capture, capture_module, load
+from autopar.capture.check import check_gradients
 
 
 def layers_of(name):
@@ -145,3 +148,87 @@ def test_a_forward_that_takes_any_keyword_is_given_all_keys():
     graph = capture_module(Keywords().double(), {"x": x, "y": y})
     assert graph.inputs == ("batch.x", "batch.y")
     assert len(graph.layers) == 4
+
+
+class Named(nn.Module):
+    """Modules that are called one after another under the names they are given."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        self.order = list(modules)
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+def norm(width=8):
+    return nn.LayerNorm(width)
+
+
+def blocks():
+    return nn.ModuleList(nn.Sequential(norm(), nn.Linear(8, 8)) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        # To the layer before: no other is like that one.
+        (
+            {"stem": nn.Linear(8, 8), "drop": nn.Dropout(0.5), "norm": norm(), "head": nn.Linear(8, 4)},
+            [("stem", "drop", "norm"), ("head",)],
+        ),
+        # Nowhere, for one of two equal layers would no longer be like the other.
+        ({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "norm": norm()}, [("a",), ("b",), ("norm",)]),
+        (
+            {"norm": norm(), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "head": nn.Linear(8, 4)},
+            [("norm",), ("a",), ("b",), ("head",)],
+        ),
+        # Every one of two equal layers has its own normalisation, and all keep it.
+        (
+            {"n0": norm(), "a": nn.Linear(8, 8), "n1": norm(), "b": nn.Linear(8, 8), "n2": norm()},
+            [("n0", "a"), ("n1", "b"), ("n2",)],
+        ),
+        # The boundary that is kept is the one that fewer bytes cross.
+        ({"a": nn.Linear(8, 6), "pad": nn.ZeroPad1d(3), "b": nn.Linear(12, 2)}, [("a",), ("pad", "b")]),
+        ({"a": nn.Linear(8, 6), "pool": nn.ZeroPad1d(-2), "b": nn.Linear(2, 4)}, [("a", "pool"), ("b",)]),
+        # Whoever wrote a list has cut there.
+        ({"all": nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))}, [("all.0",), ("all.1",), ("all.2",)]),
+        ({"only": norm()}, [("only",)]),
+    ],
+)
+def test_modules_that_multiply_nothing_are_joined_to_a_neighbour(modules, expected):
+    model, batch = Named(**modules), [torch.ones(3, 8), torch.ones(3, 1)]
+    graph = capture_module(model, batch, lambda output, _: output.square().mean())
+    assert [layer.modules for layer in graph.layers] == expected
+
+
+def test_joined_modules_leave_equal_layers_equal():
+    modules = {"stem": nn.Linear(8, 8), "drop": nn.Dropout(0.5), "norm": norm(), "head": nn.Linear(8, 4)}
+    model = Named(**modules)
+    model.blocks = blocks()
+    model.forward = lambda x: model.head(model.norm(nn.Sequential(*model.blocks)(model.drop(model.stem(x)))))
+    batch = [torch.randn(4, 8), torch.ones(4, 1)]
+    graph = capture_module(model, batch, lambda output, _: output.square().mean())
+    assert [layer.modules for layer in graph.layers] == [
+        ("stem", "drop"),
+        *((f"blocks.{i}",) for i in range(3)),
+        ("norm", "head"),
+    ]
+    assert len({layer.fingerprint for layer in graph.layers}) == 3
+    assert [layer.random for layer in graph.layers] == [True, False, False, False, False]
+    check_gradients(model, graph, batch, lambda output, _: output.square().mean())
+
+
+def test_a_gpt_has_a_layer_for_its_embeddings_one_for_each_block_and_one_for_its_head(tmp_path):
+    pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    content = {"model_type": "gpt2", "n_layer": 5, "n_embd": 12, "n_head": 2, "vocab_size": 31, "n_positions": 9}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": ["GPT2LMHeadModel"]}))
+    user = load(f"hf:{tmp_path}")
+    graph = capture(user, user.build(hollow=True))
+    blocks = [f"transformer.h.{index}" for index in range(5)]
+    assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f"]
+    assert len({layer.fingerprint for layer in graph.layers}) == 3

@@ -175,7 +175,7 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(setting:
         "0.02,16,1,,1",
         "0.03,32,4,,2",
         "0.05,32,4,2,4",
-        '0.05,32,3,"0-5:1,6-14:2",4',
+        '0.05,32,3,"0-5:1,6-13:2",4',
     )
     usual = estimate(subject, A100, options)
     fitted = estimated(subject, A100, options, path, _silent)
@@ -189,10 +189,10 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(setting:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 15 layers on 3 devices"),
+        ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 14 layers on 3 devices"),
         ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
         ("1,8,99999,,1,,", "row 2, column devices: '99999' is not a whole number from 1 to 65536"),
-        ("1,8,3,0-14:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
+        ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
         ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
         ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
         ("1,8,1,,1,8xA1000,", "row 2, column cluster: no GPU called"),

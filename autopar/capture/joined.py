@@ -1,0 +1,168 @@
+"""Joined: groups of nodes that multiply no matrices become parts of their neighbours, where that tells none apart.
+
+A dropout behind the embeddings or the normalisation before the head wins nothing by a place of its own. A group goes to
+the one before it if all groups like that one are followed by a group like it; or to the one behind it if all groups
+like that one are preceded by a group like it: groups that compute the same still do so. Where both will do, the
+boundary that fewer bytes cross is kept. Elements of a ``ModuleList`` or ``Sequential`` are not joined: whoever wrote
+the list has cut there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+__all__ = ["joined"]
+
+Group = tuple[int, int]
+"""First and last-but-one of the nodes of a layer."""
+Kind = tuple[int, ...]
+_PRODUCTS = {
+    "linear",
+    "bilinear",
+    "embedding",
+    "matmul",
+    "mm",
+    "bmm",
+    "mv",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "einsum",
+    "dot",
+}
+_PRODUCTS |= {"tensordot", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+class _Part(NamedTuple):
+    """One group, or several that were joined."""
+
+    low: int
+    high: int
+    kind: Kind
+    """Equal for those that compute the same: the kinds of the groups in it."""
+    light: bool
+
+    def with_next(self, other: _Part) -> _Part:
+        """Return the two as one."""
+        return _Part(self.low, other.high, self.kind + other.kind, self.light and other.light)
+
+
+def joined(
+    owned: Sequence[fx.Node], groups: Sequence[Group], units: Sequence[str | None], parameters: Collection[str]
+) -> list[Group]:
+    """Return groups with the light ones joined to others.
+
+    Args:
+        owned: the nodes of all groups, in order.
+        groups: cuts of them.
+        units: the named module whose call a node belongs to, by node.
+        parameters: names of the placeholders that are parameters.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    parts = []
+    for low, high in groups:
+        signature = tuple(_signature(node) for node in owned[low:high])
+        light = not any(map(_is_element, units[low:high]))
+        light = light and not any(_multiplies(node, parameters) for node in owned[low:high])
+        parts.append(_Part(low, high, (kinds.setdefault(signature, len(kinds)),), light))
+    crossing = _crossing_bytes(owned)
+    while (shorter := _joined_once(parts, crossing)) is not None:
+        parts = shorter
+    return [(part.low, part.high) for part in parts]
+
+
+def _joined_once(parts: Sequence[_Part], crossing: Sequence[int]) -> list[_Part] | None:
+    """Join the first light kind that can be joined, wherever it can; none if none can."""
+    for kind in dict.fromkeys(part.kind for part in parts if part.light):
+        before, behind = _followed(parts, kind), _preceded(parts, kind)
+        dearer = [each for each in before if all(_dearer(parts[at + 1], crossing) >= 0 for at in each)]
+        cheaper = [each for each in behind if all(_dearer(parts[at], crossing) < 0 for at in each)]
+        chosen = dearer or cheaper or before or behind
+        if chosen:
+            return _merged(parts, {at for each in chosen for at in each})
+    return None
+
+
+def _followed(parts: Sequence[_Part], kind: Kind) -> list[list[int]]:
+    """Return, for every other kind whose parts are all followed by ``kind``, their places."""
+    return _whole(parts, [(one.kind, at) for at, (one, other) in enumerate(pairwise(parts)) if other.kind == kind])
+
+
+def _preceded(parts: Sequence[_Part], kind: Kind) -> list[list[int]]:
+    """Return, for every other kind whose parts are all preceded by ``kind``, the places before them."""
+    return _whole(parts, [(other.kind, at) for at, (one, other) in enumerate(pairwise(parts)) if one.kind == kind])
+
+
+def _whole(parts: Sequence[_Part], found: Sequence[tuple[Kind, int]]) -> list[list[int]]:
+    """Return the places of a kind where they are as many as parts of that kind."""
+    every = Counter(part.kind for part in parts)
+    places: dict[Kind, list[int]] = {}
+    for kind, at in found:
+        places.setdefault(kind, []).append(at)
+    return [places[kind] for kind in places if len(places[kind]) == every[kind]]
+
+
+def _dearer(part: _Part, crossing: Sequence[int]) -> int:
+    """Return by how many bytes the boundary before a group is dearer than the one behind it."""
+    return crossing[part.low] - crossing[part.high]
+
+
+def _merged(parts: Sequence[_Part], places: Collection[int]) -> list[_Part]:
+    """Join every part at one of the places with the next one."""
+    found: list[_Part] = []
+    for at, part in enumerate(parts):
+        if at - 1 in places:
+            part = found.pop().with_next(part)
+        found.append(part)
+    return found
+
+
+def _is_element(unit: str | None) -> bool:
+    """Tell whether a unit is an element of a list of modules."""
+    return unit is not None and unit.partition("@")[0].rpartition(".")[2].isdigit()
+
+
+def _multiplies(node: fx.Node, parameters: Collection[str]) -> bool:
+    """Tell whether a node is a product, or reads a matrix, table or filter."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        # A sub-graph may hold anything; what picks an output of an operator does nothing.
+        return getattr(node.target, "__name__", "") != "getitem"
+    name = node.target._schema.name.removeprefix("aten::")
+    if name in _PRODUCTS or name.startswith("conv"):
+        return True
+    read = (each.meta.get("val") for each in node.all_input_nodes if each.name in parameters)
+    return any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in read)
+
+
+def _signature(node: fx.Node) -> tuple[object, ...]:
+    """Return what a node computes, up to which nodes it reads: operator, constants, shapes and types."""
+    read = tuple(_shape(each.meta.get("val")) for each in node.all_input_nodes)
+    constants = str(fx.map_arg((node.args, dict(node.kwargs)), lambda _: "%"))
+    return str(node.target), constants, read, _shape(node.meta.get("val"))
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(map(str, value.shape))} {value.dtype}"
+    return type(value).__name__
+
+
+def _crossing_bytes(owned: Sequence[fx.Node]) -> list[int]:
+    """Return, for the boundary before every node, the bytes of one sample that cross it."""
+    place = {node: index for index, node in enumerate(owned)}
+    change = [0] * (len(owned) + 1)
+    for node, made in place.items():
+        last = max((place[user] for user in node.users if user in place), default=made)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and last > made:
+            size = prod(size for size in value.shape if type(size) is int) * value.dtype.itemsize
+            change[made + 1] += size
+            change[last + 1] -= size
+    return list(accumulate(change))
