@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cluster, demo, plan, profile, rehearse, run, show, simulate, worker
+from autopar.cli import cluster, demo, imports, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 
@@ -46,6 +46,7 @@ app.command("worker")(worker.command)
 app.add_typer(cluster.app, name="cluster")
 app.command("demo")(demo.command)
 app.command("show")(show.command)
+app.command("import")(imports.command)
 
 
 def main() -> None:

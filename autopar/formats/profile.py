@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, fault
+from autopar.formats.option import LayerOption
 
 if TYPE_CHECKING:
     import pandas
@@ -177,12 +178,18 @@ class Layer(Record):
     backward_fit: Line | None = None
     measured_as: Name | None = None
     """The identical layer whose measurement, or estimate, this is, if not its own."""
+    options: tuple[LayerOption, ...] = ()
+    """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
 
     @model_validator(mode="after")
-    def _sizes_ascend(self) -> Self:
+    def _sizes_ascend_and_options_differ(self) -> Self:
         sizes = [cost.micro_batch for cost in self.costs]
         if sizes != sorted(set(sizes)):
             fault("costs", f"micro-batch sizes must ascend without repeats, found {sizes}")
+        ways = [(option.tensor_parallel, option.name) for option in self.options]
+        if len(set(ways)) != len(ways):
+            twice = next(index for index, way in enumerate(ways) if way in ways[:index])
+            fault(f"options[{twice}]", f"option {ways[twice][1]!r} of {ways[twice][0]} devices is given twice")
         return self
 
 
@@ -309,4 +316,14 @@ class Profile(Document):
             for name in tied.layers:
                 if name not in order:
                     fault(f"tied[{index}].layers", f"no layer is called {name!r}")
+        self._options_name_their_tensors()
         return self
+
+    def _options_name_their_tensors(self) -> None:
+        touched = {(name, tensor.name) for tensor in self.tensors for name in (tensor.producer, *tensor.consumers)}
+        for index, layer in enumerate(self.layers):
+            for way, option in enumerate(layer.options):
+                for place, each in enumerate(option.resharded):
+                    if (layer.name, each.tensor) not in touched:
+                        at = f"layers[{index}].options[{way}].resharded[{place}].tensor"
+                        fault(at, f"{layer.name!r} neither makes nor reads a tensor {each.tensor!r}")

@@ -1,0 +1,1 @@
+"""Interop: readers of other systems' files."""

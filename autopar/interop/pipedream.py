@@ -1,0 +1,177 @@
+"""PipeDream: a profile of its text format, as autopar's own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
+from autopar.interop.order import topological
+from autopar.interop.text_graph import Node, TextGraph, parse
+
+__all__ = ["pipedream_profile"]
+
+_MEMORY_BYTES = 16 * 10**9
+"""What PipeDream's planner takes a device to have where it is told nothing."""
+_MOST_SAMPLES = 2**31
+_MOST_LETTERS = 1024
+"""Of a note."""
+
+
+def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile:
+    """Return the profile that a text graph describes; ``path`` is recorded as its source and named in errors.
+
+    Layers are the nodes in one topological order, nodes of equal right by the numbers in their names. Left out are the
+    nodes that PipeDream's planner leaves out: ``Input`` nodes, whose outputs become model inputs, and ``__getitem__``
+    nodes that nothing reads.
+
+    >>> line = "-- forward_compute_time=1, backward_compute_time=2, activation_size=[4; 4], parameter_size=8"
+    >>> text = f"node1 -- Linear {line}\\nnode2 -- ReLU {line}\\n\\tnode1 -- node2"
+    >>> profile = pipedream_profile(text, Path("two.txt"), profiled_batch=2)
+    >>> [layer.name for layer in profile.layers], profile.tensors[0].bytes_per_sample
+    (['node1', 'node2'], 4)
+
+    Raises:
+        FileError: the text is no such graph; names the line.
+        UsageError: ``profiled_batch`` is below 1.
+    """
+    if not 1 <= profiled_batch < _MOST_SAMPLES:
+        raise UsageError(f"--profiled-batch must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
+    graph = parse(text, path)
+    inputs, unread = _inputs(graph), _unread(graph)
+    kept = [index for index in range(len(graph.nodes)) if index not in inputs | unread]
+    if not kept:
+        raise FileError(f"{path}: holds no nodes{' but Input' if graph.nodes else ''}; expected a profile's text graph")
+    order = _order(graph, kept)
+    return Profile(
+        model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
+        batch=profiled_batch,
+        device=DeviceKind(type="cuda", name="V100", memory_bytes=_MEMORY_BYTES),
+        precision="fp32",
+        layers=_layers(graph, order, profiled_batch),
+        tensors=_tensors(graph, sorted(inputs), order, profiled_batch),
+        noise=Noise(median_spread=0.0, max_spread=0.0),
+        notes=_notes(graph, inputs, unread, order, profiled_batch),
+    )
+
+
+def _inputs(graph: TextGraph) -> set[int]:
+    read = {edge.target for edge in graph.edges}
+    return {
+        index for index, node in enumerate(graph.nodes) if index not in read and node.description.startswith("Input")
+    }
+
+
+def _unread(graph: TextGraph) -> set[int]:
+    made = {edge.source for edge in graph.edges}
+    return {
+        index
+        for index, node in enumerate(graph.nodes)
+        if index not in made and node.description.startswith("__getitem__")
+    }
+
+
+def _order(graph: TextGraph, kept: Sequence[int]) -> list[int]:
+    place = {index: new for new, index in enumerate(kept)}
+    edges = [(place[edge.source], place[edge.target]) for edge in graph.edges if {edge.source, edge.target} <= {*place}]
+    names = [graph.nodes[index].name for index in kept]
+    sizes = [graph.nodes[index].activation_bytes for index in kept]
+    return [kept[new] for new in topological(names, sizes, edges)]
+
+
+def _layers(graph: TextGraph, order: Sequence[int], batch: int) -> tuple[Layer, ...]:
+    trained = _trained(graph, order)
+    read = dict.fromkeys(order, 0)
+    for edge in graph.edges:
+        if edge.target in read and edge.source in trained:
+            read[edge.target] += graph.nodes[edge.source].activation_bytes
+    return tuple(_layer(graph.nodes[index], read[index], batch) for index in order)
+
+
+def _layer(node: Node, gradients_bytes: int, batch: int) -> Layer:
+    """Return a layer; ``gradients_bytes`` are those of what it reads."""
+    cost = Cost(
+        micro_batch=batch,
+        forward_s=node.forward_s,
+        backward_s=node.backward_s,
+        saved=(Saved(storage=node.name, bytes=node.activation_bytes),),
+        peak_bytes=2 * node.activation_bytes + gradients_bytes,
+        output_bytes=node.activation_bytes,
+        repeats=1,
+    )
+    return Layer(
+        name=node.name,
+        modules=(node.description,) if node.description else (),
+        parameters_bytes=node.parameters_bytes,
+        trainable_bytes=node.parameters_bytes,
+        gradient_bytes=node.parameters_bytes,
+        optimizer_bytes=0,
+        costs=(cost,),
+    )
+
+
+def _tensors(graph: TextGraph, inputs: Sequence[int], order: Sequence[int], batch: int) -> tuple[Tensor, ...]:
+    """Return the model inputs, and what every layer makes for others."""
+    place = {index: position for position, index in enumerate(order)}
+    readers: dict[int, list[int]] = {index: [] for index in (*inputs, *order)}
+    for edge in graph.edges:
+        if edge.source in readers and edge.target in place:
+            readers[edge.source].append(edge.target)
+    trained = _trained(graph, order)
+    return tuple(
+        Tensor(
+            name=graph.nodes[index].name,
+            producer=graph.nodes[index].name if index in place else None,
+            consumers=tuple(graph.nodes[reader].name for reader in sorted(found, key=place.__getitem__)),
+            bytes_per_sample=-(-graph.nodes[index].activation_bytes // batch),
+            dtype="float32",
+            gradient=index in trained,
+        )
+        for index, found in readers.items()
+        if found
+    )
+
+
+def _trained(graph: TextGraph, order: Sequence[int]) -> set[int]:
+    """Return the nodes whose outputs depend on a parameter: over the others no gradient flows back."""
+    made: dict[int, list[int]] = {}
+    for edge in graph.edges:
+        made.setdefault(edge.target, []).append(edge.source)
+    found: set[int] = set()
+    for index in order:
+        if graph.nodes[index].parameters_bytes or found.intersection(made.get(index, ())):
+            found.add(index)
+    return found
+
+
+def _notes(graph: TextGraph, inputs: set[int], unread: set[int], order: Sequence[int], batch: int) -> tuple[str, ...]:
+    samples = "1 sample, which stands for the mini-batch that was profiled" if batch == 1 else f"{batch} samples"
+    notes = [
+        f"read from PipeDream's text format: times and sizes are those of {samples}",
+        "the file says neither what layers keep for the backward nor what they hold meanwhile: each is taken to keep "
+        "its own output, and to hold gradients of its output and inputs besides",
+        "the file knows no optimizer: its state counts 0 bytes; gradients take as many bytes as parameters",
+        f"the file names no device and no precision: a V100 of {_MEMORY_BYTES} bytes and float32 are assumed",
+    ]
+    for what, left in (("Input nodes", inputs), ("__getitem__ nodes that nothing reads", unread)):
+        if left:
+            lost_s = sum(graph.nodes[index].forward_s + graph.nodes[index].backward_s for index in left)
+            names = ", ".join(graph.nodes[index].name for index in sorted(left)[:8])
+            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+            notes.append(f"left out: {what} ({names}{more}), with {lost_s:.6g} s of work")
+    return (*notes, *_proposed([graph.nodes[index].stage for index in order]))
+
+
+def _proposed(stages: Sequence[int | None]) -> tuple[str, ...]:
+    """Say which stages the file itself proposes."""
+    if all(stage is None for stage in stages):
+        return ()
+    cuts = [index for index, (before, stage) in enumerate(pairwise(stages), 1) if before != stage]
+    if None in stages or len({stages[at] for at in (0, *cuts)}) != len(cuts) + 1:
+        return ("the stages that the file assigns are no runs of consecutive layers, and are not kept",)
+    ends = pairwise((0, *cuts, len(stages)))
+    text = ",".join(f"{first}-{stop - 1}:1" for first, stop in ends)
+    return (f"the file's own stages, one device each: --stages {text}"[:_MOST_LETTERS],)

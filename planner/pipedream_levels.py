@@ -1,0 +1,141 @@
+"""PipeDreamLevels: PipeDream's dynamic program for one level of a cluster after the other.
+
+With T the seconds of layers i to j on one machine of the level, w their parameters' bytes, B the level's bandwidth and
+o_j what crosses behind layer j, m machines take for the first stage of a pipeline, and for every later one,
+
+    (T + 4 (m - 1) w / (m B) / m') / m                                        m' machines of the level below are one
+    max( (T + 4 (m - 1) w / (m B)) / m,  2 o_{i-1} / (m B),  2 o_j / (m B) )  o_j = 0 behind the last layer
+
+and a pipeline takes what its slowest stage does. A machine is a device, or all of the level below, which takes for T
+what its best pipeline does. (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
+2019, section 3.1. The factors, m' in the first stage alone and no crossing there are those of its published optimizer,
+with activations sent uncompressed.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.planner.pipedream_graph import Numbers, PipeDreamGraph
+
+__all__ = ["Level", "LevelStage", "LevelTable", "data_parallel_s", "layer_seconds"]
+
+
+class Level(NamedTuple):
+    """Equal machines, and what each sends the others."""
+
+    machines: int
+    bytes_per_s: float
+    inside: int
+    """Machines of the level below that form one of this level's; 1 for devices."""
+
+
+class LevelStage(NamedTuple):
+    """Layers ``first`` to before ``stop`` on some of a level's machines."""
+
+    first: int
+    stop: int
+    machines: int
+
+
+def layer_seconds(graph: PipeDreamGraph) -> Numbers:
+    """Return the seconds of layers on one device, as ``[first, last]``; infinite where the last comes before."""
+    return _between(graph.seconds) + np.where(np.tri(len(graph.seconds), k=-1, dtype=np.bool_), np.inf, 0.0)
+
+
+def data_parallel_s(graph: PipeDreamGraph, levels: tuple[Level, ...]) -> float:
+    """Return the seconds of a mini-batch where every device holds all layers, by PipeDream's formulas."""
+    seconds = float(graph.seconds[-1])
+    for level in levels:
+        sent = 4 * (level.machines - 1) * float(graph.parameters_bytes[-1]) / (level.bytes_per_s * level.machines)
+        seconds = (seconds + sent / level.inside) / level.machines
+    return seconds
+
+
+class LevelTable:
+    """The least bottleneck of layers on any number of a level's machines, all of them used."""
+
+    def __init__(self, graph: PipeDreamGraph, seconds: Numbers, level: Level, *, only_from_first: bool) -> None:
+        """Fill the table; ``seconds`` are those of layers on one machine, as ``[first, last]``."""
+        self._seconds, self._level = seconds, level
+        self._parameters = _between(graph.parameters_bytes)
+        self._sent = 2.0 * graph.outputs_bytes
+        self._firsts = 1 if only_from_first else len(self._sent)
+        self._least: dict[int, Numbers] = {}
+        for machines in range(1, level.machines + 1):
+            self._least[machines] = self._fill(machines)
+
+    @property
+    def seconds(self) -> Numbers:
+        """The least bottleneck on all of the level's machines, as ``[first, last]``."""
+        return self._least[self._level.machines]
+
+    def best(self) -> tuple[int, float]:
+        """Return the fewest machines on which all layers have the least bottleneck of any number, and that."""
+        return min(
+            ((machines, float(table[0, -1])) for machines, table in self._least.items()), key=lambda each: each[1]
+        )
+
+    def stages(self, first: int, stop: int, machines: int) -> list[LevelStage]:
+        """Return the stages of the least bottleneck on so many machines.
+
+        Of equals, those with the longer last stage on the fewer machines.
+        """
+        found: list[LevelStage] = []
+        while stop > first:
+            cut, used = self._last_stage(first, stop, machines)
+            found.append(LevelStage(cut, stop, used))
+            stop, machines = cut, machines - used
+        return found[::-1]
+
+    def _last_stage(self, first: int, stop: int, machines: int) -> tuple[int, int]:
+        """Return where the last stage begins, and its machines."""
+        least, chosen = float(self._whole(machines)[first, stop - 1]), (first, machines)
+        for used in range(1, machines if stop - first > 1 else 1):
+            before = self._least[machines - used][first, first : stop - 1]
+            behind = self._behind(used, slice(first + 1, stop), slice(stop - 1, stop))[:, 0]
+            slowest = np.maximum(before, behind)
+            cut = int(slowest.argmin())
+            if slowest[cut] < least:
+                least, chosen = float(slowest[cut]), (first + 1 + cut, used)
+        return chosen
+
+    def _fill(self, machines: int) -> Numbers:
+        table = self._whole(machines)
+        for used in range(1, machines):
+            before = self._least[machines - used]
+            behind = self._behind(used, slice(None), slice(None))
+            for cut, rows in self._cuts():
+                slowest = np.maximum(before[rows, cut - 1][:, np.newaxis], behind[cut, cut:])
+                np.minimum(table[rows, cut:], slowest, out=table[rows, cut:])
+        return table
+
+    def _cuts(self) -> Iterator[tuple[int, slice]]:
+        """Every cut, and the first layers before it for which the table is wanted."""
+        return ((cut, slice(min(cut, self._firsts))) for cut in range(1, len(self._sent)))
+
+    def _whole(self, machines: int) -> Numbers:
+        """Seconds of the first stage of a pipeline, or its only one."""
+        synchronised = self._synchronised(machines, slice(self._firsts), slice(None)) / self._level.inside
+        return np.asarray((self._seconds[: self._firsts] + synchronised) / machines)
+
+    def _behind(self, machines: int, firsts: slice, lasts: slice) -> Numbers:
+        """Seconds of a later stage, and of what crosses its ends; meaningless for the first layer of all."""
+        crossing = self._sent / (self._level.bytes_per_s * machines)
+        into = np.roll(crossing, 1)[firsts]
+        out = np.append(crossing[:-1], 0.0)[lasts]
+        busy = (self._seconds[firsts, lasts] + self._synchronised(machines, firsts, lasts)) / machines
+        return np.asarray(np.maximum(np.maximum(busy, into[:, np.newaxis]), out))
+
+    def _synchronised(self, machines: int, firsts: slice, lasts: slice) -> Numbers:
+        share = 4.0 * (machines - 1) / (self._level.bytes_per_s * machines)
+        return np.asarray(self._parameters[firsts, lasts] * share)
+
+
+def _between(sums: Numbers) -> Numbers:
+    """Return the sums from one layer to another, as ``[first, last]``."""
+    before = np.concatenate([[0.0], sums[:-1]])
+    return np.asarray(sums[np.newaxis, :] - before[:, np.newaxis])
