@@ -14,7 +14,7 @@ with activations sent uncompressed.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,10 @@ import numpy as np
 from autopar.planner.pipedream_graph import Numbers, PipeDreamGraph
 
 __all__ = ["Level", "LevelStage", "LevelTable", "data_parallel_s", "layer_seconds"]
+
+
+_CACHED = 2**15
+"""Numbers of a table that are worked on at a time."""
 
 
 class Level(NamedTuple):
@@ -63,6 +67,7 @@ class LevelTable:
         self._seconds, self._level = seconds, level
         self._parameters = _between(graph.parameters_bytes)
         self._sent = 2.0 * graph.outputs_bytes
+        self._work = graph.seconds / level.inside
         self._firsts = 1 if only_from_first else len(self._sent)
         self._least: dict[int, Numbers] = {}
         for machines in range(1, level.machines + 1):
@@ -108,14 +113,29 @@ class LevelTable:
         for used in range(1, machines):
             before = self._least[machines - used]
             behind = self._behind(used, slice(None), slice(None))
-            for cut, rows in self._cuts():
-                slowest = np.maximum(before[rows, cut - 1][:, np.newaxis], behind[cut, cut:])
-                np.minimum(table[rows, cut:], slowest, out=table[rows, cut:])
+            for rows in self._blocks():
+                ranges = self._useful(table[rows], rows, machines - used, used)
+                _split(table[rows], before[rows], behind, rows.start, ranges)
         return table
 
-    def _cuts(self) -> Iterator[tuple[int, slice]]:
-        """Every cut, and the first layers before it for which the table is wanted."""
-        return ((cut, slice(min(cut, self._firsts))) for cut in range(1, len(self._sent)))
+    def _useful(self, table: Numbers, rows: slice, before: int, used: int) -> list[tuple[int, int]]:
+        """Return, for each layer that a last stage may begin with, between which last layers it may lower the table.
+
+        No pipeline is quicker than its work divided evenly among its machines, neither the last stage nor the others.
+        """
+        least = self._work * (1 - 1e-9)
+        most = table.max(axis=0)
+        started = np.concatenate([[0.0], least[:-1]])
+        last = np.minimum.accumulate((least - used * most)[::-1])[::-1].searchsorted(started)
+        # Of the block's first layers, the last one leaves the least to the others.
+        finite = np.where(np.isfinite(most), most, 0.0)
+        first = np.maximum.accumulate(finite).searchsorted((started - started[rows.stop - 1]) / before)
+        return list(zip(first.tolist(), last.tolist(), strict=True))
+
+    def _blocks(self) -> Iterator[slice]:
+        """First layers in blocks whose part of a table stays in a processor's cache."""
+        size = max(1, _CACHED // len(self._sent))
+        return (slice(first, min(first + size, self._firsts)) for first in range(0, self._firsts, size))
 
     def _whole(self, machines: int) -> Numbers:
         """Seconds of the first stage of a pipeline, or its only one."""
@@ -133,6 +153,20 @@ class LevelTable:
     def _synchronised(self, machines: int, firsts: slice, lasts: slice) -> Numbers:
         share = 4.0 * (machines - 1) / (self._level.bytes_per_s * machines)
         return np.asarray(self._parameters[firsts, lasts] * share)
+
+
+def _split(table: Numbers, before: Numbers, behind: Numbers, first: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Lower a table to what pipelines take whose last stage begins anywhere and ends in the range given for that.
+
+    The table's rows are those of the first layers from ``first`` on.
+    """
+    room = np.empty_like(table)
+    for cut in range(first + 1, len(behind)):
+        rows, lasts = slice(min(cut - first, len(table))), slice(max(cut, ranges[cut][0]), ranges[cut][1])
+        if lasts.start < lasts.stop:
+            slowest = room[rows, lasts]
+            np.maximum(before[rows, cut - 1 : cut], behind[cut, lasts], out=slowest)
+            np.minimum(table[rows, lasts], slowest, out=table[rows, lasts])
 
 
 def _between(sums: Numbers) -> Numbers:

@@ -39,7 +39,7 @@ def quickest(layers: Sequence[Sequence[Way]], memory_bytes: int) -> Choice | Non
 
     >>> recompute = [Way(3.0, 10), Way(4.0, 4)]
     >>> quickest([recompute, recompute, [Way(1.0, 5)]], 20)
-    Choice(options=(0, 1, 0), seconds=8.0, bytes=19)
+    Choice(options=(1, 0, 0), seconds=8.0, bytes=19)
     """
     needed = [min(way.bytes for way in ways) for ways in layers]
     left = [*accumulate(needed[::-1], initial=0)][::-1]

@@ -151,13 +151,14 @@ def _rates(options: PiperOptions, in_flight: Counts) -> Numbers:
     if not options.alike:
         return np.zeros(len(in_flight))
     at = options.seconds.argmin(axis=1)[:, np.newaxis]
+    there = np.isfinite(options.seconds)
 
-    def saved(array: Numbers) -> Numbers:
+    def less(array: Numbers) -> Numbers:
+        """By how much an option's number is below that of the quickest one."""
         return np.asarray(np.take_along_axis(array, at, axis=1) - array)[:, :, np.newaxis]
 
-    saved_bytes = saved(options.per_flight) * in_flight + saved(options.fixed)
-    saved_bytes[~np.isfinite(options.seconds)] = 0.0
-    useful = saved_bytes > 0
-    slower = np.where(useful, -saved(options.seconds), np.inf)
+    saved_bytes = less(options.per_flight) * in_flight + less(options.fixed)
+    useful = there[:, :, np.newaxis] & (saved_bytes > 0)
+    slower_s = np.where(useful, -less(np.where(there, options.seconds, 0.0)), np.inf)
     # Where nothing can be saved, a stage that is too large is not quick enough at any rate.
-    return np.asarray((slower / np.where(useful, saved_bytes, 1.0)).min(axis=(0, 1), initial=_MOST_S))
+    return np.asarray((slower_s / np.where(useful, saved_bytes, 1.0)).min(axis=(0, 1), initial=_MOST_S))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.errors import UsageError
+from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
@@ -44,6 +44,8 @@ def command(
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     if profiled_batch is not None and system != "pipedream":
         raise UsageError("--profiled-batch is for pipedream: Piper's files state how many micro-batches they are for")
+    if not file.exists():
+        raise FileError(f"{file}: no such file; name one that {system} wrote")
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(file,))
     read = _read(system, file, profiled_batch)
     profile = read.model_copy(update={"model": rebased(read.model, file, output)})

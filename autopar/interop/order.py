@@ -79,10 +79,12 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def cycle(count: int, edges: Sequence[Edge]) -> list[int]:
-    """Return positions, in ``edges``, of edges that form a cycle, in the direction of the edges; none without one.
+    """Return positions, in ``edges``, of edges that form a cycle, each leading to the next; none without one.
+
+    The last of them in ``edges`` comes first: it is the one that closes the cycle for whoever reads them in order.
 
     >>> cycle(4, [(0, 1), (1, 2), (2, 1), (2, 3)])
-    [1, 2]
+    [2, 1]
     """
     ordered = set(topological([""] * count, [0] * count, edges))
     into: dict[int, int] = {}
@@ -99,4 +101,5 @@ def cycle(count: int, edges: Sequence[Edge]) -> list[int]:
     while node in passed:
         found.append(passed.pop(node))
         node = edges[found[-1]][0]
-    return found[::-1]
+    last = found.index(max(found, default=-1)) if found else 0
+    return [*found[last::-1], *found[:last:-1]]

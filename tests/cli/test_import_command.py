@@ -1,0 +1,109 @@
+"""``autopar import``: files, exit codes, one line of error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+from autopar.formats.profile import Profile
+
+Run = Callable[..., tuple[int, str, str]]
+LINE = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
+TEXT = f"node1 -- Linear -- {LINE}\nnode2 -- Linear -- {LINE}\n\tnode1 -- node2\n"
+PIPER = {
+    "maxDevices": 2,
+    "maxMemoryPerDevice": 1000,
+    "bandwidth": 1e9,
+    "mbsInBatch": 4,
+    "nodes": [
+        {
+            "id": 0,
+            "TMPCs": {
+                "1": [
+                    {
+                        "id": "vanilla",
+                        "timePerSample": 0.5,
+                        "parameterSize": 8,
+                        "memoryUsageA": 4,
+                        "memoryUsageB": 16,
+                        "syncTimeFw": {},
+                        "syncTimeBw": {},
+                    }
+                ]
+            },
+        }
+    ],
+    "edges": [],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run autopar in a folder that holds a text graph and a file of Piper's; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs").mkdir()
+    Path("theirs/graph.txt").write_text(TEXT)
+    Path("theirs/bert.json").write_text(json.dumps(PIPER))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_a_text_graph_becomes_a_profile_that_can_be_planned_for(run: Run) -> None:
+    code, out, err = run("import", "pipedream", "theirs/graph.txt", "--profiled-batch", "4", "--json")
+    assert code == 0
+    profile = Profile.load("profile.json")
+    assert out == profile.dumps() == Path("profile.json").read_text()
+    assert (profile.batch, profile.model.source) == (4, "theirs/graph.txt")
+    assert "Note: " in err
+    assert "Written: profile.json, 2 layers of 0.006 s" in err
+    assert run("plan", "--gpus", "2")[0] == 0
+
+
+def test_pipers_file_becomes_a_profile_with_options(run: Run) -> None:
+    assert run("import", "piper", "theirs/bert.json", "-o", "bert.json")[0] == 0
+    profile = Profile.load("bert.json")
+    assert [len(layer.options) for layer in profile.layers] == [1]
+    assert run("show", "bert.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("onnx", "theirs/graph.txt"), 2, "FORMAT must be one of pipedream, piper; found 'onnx'"),
+        (("piper", "theirs/bert.json", "--profiled-batch", "4"), 2, "--profiled-batch is for pipedream"),
+        (("pipedream", "theirs/graph.txt", "--profiled-batch", "0"), 2, "--profiled-batch must lie in 1.."),
+        (("pipedream", "theirs/graph.txt", "-o", "theirs/graph.txt", "--overwrite"), 2, "is read by this command"),
+        (("pipedream", "theirs/graph.txt", "-o", "theirs/bert.json"), 2, "theirs/bert.json exists; pass --overwrite"),
+        (("pipedream", "nowhere.txt"), 4, "nowhere.txt: no such"),
+        (("pipedream", "theirs"), 4, "cannot read theirs"),
+        (("pipedream", "theirs/bert.json"), 4, "theirs/bert.json:1: expected a node"),
+        (("piper", "theirs/graph.txt"), 4, "theirs/graph.txt:1:1: not JSON"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_exit_code_and_writes_nothing(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    found, out, err = run("import", *arguments)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("profile.json").exists()
+    assert Path("theirs/graph.txt").read_text() == TEXT
+
+
+def test_an_output_is_replaced_where_that_is_asked_for(run: Run) -> None:
+    Path("old.json").write_text("{}")
+    assert run("import", "pipedream", "theirs/graph.txt", "-o", "old.json", "--overwrite")[0] == 0
+    assert len(Profile.load("old.json").layers) == 2

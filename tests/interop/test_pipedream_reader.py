@@ -1,0 +1,160 @@
+"""PipeDream's text graphs: what becomes of every line, and what is refused where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.profile import Profile
+from autopar.interop.pipedream import pipedream_profile
+
+PATH = Path("some/graph.txt")
+TIMES = "forward_compute_time=1.5, backward_compute_time=3.000"
+LINES = [
+    f"node1 -- Input -- {TIMES}, activation_size=100.0, parameter_size=0.000",
+    f"node2 -- LSTM(4, 4) -- {TIMES}, activation_size=[64.0; 8.0; 8.0], parameter_size=40",
+    f"node3 -- __getitem__(0) -- {TIMES}, activation_size=64, parameter_size=0",
+    f"node4 -- __getitem__(1) -- {TIMES}, activation_size=8, parameter_size=0 -- stage_id=0",
+    f"node5 -- Add -- {TIMES}, activation_size=65, parameter_size=0",
+    "\tnode1 -- node2",
+    "\tnode2 -- node3",
+    "\tnode2 -- node4",
+    "\tnode3 -- node5",
+    "\tnode2 -- node5",
+]
+
+
+def _read(lines: list[str], batch: int = 1) -> Profile:
+    return pipedream_profile("\n".join(lines), PATH, batch)
+
+
+def _with(number: int, line: str) -> list[str]:
+    return [*LINES[: number - 1], line, *LINES[number:]]
+
+
+def test_nodes_become_layers_and_edges_tensors() -> None:
+    profile = _read(LINES)
+    assert [layer.name for layer in profile.layers] == ["node2", "node3", "node5"]
+    assert profile.layers[0].modules == ("LSTM(4, 4)",)
+    (cost,) = profile.layers[0].costs
+    assert (cost.micro_batch, cost.forward_s, cost.backward_s, cost.output_bytes) == (1, 0.0015, 0.003, 80)
+    assert (profile.layers[0].parameters_bytes, profile.layers[0].gradient_bytes) == (40, 40)
+    tensors = {tensor.name: tensor for tensor in profile.tensors}
+    assert set(tensors) == {"node1", "node2", "node3"}
+    assert (tensors["node1"].producer, tensors["node1"].consumers) == (None, ("node2",))
+    # A skip: node2 is read by the next layer and by the one behind it.
+    assert (tensors["node2"].consumers, tensors["node2"].bytes_per_sample) == (("node3", "node5"), 80)
+    assert profile.crossing_bytes() == [80, 80 + 64, 0]
+
+
+def test_what_is_left_out_or_assumed_is_said() -> None:
+    notes = "\n".join(_read(LINES).notes)
+    assert "Input nodes (node1), with 0.0045 s" in notes
+    assert "__getitem__ nodes that nothing reads (node4)" in notes
+    assert "optimizer" in notes
+    assert "V100" in notes
+
+
+def test_sizes_are_per_sample_of_the_profiled_mini_batch_and_never_rounded_down() -> None:
+    profile = _read(LINES, batch=32)
+    assert profile.batch == 32
+    assert {layer.costs[0].micro_batch for layer in profile.layers} == {32}
+    assert [tensor.bytes_per_sample for tensor in profile.tensors] == [4, 3, 2]
+
+
+def test_gradients_flow_only_back_to_parameters() -> None:
+    lines = [line.replace("parameter_size=40", "parameter_size=0") for line in LINES]
+    assert {tensor.gradient for tensor in _read(lines).tensors} == {False}
+    found = {tensor.name: tensor.gradient for tensor in _read(LINES).tensors}
+    assert found == {"node1": False, "node2": True, "node3": True}
+
+
+def test_what_a_layer_keeps_is_the_tensor_that_it_makes() -> None:
+    profile = _read(LINES)
+    for layer in profile.layers:
+        (saved,) = layer.costs[0].saved
+        assert (saved.storage, saved.bytes) == (layer.name, layer.costs[0].output_bytes)
+        assert layer.costs[0].peak_bytes >= layer.costs[0].saved_bytes + layer.costs[0].output_bytes
+
+
+def test_the_files_own_stages_are_noted_where_they_are_runs_of_layers() -> None:
+    def staged(*stages: int) -> str:
+        numbered = zip((2, 3, 5), stages, strict=True)
+        changed = {f"node{node} ": f" -- stage_id={stage}" for node, stage in numbered}
+        lines = [line + next((tail for head, tail in changed.items() if line.startswith(head)), "") for line in LINES]
+        return _read(lines).notes[-1]
+
+    assert staged(0, 0, 1) == "the file's own stages, one device each: --stages 0-1:1,2-2:1"
+    assert "no runs of consecutive layers" in staged(0, 1, 0)
+
+
+def test_the_order_of_lines_windows_line_ends_and_a_byte_order_mark_do_not_matter() -> None:
+    lines = "\ufeff" + "\r\n".join([*reversed(LINES), "", ""])
+    assert pipedream_profile(lines, PATH).layers == _read(LINES).layers
+
+
+@pytest.mark.parametrize(
+    ("number", "line", "message"),
+    [
+        (10, "\tnode2 -- node7", ":10: an edge names node 'node7'"),
+        (10, "\tnode2, node5", ":10: expected an edge"),
+        (5, LINES[1], ":5: node 'node2' is given twice, first in line 2"),
+        (10, "\tnode5 -- node2", ":10: edges form a cycle: node5 -> node2 -> node3 -> node5"),
+        (10, "\tnode5 -- node5", ":10: edges form a cycle: node5 -> node5"),
+        (2, LINES[1].replace("=1.5", "=nan"), ":2: forward_compute_time must be milliseconds from 0"),
+        (2, LINES[1].replace("=1.5", "=-1.5"), ":2: forward_compute_time must be milliseconds from 0"),
+        (2, LINES[1].replace("=1.5", "=1e400"), ":2: forward_compute_time must be milliseconds from 0"),
+        (2, LINES[1].replace("64.0;", "inf;"), ":2: activation_size must be bytes from 0"),
+        (2, LINES[1].replace("[64.0; 8.0; 8.0]", "[]"), ":2: activation_size must be bytes from 0"),
+        (2, LINES[1].replace(", parameter_size=40", ""), ":2: parameter_size is missing"),
+        (2, LINES[1].replace("parameter_size", "size"), ":2: expected forward_compute_time="),
+        (2, LINES[1] + ", parameter_size=1", ":2: parameter_size is given twice"),
+        (2, "node2", ":2: expected a node"),
+        (4, LINES[3].replace("=0 -- stage_id=0", "=0 -- stage_id=a"), ":4: stage_id must be a whole number"),
+        (2, LINES[1].replace("LSTM", "LS\x07TM"), ":2: holds control characters"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(number: int, line: str, message: str) -> None:
+    with pytest.raises(FileError) as caught:
+        _read(_with(number, line))
+    assert str(caught.value).startswith(f"{PATH}{message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("lines", "message"), [([], "holds no nodes;"), (LINES[:1], "holds no nodes but Input;")])
+def test_a_file_without_layers_is_refused(lines: list[str], message: str) -> None:
+    with pytest.raises(FileError, match=message):
+        _read(lines)
+
+
+def test_a_profiled_batch_of_no_samples_is_refused() -> None:
+    with pytest.raises(UsageError, match="--profiled-batch"):
+        _read(LINES, batch=0)
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+@pytest.mark.parametrize(
+    ("name", "layers", "seconds", "parameters_bytes"),
+    [
+        ("pipedream/vgg16", 40, 0.690531 - 0.017972, 553.4e6),
+        ("pipedream/resnet50", 176, 0.462357 - 0.018962, 102.2e6),
+        ("pipedream/gnmt8", 37, 0.089428, 775.1e6),
+        ("dapple/vgg-19-pbs-32", None, None, None),
+        ("dapple/bert-48-pbs-2", 53, None, None),
+        ("dapple/xlnet-36-pbs-1", None, None, None),
+    ],
+)
+def test_published_profiles_are_read_whole(
+    name: str, layers: int | None, seconds: float | None, parameters_bytes: float | None
+) -> None:
+    path = Path(os.environ["AUTOPAR_DATA"]) / f"{name}.txt"
+    profile = pipedream_profile(path.read_text(), path)
+    found_s = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers)
+    assert layers in (None, len(profile.layers))
+    assert found_s == pytest.approx(found_s if seconds is None else seconds, rel=2e-3)
+    total = sum(layer.parameters_bytes for layer in profile.layers)
+    assert total == pytest.approx(total if parameters_bytes is None else parameters_bytes, rel=1e-3)
+    assert Profile.parse(profile.dumps(), path) == profile

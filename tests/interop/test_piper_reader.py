@@ -1,0 +1,164 @@
+"""Piper's input files: layers with all their options, and what is refused where."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.errors import FileError
+from autopar.formats.profile import Profile
+from autopar.interop.piper import piper_profile
+
+PATH = Path("some/bert.json")
+
+
+def _way(
+    name: str, time: float, forth: dict[str, float], back: dict[str, float], memory: float = 100
+) -> dict[str, Any]:
+    return {
+        "id": name,
+        "timePerSample": time,
+        "parameterSize": 40.0,
+        "memoryUsageA": memory,
+        "memoryUsageB": 90,
+        "syncTimeFw": forth,
+        "syncTimeBw": back,
+    }
+
+
+FILE: dict[str, Any] = {
+    "maxDevices": 8,
+    "maxMemoryPerDevice": 1e9,
+    "bandwidth": 25e9,
+    "mbsInBatch": 12,
+    "comment": "other keys are allowed",
+    "nodes": [
+        {"id": 7, "name": "head", "TMPCs": {"1": [_way("vanilla", 0.3, {"3": 0}, {})]}},
+        {
+            "id": 3,
+            "name": "layer",
+            "TMPCs": {
+                "2": [_way("vanilla", 0.4, {}, {"7": 16.5})],
+                "1": [_way("vanilla", 0.6, {}, {"7": 0}), _way("activation recomp", 0.8, {}, {"7": 0}, 25.5)],
+            },
+        },
+    ],
+    "edges": [{"sourceId": 3, "destId": 7, "communicationCost": 64.0}],
+}
+
+
+def _read(content: dict[str, Any]) -> Profile:
+    return piper_profile(json.dumps(content), PATH)
+
+
+def test_layers_keep_all_their_options() -> None:
+    profile = _read(FILE)
+    assert [layer.name for layer in profile.layers] == ["layer.3", "head.7"]
+    first = profile.layers[0]
+    assert [(each.name, each.tensor_parallel, each.recompute) for each in first.options] == [
+        ("vanilla", 1, False),
+        ("activation recomp", 1, True),
+        ("vanilla", 2, False),
+    ]
+    assert [each.time_s for each in first.options] == [0.6, 0.8, 0.4]
+    assert [each.memory_per_flight_bytes for each in first.options] == [100, 26, 100]
+    assert [[(moved.tensor, moved.bytes) for moved in each.resharded] for each in first.options] == [
+        [],
+        [],
+        [("3>7", 17)],
+    ]
+
+
+def test_costs_are_those_of_one_device_that_keeps_everything() -> None:
+    profile = _read(FILE)
+    (cost,) = profile.layers[0].costs
+    assert cost.forward_s + cost.backward_s == pytest.approx(0.6)
+    assert (cost.micro_batch, cost.saved_bytes, cost.provenance) == (1, 100, "estimated")
+    layer = profile.layers[0]
+    assert (layer.parameters_bytes, layer.gradient_bytes, layer.buffers_bytes) == (40, 40, 10)
+    assert profile.batch == 12
+    assert [(each.name, each.bytes_per_sample, each.gradient) for each in profile.tensors] == [("3>7", 64, True)]
+
+
+def test_limits_that_the_file_states_are_noted() -> None:
+    notes = "\n".join(_read(FILE).notes)
+    assert "8 devices of 1000000000 bytes, which each send 25000000000 bytes/s, and 12 micro-batches" in notes
+
+
+def test_the_name_that_the_description_of_the_format_gives_the_batch_is_read_too() -> None:
+    renamed = {key: value for key, value in FILE.items() if key != "mbsInBatch"} | {"maxBatchSize": 12}
+    assert _read(renamed).batch == 12
+
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.pop("bandwidth"), "$.bandwidth: Field required"),
+        (lambda c: c.update(nodes=[], edges=[]), "$.nodes: holds no nodes"),
+        (lambda c: c["nodes"][1].update(id=7), "$.nodes[1].id: node 7 is given twice"),
+        (lambda c: c["edges"][0].update(destId=8), "$.edges[0].destId: no node has the id 8"),
+        (lambda c: c["edges"].append(c["edges"][0]), "$.edges[1]: edge (3, 7) is given twice"),
+        (
+            lambda c: c["edges"].append({"sourceId": 7, "destId": 3, "communicationCost": 1}),
+            "$.edges[1]: edges form a cycle: 7 -> 3 -> 7",
+        ),
+        (lambda c: c["edges"][0].update(communicationCost=-1), "$.edges[0].communicationCost: Input should be"),
+        (
+            lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(timePerSample="fast"),
+            "$.nodes[0].TMPCs.1[0].timePerSample: Input should be a valid number",
+        ),
+        (
+            lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(memoryUsageA=-1),
+            "$.nodes[0].TMPCs.1[0].memoryUsageA: Input should be greater",
+        ),
+        (
+            lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(syncTimeFw={}),
+            "$.nodes[0].TMPCs.1[0].syncTimeFw: the edge from or to node 3 is missing",
+        ),
+        (
+            lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(syncTimeBw={"3": 1}),
+            "$.nodes[0].TMPCs.1[0].syncTimeBw.3: no edge joins the two nodes",
+        ),
+        (lambda c: c["nodes"][0]["TMPCs"].update({"x": []}), "$.nodes[0].TMPCs.x: expected a number of devices"),
+        (lambda c: c["nodes"][0]["TMPCs"].pop("1"), "$.nodes[0].TMPCs: node 7 has no option for 1 device"),
+        (
+            lambda c: c["nodes"][1]["TMPCs"]["1"][1].update(id="vanilla"),
+            "$.nodes[1].TMPCs.1[1].id: option 'vanilla' is given twice",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_json_path(edit: Edit, message: str) -> None:
+    content = copy.deepcopy(FILE)
+    edit(content)
+    with pytest.raises(FileError) as caught:
+        _read(content)
+    assert str(caught.value).startswith(f"{PATH}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"nodes": NaN}', "$.nodes: NaN"), ("[", ":1:2: not JSON"), ("[]", "$: Input should be")]
+)
+def test_what_is_no_such_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FileError) as caught:
+        piper_profile(text, PATH)
+    assert message in str(caught.value)
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+def test_the_published_file_is_read_whole() -> None:
+    path = Path(os.environ["AUTOPAR_DATA"]) / "piper" / "bert32a100.json"
+    profile = piper_profile(path.read_text(), path)
+    assert len(profile.layers) == 37
+    assert {len(layer.options) for layer in profile.layers} == {8}
+    assert {option.tensor_parallel for layer in profile.layers for option in layer.options} == {1, 2, 4, 8}
+    assert Profile.parse(profile.dumps(), path) == profile

@@ -1,0 +1,225 @@
+"""Piper's objective: the search against all plans, and against what its own planner found."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.profile import Profile
+from autopar.interop.piper import piper_profile
+from autopar.planner.piper import PiperPlan, piper_plan
+from autopar.planner.piper_choice import Way, quickest
+
+BANDWIDTH = 1e3
+
+
+def _cluster(devices: int, memory_bytes: int, bytes_per_s: float = BANDWIDTH) -> Cluster:
+    return Cluster(
+        devices=(Device(type="A100", memory_bytes=memory_bytes),) * devices,
+        links=(Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s),),
+    )
+
+
+def _random_file(seed: int) -> dict[str, Any]:
+    """Edges that skip, options that differ in one thing or in all, groups of two that some layers cannot form."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 4)
+    edges = [(a, b) for b in range(1, count) for a in range(b) if rng.random() < (0.9 if a == b - 1 else 0.3)]
+    alike = rng.random() < 0.5
+    nodes = []
+    for node in range(count):
+        ways: dict[str, list[dict[str, Any]]] = {}
+        for group in (1, 2) if rng.random() < 0.8 else (1,):
+            exchanged = [rng.choice([0, rng.randint(1, 400)]) for _ in range(2)]
+            parameters = rng.choice([0, rng.randint(1, 1000)])
+            ways[str(group)] = []
+            for option in range(rng.randint(1, 3)):
+                if not alike:
+                    exchanged = [rng.choice([0, rng.randint(1, 400)]) for _ in range(2)]
+                    parameters = rng.randint(0, 1000)
+                ways[str(group)].append(
+                    {
+                        "id": ["vanilla", "activation recomp", "other"][option],
+                        "timePerSample": rng.uniform(0.1, 2) / group,
+                        "parameterSize": parameters,
+                        "memoryUsageA": rng.randint(0, 60),
+                        "memoryUsageB": rng.randint(0, 100),
+                        "syncTimeFw": {str(a): exchanged[0] for a, b in edges if b == node},
+                        "syncTimeBw": {str(b): exchanged[1] for a, b in edges if a == node},
+                    }
+                )
+        nodes.append({"id": node, "name": "layer", "TMPCs": ways})
+    return {
+        "maxDevices": 6,
+        "maxMemoryPerDevice": 1000,
+        "bandwidth": BANDWIDTH,
+        "mbsInBatch": rng.choice([1, 2, 3, 4, 6, 12]),
+        "nodes": nodes,
+        "edges": [{"sourceId": a, "destId": b, "communicationCost": rng.randint(0, 500)} for a, b in edges],
+    }
+
+
+class _Slow:
+    """Piper's formulas, straight from a file, for nodes in the order of the profile."""
+
+    def __init__(self, content: dict[str, Any], profile: Profile, memory: int) -> None:
+        nodes = {node["id"]: node for node in content["nodes"]}
+        self.nodes = [nodes[int(layer.name.split(".")[1])] for layer in profile.layers]
+        self.edges, self.memory = content["edges"], memory
+        self.bandwidth, self.batch = content["bandwidth"], content["mbsInBatch"]
+
+    def stage_s(self, first: int, stop: int, replicas: int, ways: list[dict[str, Any]], in_flight: int) -> float:
+        """Seconds of a stage; infinite where it does not fit."""
+        inside = {node["id"] for node in self.nodes[first:stop]}
+        crossing = memory = seconds = synchronised = 0.0
+        for node, way in zip(self.nodes[first:stop], ways, strict=True):
+            seconds += way["timePerSample"]
+            memory += way["memoryUsageA"] * in_flight + way["memoryUsageB"]
+            synchronised += 4 * (replicas - 1) * way["parameterSize"] / replicas / self.batch
+            for edge in self.edges:
+                source, target = edge["sourceId"], edge["destId"]
+                if target == node["id"] and source not in inside:
+                    crossing += 2 * (edge["communicationCost"] + way["syncTimeFw"][str(source)])
+                if source == node["id"] and target not in inside:
+                    crossing += 2 * (edge["communicationCost"] + way["syncTimeBw"][str(target)])
+        if memory > self.memory:
+            return math.inf
+        return (crossing / replicas + synchronised) / self.bandwidth + seconds / replicas
+
+    def least_s(self, stop: int, devices: int, replicas: int, most: int) -> float:
+        """Least bottleneck of the layers before ``stop``; ``devices`` are left, ``replicas`` stand behind."""
+        if stop == 0:
+            return 0.0
+        least = math.inf
+        for first, group in product(range(stop), (1, 2)):
+            ways = [node["TMPCs"].get(str(group), []) for node in self.nodes[first:stop]]
+            for count in range(1, devices // group + 1):
+                if self.batch % count == 0 and replicas + count <= most:
+                    in_flight = math.ceil((replicas + count) / count)
+                    stage_s = min(
+                        (self.stage_s(first, stop, count, list(chosen), in_flight) for chosen in product(*ways)),
+                        default=math.inf,
+                    )
+                    if stage_s < least:
+                        before_s = self.least_s(first, devices - group * count, replicas + count, most)
+                        least = min(least, max(stage_s, before_s))
+        return least
+
+    def check(self, plan: PiperPlan, devices: int) -> None:
+        """Hold a plan against the rules, and its numbers against the formulas."""
+        behind = 0
+        for stage in reversed(plan.stages):
+            behind += stage.replicas
+            nodes = self.nodes[stage.first : stage.stop]
+            ways = [
+                next(way for way in node["TMPCs"][str(stage.tensor_parallel)] if way["id"] == name)
+                for node, name in zip(nodes, stage.options, strict=True)
+            ]
+            assert stage.recompute == tuple("recomp" in name for name in stage.options)
+            assert stage.in_flight == math.ceil(behind / stage.replicas)
+            stage_s = self.stage_s(stage.first, stage.stop, stage.replicas, ways, stage.in_flight)
+            assert stage.seconds == pytest.approx(stage_s, rel=1e-12)
+            assert stage.memory_bytes <= self.memory
+        assert behind <= self.batch
+        assert plan.devices <= devices
+        assert [stage.first for stage in plan.stages] == [0, *(stage.stop for stage in plan.stages[:-1])]
+        assert plan.bottleneck_s == max(stage.seconds for stage in plan.stages)
+
+
+def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
+    found = infeasible = bound_by_memory = 0
+    for seed in range(300):
+        content = _random_file(seed)
+        profile = piper_profile(json.dumps(content), Path("random.json"))
+        rng = random.Random(seed + 1000)
+        devices, memory = rng.randint(1, 6), rng.randint(40, 300)
+        slow = _Slow(content, profile, memory)
+        least = slow.least_s(len(slow.nodes), devices, 0, min(devices, slow.batch))
+        if least == math.inf:
+            infeasible += 1
+            with pytest.raises(InfeasibleError, match="no plan of Piper's fits"):
+                piper_plan(profile, _cluster(devices, memory))
+            continue
+        plan = piper_plan(profile, _cluster(devices, memory))
+        assert plan.bottleneck_s == pytest.approx(least, rel=1e-12), seed
+        slow.check(plan, devices)
+        found += 1
+        bound_by_memory += piper_plan(profile, _cluster(devices, 10**9)).bottleneck_s < least * (1 - 1e-9)
+    assert found >= 200
+    assert infeasible >= 10
+    assert bound_by_memory >= 60
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_choice_of_options_is_quicker(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = [
+        [Way(rng.choice([1.0, 1.5, rng.random()]), rng.randint(0, 9)) for _ in range(rng.randint(1, 3))]
+        for _ in range(rng.randint(1, 6))
+    ]
+    memory = rng.randint(0, 40)
+    fitting = [
+        (sum(way.seconds for way in chosen), sum(way.bytes for way in chosen))
+        for chosen in product(*layers)
+        if sum(way.bytes for way in chosen) <= memory
+    ]
+    choice = quickest(layers, memory)
+    if not fitting:
+        assert choice is None
+        return
+    assert choice is not None
+    taken = [ways[option] for ways, option in zip(layers, choice.options, strict=True)]
+    assert (choice.seconds, choice.bytes) == (sum(way.seconds for way in taken), sum(way.bytes for way in taken))
+    assert choice.seconds == pytest.approx(min(fitting)[0])
+    assert choice.bytes <= memory
+
+
+def test_layers_without_options_are_refused() -> None:
+    profile = piper_profile(json.dumps(_random_file(1)), Path("random.json"))
+    bare = [layer.model_copy(update={"options": ()}) for layer in profile.layers]
+    with pytest.raises(UsageError, match="needs options of every layer"):
+        piper_plan(profile.model_copy(update={"layers": tuple(bare)}), _cluster(2, 1000))
+
+
+def test_memory_bandwidth_and_batch_can_be_given_in_place_of_the_clusters_and_the_profiles() -> None:
+    content = _random_file(5)
+    profile = piper_profile(json.dumps(content), Path("random.json"))
+    given = piper_plan(profile, _cluster(4, 1), 3, memory_bytes=500, bytes_per_s=2e3, batch=6)
+    assert given == piper_plan(profile.model_copy(update={"batch": 6}), _cluster(3, 500, 2e3))
+    with pytest.raises(InfeasibleError, match=r"--gpus 5: cluster 'local' has 4 devices"):
+        piper_plan(profile, _cluster(4, 1), 5)
+
+
+def _rows() -> Iterator[dict[str, str]]:
+    with (Path(os.environ["AUTOPAR_DATA"]) / "reference_numbers.csv").open() as file:
+        yield from (row for row in csv.DictReader(file) if row["planner"] == "piper")
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+def test_no_bottleneck_is_above_that_of_pipers_own_planner() -> None:
+    path = Path(os.environ["AUTOPAR_DATA"]) / "piper" / "bert32a100.json"
+    content = json.loads(path.read_text())
+    profile = piper_profile(path.read_text(), path)
+    compared = 0
+    for row in _rows():
+        # Its gigabytes are 2**30 bytes, and so was the bandwidth that it was run with: 25 of them a second.
+        devices, memory = map(int, re.findall(r"\d+", row["setting"])[:2])
+        cluster = _cluster(devices, memory * 2**30, 25 * 2.0**30)
+        plan = piper_plan(profile, cluster)
+        # The reference is rounded to eight digits.
+        assert plan.bottleneck_s <= float(row["value"]) * (1 + 5e-8), row
+        _Slow({**content, "bandwidth": 25 * 2.0**30}, profile, memory * 2**30).check(plan, devices)
+        compared += 1
+    assert compared == 11
