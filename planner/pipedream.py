@@ -53,6 +53,17 @@ def pipedream_plan(
         gpus: at most so many devices, the first of the cluster; none: all.
         bytes_per_s: bandwidth of every link in place of the cluster's.
 
+    >>> from pathlib import Path
+    >>> from autopar.formats.cluster import Device, Link
+    >>> from autopar.interop.pipedream import pipedream_profile
+    >>> line = "-- forward_compute_time=2, backward_compute_time=4, activation_size=6e3, parameter_size"
+    >>> text = f"node1 -- Linear {line}=0\\nnode2 -- Linear {line}=9e9\\n\\tnode1 -- node2"
+    >>> node = Link(level="node", latency_s=0.0, bytes_per_s=1e9)
+    >>> cluster = Cluster(devices=(Device(type="V100", memory_bytes=16 * 10**9),) * 3, links=(node,))
+    >>> plan = pipedream_plan(pipedream_profile(text, Path("two.txt")), cluster)
+    >>> [(stage.first, stage.stop, stage.devices) for stage in plan.stages], plan.bottleneck_s
+    ([(0, 1, (0,)), (1, 2, (1,))], 0.006)
+
     Raises:
         InfeasibleError: the cluster has fewer devices.
         UsageError: the nodes are not of equal size, which PipeDream's planner does not know.

@@ -85,6 +85,19 @@ def piper_plan(
         bytes_per_s: in place of the cluster's.
         batch: micro-batches per batch in place of the profile's.
 
+    >>> from pathlib import Path
+    >>> from autopar.formats.cluster import Device, Link
+    >>> from autopar.interop.piper import piper_profile
+    >>> way = '"timePerSample": 0.5, "parameterSize": 0, "memoryUsageB": 0, "syncTimeFw": {}, "syncTimeBw": {}'
+    >>> ways = f'"TMPCs": {{"1": [{{"id": "vanilla", "memoryUsageA": 100, {way}}}]}}'
+    >>> limits = '"maxMemoryPerDevice": 100, "maxDevices": 8, "mbsInBatch": 12, "bandwidth": 1e9'
+    >>> profile = piper_profile(f'{{{limits}, "nodes": [{{"id": 0, {ways}}}], "edges": []}}', Path("one.json"))
+    >>> node = Link(level="node", latency_s=0.0, bytes_per_s=1e9)
+    >>> cluster = Cluster(devices=(Device(type="cuda", memory_bytes=100),) * 5, links=(node,))
+    >>> plan = piper_plan(profile, cluster)
+    >>> [(stage.replicas, stage.options, stage.memory_bytes) for stage in plan.stages], plan.bottleneck_s
+    ([(4, ('vanilla',), 100)], 0.125)
+
     Raises:
         UsageError: layers have no options.
         InfeasibleError: no plan fits the memory, or the cluster has fewer devices.

@@ -70,8 +70,8 @@ class PiperMoves:
             if segment in done:
                 continue
             stage = Stage(first, stop, self._stages.groups[group], count)
-            seconds = self._stages.least_seconds(stage, flights) if is_tight else fastest_s
-            if seconds is not None and seconds <= self._most_s:
+            seconds = fastest_s + (self._stages.beyond_s(stage, flights) if is_tight else 0.0)
+            if seconds <= self._most_s:
                 done.add(segment)
                 yield stage, seconds
 
@@ -119,5 +119,7 @@ def _first_of(flags: npt.NDArray[np.bool_], segments: Counts) -> npt.NDArray[np.
     """Return the first flag of each segment; equal segments stand together."""
     at = np.flatnonzero(flags)
     kept = np.zeros(len(flags), dtype=np.bool_)
-    kept[at[np.diff(segments[at], prepend=-1) != 0]] = True
+    found = segments[at]
+    kept[at[:1]] = True
+    kept[at[1:][found[1:] != found[:-1]]] = True
     return kept

@@ -76,10 +76,10 @@ class PiperStages:
             for index, group in enumerate(self.groups):
                 self._fill(stop, index, self._options[group], [1] if self._alike[group] else self.replicas)
 
-    def least_seconds(self, stage: Stage, in_flight: int) -> float | None:
-        """Return the least seconds per micro-batch of a stage that fits; none if it does not."""
+    def beyond_s(self, stage: Stage, in_flight: int) -> float:
+        """Return the least seconds per micro-batch that a stage takes beyond ``fastest_s`` to fit; infinite if none."""
         chosen = self._choice(stage, in_flight)
-        return None if chosen is None else self._fastest_s(stage) + chosen.beyond_s / stage.replicas
+        return math.inf if chosen is None else chosen.beyond_s / stage.replicas
 
     def choice(self, stage: Stage, in_flight: int) -> tuple[Choice, float]:
         """Return the quickest options of a stage that fits, and its seconds per micro-batch, added up exactly."""
@@ -90,18 +90,15 @@ class PiperStages:
         return chosen.choice, math.fsum(each[option].seconds for each, option in taken) / stage.replicas
 
     def _choice(self, stage: Stage, in_flight: int) -> _Chosen | None:
-        alike = self._alike[stage.group]
-        key = (stage.first, stage.stop, stage.group, in_flight, 1 if alike else stage.replicas)
+        # Where options differ in time and memory alone, the best are the same for any number of replicas.
+        key = (stage.first, stage.stop, stage.group, 1 if self._alike[stage.group] else stage.replicas, in_flight)
         if key not in self._choices:
-            priced = stage._replace(replicas=key[-1])
+            priced = Stage(*key[:-1])
             choice = quickest(self._ways(priced, in_flight), self.task.memory_bytes)
-            fastest_s = self._fastest_s(priced) * priced.replicas
+            at = (priced.stop - 1, self.groups.index(priced.group), priced.first, self.replicas.index(priced.replicas))
+            fastest_s = float(self.fastest_s[at]) * priced.replicas
             self._choices[key] = None if choice is None else _Chosen(choice, max(0.0, choice.seconds - fastest_s))
         return self._choices[key]
-
-    def _fastest_s(self, stage: Stage) -> float:
-        at = (stage.stop - 1, self.groups.index(stage.group), stage.first, self.replicas.index(stage.replicas))
-        return float(self.fastest_s[at])
 
     def _ways(self, stage: Stage, in_flight: int) -> list[list[Way]]:
         """Return every layer's options: seconds, as a sum over the replicas, and bytes."""
