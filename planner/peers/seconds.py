@@ -1,0 +1,75 @@
+"""Seconds: forwards, backwards and reductions of stages and links, of many pipelines at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.links import Level
+from autopar.planner.peers.groups import Group, level_between
+from autopar.planner.peers.prices import Array, Prices
+
+__all__ = ["Positions", "Seconds", "StageSeconds"]
+
+LEVELS: tuple[Level, ...] = ("node", "network")
+Positions = npt.NDArray[np.int64]
+
+
+class Seconds(NamedTuple):
+    """Of consecutive stages and links, each ``[stage, groups of devices, cuts]``."""
+
+    forward_s: Array
+    backward_s: Array
+    reduce_s: Array
+
+    def then(self, other: Seconds) -> Seconds:
+        """Return these stages with others behind them; groups and cuts are broadcast.
+
+        >>> one = Seconds(*np.ones((3, 1, 1, 1)))
+        >>> one.then(Seconds(*np.ones((3, 2, 4, 5)))).forward_s.shape
+        (3, 4, 5)
+        """
+        shape = np.broadcast_shapes(self.forward_s.shape[1:], other.forward_s.shape[1:])
+        pairs = zip(self, other, strict=True)
+        return Seconds(
+            *(np.concatenate([np.broadcast_to(each, (len(each), *shape)) for each in pair]) for pair in pairs)
+        )
+
+
+class StageSeconds:
+    """Prices of stages and links by width, level and cut."""
+
+    def __init__(self, prices: Prices) -> None:
+        widths = range(1, prices.device_count + 1)
+        levels = LEVELS if len(prices.servers) > 1 else LEVELS[:1]
+        # Width 0 does not occur; its row makes widths indices.
+        self._forward = np.stack([prices.forward_s(max(1, width)) for width in (0, *widths)])
+        self._backward = np.stack([prices.backward_s(max(1, width)) for width in (0, *widths)])
+        self._forth = np.stack([[prices.forth_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
+        self._back = np.stack([[prices.back_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
+        self._rates = np.array(
+            [[prices.reduce_rate(max(1, width), level) for width in (0, *widths)] for level in levels]
+        )
+        self._weights = prices.weights_bytes
+
+    def stage(self, groups: Sequence[Group], first: Positions, stop: Positions) -> Seconds:
+        """Return a stage of layers ``first:stop`` on every group."""
+        widths, levels = _columns([(group.width, group.level) for group in groups])
+        forward = self._forward[widths, stop] - self._forward[widths, first]
+        backward = self._backward[widths, stop] - self._backward[widths, first]
+        reduce = self._rates[levels, widths] * (self._weights[stop] - self._weights[first])
+        return Seconds(forward[None], backward[None], reduce[None])
+
+    def link(self, pairs: Sequence[tuple[Group, Group]], cut: Positions) -> Seconds:
+        """Return the link between every pair of groups at a cut; the finer of two divisions makes the messages."""
+        widths, levels = _columns([(max(one.width, other.width), level_between(one, other)) for one, other in pairs])
+        forth, back = self._forth[levels, widths, cut], self._back[levels, widths, cut]
+        return Seconds(forth[None], back[None], np.zeros_like(forth)[None])
+
+
+def _columns(numbers: Sequence[tuple[int, int]]) -> tuple[Positions, Positions]:
+    both = np.array(numbers, dtype=np.int64)
+    return both[:, :1], both[:, 1:]
