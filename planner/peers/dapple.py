@@ -8,7 +8,8 @@ policy takes them:
     TPL(j', m + m', g + g') = L          (of section 4.1; see :mod:`autopar.planner.peers.latency`)
     TPL = min over j, m, g of TPL(j, m, g)
 
-Every (j, g) keeps its best plan only. A plan uses all devices; pure data parallelism, j = 0, is one of them.
+Every (j, g) keeps its best plan only, and sets g that differ in nodes of the same size count as one. A plan uses all
+devices; pure data parallelism, j = 0, is one of them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.peers.groups import Free, Group, Option, group_of, options, reachable
+from autopar.planner.peers.groups import Alike, Free, Group, Option, alike, group_of, options, reachable
 from autopar.planner.peers.latency import latency_s
 from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal
-from autopar.planner.peers.seconds import Positions, Seconds, StageSeconds
+from autopar.planner.peers.seconds import Positions, Seconds, StageSeconds, chained
 
 __all__ = ["Found", "find", "propose", "work"]
 
@@ -38,19 +39,29 @@ class Found(NamedTuple):
     left: tuple[Free, ...]
 
 
+class _Point(NamedTuple):
+    """A (j, g): layers planned, and the state of the nodes."""
+
+    layers: int
+    state: Alike
+
+
 class _Table(NamedTuple):
-    """TPL(j, g) of all j of one g: the complement of what is left."""
+    """TPL(j, g) of all j of one g."""
 
     latency_s: Array
-    before: list[tuple[int, Free] | None]
+    before: list[_Point | None]
     """The (j, g) that was split."""
+    free: list[Free]
+    """Devices that are left of every node."""
 
 
 class _Planned(NamedTuple):
-    """The stages and links of a (j, g), and the devices of its last planned stage."""
+    """The stages and links of a (j, g), the devices of its last planned stage, and those left."""
 
     seconds: Seconds
     group: Group | None
+    free: Free
 
 
 def propose(prices: Prices) -> list[Proposal]:
@@ -85,66 +96,71 @@ class _Search:
         self.layers = prices.layer_count
         self.sizes: Free = tuple(map(len, prices.servers))
         self.seconds = StageSeconds(prices)
-        self.tables: dict[Free, _Table] = {}
-        self.planned: dict[tuple[int, Free], _Planned] = {}
+        self.tables: dict[Alike, _Table] = {}
+        self.planned: dict[_Point, _Planned] = {}
         self.options: dict[Free, list[Option]] = {}
 
     def go(self) -> Found | None:
         """Fill the tables, fewer layers first; return the best whole plan."""
-        nothing = np.zeros((3, 0, 1, 1))
-        self.planned[0, self.sizes] = _Planned(Seconds(*nothing), None)
+        start = _Point(0, alike(self.sizes, self.sizes))
+        self.planned[start] = _Planned(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
         alone = self.seconds.stage([group_of(self.sizes)], np.array([0]), np.array([self.layers]))
-        found = [(float(self._latency_s(alone)[0, 0]), 0, self.sizes)]
-        self._split(0, self.sizes)
+        found = [(float(self._latency_s(alone)[0, 0]), start)]
+        self._split(start)
         for first in range(1, self.layers):
-            for free in sorted(self.tables):
-                latency = float(self.tables[free].latency_s[first])
+            for state in sorted(self.tables):
+                point, latency = _Point(first, state), float(self.tables[state].latency_s[first])
                 if np.isfinite(latency):
-                    found.append((latency, first, free))
-                    self._plan(first, free)
-                    self._split(first, free)
-        placeable = [each for each in found if sum(each[2]) <= self.prices.rows]
+                    found.append((latency, point))
+                    self._plan(point)
+                    self._split(point)
+        placeable = [each for each in found if sum(self.planned[each[1]].free) <= self.prices.rows]
         return None if not placeable else self._whole(*min(placeable, key=lambda each: each[0]))
 
-    def _whole(self, latency: float, first: int, free: Free) -> Found:
-        cuts, left = [self.layers], [free]
-        while first:
-            before = self.tables[free].before[first]
-            assert before is not None
-            cuts.append(first)
-            first, free = before
-            left.append(free)
+    def _whole(self, latency: float, point: _Point) -> Found:
+        cuts, left = [self.layers], [self.planned[point].free]
+        while point.layers:
+            cuts.append(point.layers)
+            point = self._before(point)
+            left.append(self.planned[point].free)
         return Found(latency, tuple(reversed(cuts)), tuple(reversed(left)))
 
-    def _split(self, first: int, free: Free) -> None:
+    def _split(self, point: _Point) -> None:
         """Split the last stage of a (j, g) in every way."""
-        every, stops = self._options(free), np.arange(first + 1, self.layers)
+        planned = self.planned[point]
+        every, stops = self._options(planned.free), np.arange(point.layers + 1, self.layers)
         if not every or not len(stops):
             return
-        added = self._added(self.planned[first, free], first, stops, every)
+        added = self._added(planned, point.layers, stops, every)
         between = self.seconds.link([(each.group, each.rest) for each in every], stops)
         rest = self.seconds.stage([each.rest for each in every], stops, np.array([self.layers]))
-        for option, latencies in zip(every, self._latency_s(added.then(between).then(rest)), strict=True):
-            table = self._table(option.left)
+        for option, latencies in zip(every, self._latency_s(chained([*added, between, rest])), strict=True):
+            table = self._table(alike(option.left, self.sizes))
             better = np.flatnonzero(latencies < table.latency_s[stops])
             table.latency_s[stops[better]] = latencies[better]
             for stop in stops[better].tolist():
-                table.before[stop] = (first, free)
+                table.before[stop], table.free[stop] = point, option.left
 
-    def _plan(self, first: int, free: Free) -> None:
+    def _plan(self, point: _Point) -> None:
         """Keep the stages of a (j, g), now that no better ones can come."""
-        before = self.tables[free].before[first]
-        assert before is not None
-        option = next(each for each in self._options(before[1]) if each.left == free)
-        seconds = self._added(self.planned[before], before[0], np.array([first]), [option])
-        self.planned[first, free] = _Planned(seconds, option.group)
+        before, free = self._before(point), self.tables[point.state].free[point.layers]
+        planned = self.planned[before]
+        option = next(each for each in self._options(planned.free) if each.left == free)
+        seconds = chained(self._added(planned, before.layers, np.array([point.layers]), [option]))
+        self.planned[point] = _Planned(seconds, option.group, free)
 
-    def _added(self, planned: _Planned, first: int, stops: Positions, every: Sequence[Option]) -> Seconds:
+    def _before(self, point: _Point) -> _Point:
+        before = self.tables[point.state].before[point.layers]
+        assert before is not None
+        return before
+
+    def _added(self, planned: _Planned, first: int, stops: Positions, every: Sequence[Option]) -> list[Seconds]:
         """Return a (j, g) with one stage more, on each option's devices."""
-        seconds, at = planned.seconds, np.array([first])
-        if planned.group is not None:
-            seconds = seconds.then(self.seconds.link([(planned.group, each.group) for each in every], at))
-        return seconds.then(self.seconds.stage([each.group for each in every], at, stops))
+        at = np.array([first])
+        stage = self.seconds.stage([each.group for each in every], at, stops)
+        if planned.group is None:
+            return [stage]
+        return [planned.seconds, self.seconds.link([(planned.group, each.group) for each in every], at), stage]
 
     def _latency_s(self, seconds: Seconds) -> Array:
         """Return the latencies ``[groups, cuts]``."""
@@ -157,7 +173,7 @@ class _Search:
             self.options[free] = options(free, self.sizes, self.prices.rows)
         return self.options[free]
 
-    def _table(self, free: Free) -> _Table:
-        if free not in self.tables:
-            self.tables[free] = _Table(np.full(self.layers, np.inf), [None] * self.layers)
-        return self.tables[free]
+    def _table(self, state: Alike) -> _Table:
+        if state not in self.tables:
+            self.tables[state] = _Table(np.full(self.layers, np.inf), [None] * self.layers, [()] * self.layers)
+        return self.tables[state]

@@ -7,12 +7,27 @@ from typing import NamedTuple
 
 from autopar.planner.peers.policies import choices
 
-__all__ = ["NETWORK", "NODE", "Free", "Group", "Option", "group_of", "level_between", "options", "reachable"]
+__all__ = [
+    "NETWORK",
+    "NODE",
+    "Alike",
+    "Free",
+    "Group",
+    "Option",
+    "alike",
+    "group_of",
+    "level_between",
+    "options",
+    "reachable",
+]
 
 NODE, NETWORK = 0, 1
 
 Free = tuple[int, ...]
 """How many devices of every node."""
+
+Alike = tuple[tuple[int, int], ...]
+"""(size, devices left) of every node, ascending."""
 
 
 class Group(NamedTuple):
@@ -57,18 +72,28 @@ def options(free: Free, sizes: Sequence[int], rows: int) -> list[Option]:
     return found
 
 
+def alike(free: Free, sizes: Sequence[int]) -> Alike:
+    """Return what is left of nodes without telling nodes of one size apart: their links are the same.
+
+    >>> alike((1, 2, 3), (4, 4, 4)) == alike((3, 2, 1), (4, 4, 4)), alike((1, 2), (2, 4)) == alike((2, 1), (2, 4))
+    (True, False)
+    """
+    return tuple(sorted(zip(sizes, free, strict=True)))
+
+
 def reachable(sizes: Free, most: int) -> int:
-    """Return how many states of the nodes the policies lead to; counting ends above ``most``.
+    """Return how many states of the nodes, see :func:`alike`, the policies lead to; counting ends above ``most``.
 
     >>> reachable((4,), 100), reachable((2, 2), 100)
-    (4, 6)
+    (4, 5)
     """
-    seen, waiting = {sizes}, [sizes]
+    seen, waiting = {alike(sizes, sizes)}, [sizes]
     while waiting and len(seen) <= most:
         free = waiting.pop()
         for option in options(free, sizes, sum(free)):
-            if option.left not in seen:
-                seen.add(option.left)
+            state = alike(option.left, sizes)
+            if state not in seen:
+                seen.add(state)
                 waiting.append(option.left)
     return len(seen)
 

@@ -54,10 +54,10 @@ def propose(prices: Prices) -> list[Proposal]:
 def work(prices: Prices) -> int:
     """Return how many array elements the proposals take."""
     positions, servers = prices.layer_count + 1, prices.servers
-    total = positions**2 * prices.device_count**2 // 2
+    total = positions**2 * prices.device_count**2
     if prices.servers_alike:
-        total += positions**3 * len(servers[0]) ** 2 // 2 + positions**2 * len(servers) ** 2 // 2
-    return total
+        total += positions**3 * len(servers[0]) ** 2 + positions**2 * len(servers) ** 2
+    return 2 * total
 
 
 def flat(prices: Prices) -> Proposal:

@@ -12,7 +12,7 @@ from autopar.planner.links import Level
 from autopar.planner.peers.groups import Group, level_between
 from autopar.planner.peers.prices import Array, Prices
 
-__all__ = ["Positions", "Seconds", "StageSeconds"]
+__all__ = ["Positions", "Seconds", "StageSeconds", "chained"]
 
 LEVELS: tuple[Level, ...] = ("node", "network")
 Positions = npt.NDArray[np.int64]
@@ -25,18 +25,21 @@ class Seconds(NamedTuple):
     backward_s: Array
     reduce_s: Array
 
-    def then(self, other: Seconds) -> Seconds:
-        """Return these stages with others behind them; groups and cuts are broadcast.
 
-        >>> one = Seconds(*np.ones((3, 1, 1, 1)))
-        >>> one.then(Seconds(*np.ones((3, 2, 4, 5)))).forward_s.shape
-        (3, 4, 5)
-        """
-        shape = np.broadcast_shapes(self.forward_s.shape[1:], other.forward_s.shape[1:])
-        pairs = zip(self, other, strict=True)
-        return Seconds(
-            *(np.concatenate([np.broadcast_to(each, (len(each), *shape)) for each in pair]) for pair in pairs)
-        )
+def chained(parts: Sequence[Seconds]) -> Seconds:
+    """Return all stages and links in a row; groups and cuts are broadcast.
+
+    >>> chained([Seconds(*np.ones((3, 1, 1, 1))), Seconds(*np.ones((3, 2, 4, 5)))]).forward_s.shape
+    (3, 4, 5)
+    """
+    shape = np.broadcast_shapes(*(part.forward_s.shape[1:] for part in parts))
+    joined = np.empty((3, sum(len(part.forward_s) for part in parts), *shape))
+    at = 0
+    for part in parts:
+        for kind, values in enumerate(part):
+            joined[kind, at : at + len(values)] = values
+        at += len(part.forward_s)
+    return Seconds(*joined)
 
 
 class StageSeconds:

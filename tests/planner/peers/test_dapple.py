@@ -45,15 +45,19 @@ def _less(free: tuple[int, ...], taken: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(one - other for one, other in zip(free, taken, strict=True))
 
 
+def _state(sizes: tuple[int, ...], free: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(zip(sizes, free, strict=True)))
+
+
 def _plain(prices: Prices, *, splits: int) -> float:
     """TPL by formula (5) with dictionaries, or all plans of at most two stages where ``splits`` is 1."""
     sizes = tuple(map(len, prices.servers))
     count = prices.layer_count
-    best: dict[tuple[int, tuple[int, ...]], tuple[float, Stages]] = {}
-    best[0, sizes] = (_latency(prices, [(count, sizes)]), [])
+    best: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[float, Stages, tuple[int, ...]]] = {}
+    best[0, _state(sizes, sizes)] = (_latency(prices, [(count, sizes)]), [], sizes)
     for first in range(count - 1):
-        for free in sorted(free for start, free in best if start == first):
-            _, stages = best[first, free]
+        for state in sorted(state for start, state in best if start == first):
+            _, stages, free = best[first, state]
             if len(stages) == splits:
                 continue
             for stop in range(first + 1, count):
@@ -62,9 +66,10 @@ def _plain(prices: Prices, *, splits: int) -> float:
                         left = _less(free, taken)
                         planned = [*stages, (stop, taken)]
                         latency = _latency(prices, [*planned, (count, left)])
-                        if (stop, left) not in best or latency < best[stop, left][0]:
-                            best[stop, left] = (latency, planned)
-    placeable = [latency for (_, free), (latency, _) in best.items() if sum(free) <= prices.rows]
+                        key = stop, _state(sizes, left)
+                        if key not in best or latency < best[key][0] * (1 - 1e-12):
+                            best[key] = (latency, planned, left)
+    placeable = [latency for latency, _, free in best.values() if sum(free) <= prices.rows]
     return min(placeable, default=float("inf"))
 
 
