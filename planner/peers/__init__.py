@@ -52,8 +52,8 @@ _PLANNERS = (
 def peers(costs: CostModel, simulator: Simulator, options: PlanOptions) -> list[Peer]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
-    No paper's planner but autopar's chooses the micro-batch count: a peer is given the one that suits it best, as its
-    user would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says.
+    None of the papers' planners chooses the micro-batch count: a peer is given the one that suits it best, as its user
+    would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says.
 
     Raises:
         UsageError: the micro-batches asked for do not divide the batch.

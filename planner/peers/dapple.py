@@ -14,20 +14,19 @@ devices; pure data parallelism, j = 0, is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.peers.groups import Alike, Free, Group, Option, alike, group_of, options, reachable
+from autopar.planner.peers.groups import Alike, Choice, Free, Groups, Positions, alike, choose, group_of, reachable
 from autopar.planner.peers.latency import latency_s
 from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal
-from autopar.planner.peers.seconds import Positions, Seconds, StageSeconds, chained
+from autopar.planner.peers.seconds import Seconds, StageSeconds, chained
 
 __all__ = ["Found", "find", "propose", "work"]
 
-OVERHEAD = 300_000
+OVERHEAD = 150_000
 """What numpy's calls for one (j, g) take, in the time of array elements."""
 
 
@@ -60,7 +59,7 @@ class _Planned(NamedTuple):
     """The stages and links of a (j, g), the devices of its last planned stage, and those left."""
 
     seconds: Seconds
-    group: Group | None
+    group: Groups | None
     free: Free
 
 
@@ -98,13 +97,13 @@ class _Search:
         self.seconds = StageSeconds(prices)
         self.tables: dict[Alike, _Table] = {}
         self.planned: dict[_Point, _Planned] = {}
-        self.options: dict[Free, list[Option]] = {}
+        self.choices: dict[Free, Choice] = {}
 
     def go(self) -> Found | None:
         """Fill the tables, fewer layers first; return the best whole plan."""
         start = _Point(0, alike(self.sizes, self.sizes))
         self.planned[start] = _Planned(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
-        alone = self.seconds.stage([group_of(self.sizes)], np.array([0]), np.array([self.layers]))
+        alone = self.seconds.stage(group_of([self.sizes]), np.array([0]), np.array([self.layers]))
         found = [(float(self._latency_s(alone)[0, 0]), start)]
         self._split(start)
         for first in range(1, self.layers):
@@ -127,40 +126,48 @@ class _Search:
 
     def _split(self, point: _Point) -> None:
         """Split the last stage of a (j, g) in every way."""
-        planned = self.planned[point]
-        every, stops = self._options(planned.free), np.arange(point.layers + 1, self.layers)
-        if not every or not len(stops):
+        planned, stops = self.planned[point], np.arange(point.layers + 1, self.layers)
+        choice = self._choice(planned.free)
+        if not choice.left or not len(stops):
             return
-        added = self._added(planned, point.layers, stops, every)
-        between = self.seconds.link([(each.group, each.rest) for each in every], stops)
-        rest = self.seconds.stage([each.rest for each in every], stops, np.array([self.layers]))
-        for option, latencies in zip(every, self._latency_s(chained([*added, between, rest])), strict=True):
-            table = self._table(alike(option.left, self.sizes))
-            better = np.flatnonzero(latencies < table.latency_s[stops])
-            table.latency_s[stops[better]] = latencies[better]
+        added = self._added(planned, point.layers, stops, choice.groups)
+        between = self.seconds.link(choice.groups, choice.rest, stops)
+        rest = self.seconds.stage(choice.rest, stops, np.array([self.layers]))
+        self._improve(point, stops, choice, self._latency_s(chained([*added, between, rest])))
+
+    def _improve(self, point: _Point, stops: Positions, choice: Choice, latency_s: Array) -> None:
+        """Enter latencies ``[group, stop]`` where they are less than what is known."""
+        tables = [self._table(state) for state in choice.states]
+        known = np.stack([table.latency_s[point.layers + 1 :] for table in tables])
+        for at in np.flatnonzero((latency_s < known).any(axis=1)).tolist():
+            table = tables[at]
+            # Groups may lead to the same state, so that what is known may be less by now.
+            better = np.flatnonzero(latency_s[at] < table.latency_s[stops])
+            table.latency_s[stops[better]] = latency_s[at, better]
             for stop in stops[better].tolist():
-                table.before[stop], table.free[stop] = point, option.left
+                table.before[stop], table.free[stop] = point, choice.left[at]
 
     def _plan(self, point: _Point) -> None:
         """Keep the stages of a (j, g), now that no better ones can come."""
         before, free = self._before(point), self.tables[point.state].free[point.layers]
         planned = self.planned[before]
-        option = next(each for each in self._options(planned.free) if each.left == free)
-        seconds = chained(self._added(planned, before.layers, np.array([point.layers]), [option]))
-        self.planned[point] = _Planned(seconds, option.group, free)
+        choice = self._choice(planned.free)
+        group = choice.groups.at(choice.left.index(free))
+        seconds = chained(self._added(planned, before.layers, np.array([point.layers]), group))
+        self.planned[point] = _Planned(seconds, group, free)
 
     def _before(self, point: _Point) -> _Point:
         before = self.tables[point.state].before[point.layers]
         assert before is not None
         return before
 
-    def _added(self, planned: _Planned, first: int, stops: Positions, every: Sequence[Option]) -> list[Seconds]:
-        """Return a (j, g) with one stage more, on each option's devices."""
+    def _added(self, planned: _Planned, first: int, stops: Positions, groups: Groups) -> list[Seconds]:
+        """Return a (j, g) with one stage more, on each of the groups."""
         at = np.array([first])
-        stage = self.seconds.stage([each.group for each in every], at, stops)
+        stage = self.seconds.stage(groups, at, stops)
         if planned.group is None:
             return [stage]
-        return [planned.seconds, self.seconds.link([(planned.group, each.group) for each in every], at), stage]
+        return [planned.seconds, self.seconds.link(planned.group, groups, at), stage]
 
     def _latency_s(self, seconds: Seconds) -> Array:
         """Return the latencies ``[groups, cuts]``."""
@@ -168,10 +175,10 @@ class _Search:
         forward_s, backward_s, reduce_s = (each.reshape(stages, -1) for each in seconds)
         return latency_s(forward_s, backward_s, reduce_s, self.prices.micro_batches).reshape(shape)
 
-    def _options(self, free: Free) -> list[Option]:
-        if free not in self.options:
-            self.options[free] = options(free, self.sizes, self.prices.rows)
-        return self.options[free]
+    def _choice(self, free: Free) -> Choice:
+        if free not in self.choices:
+            self.choices[free] = choose(free, self.sizes, self.prices.rows)
+        return self.choices[free]
 
     def _table(self, state: Alike) -> _Table:
         if state not in self.tables:

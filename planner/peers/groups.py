@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.planner.peers.policies import choices
 
-__all__ = [
-    "NETWORK",
-    "NODE",
-    "Alike",
-    "Free",
-    "Group",
-    "Option",
-    "alike",
-    "group_of",
-    "level_between",
-    "options",
-    "reachable",
-]
+__all__ = ["Alike", "Choice", "Free", "Groups", "Positions", "alike", "choose", "group_of", "reachable"]
 
-NODE, NETWORK = 0, 1
+Positions = npt.NDArray[np.int64]
 
 Free = tuple[int, ...]
 """How many devices of every node."""
@@ -29,47 +20,58 @@ Free = tuple[int, ...]
 Alike = tuple[tuple[int, int], ...]
 """(size, devices left) of every node, ascending."""
 
-
-class Group(NamedTuple):
-    """Devices of a stage."""
-
-    width: int
-    level: int
-    """``NETWORK`` if they are of several nodes, else ``NODE``."""
-    nodes: frozenset[int]
+SEVERAL = -1
 
 
-class Option(NamedTuple):
-    """Devices that the next stage may take, and those then left."""
+class Groups(NamedTuple):
+    """Devices of stages, as columns ``[group, 1]``."""
 
-    left: Free
-    group: Group
-    rest: Group
+    widths: Positions
+    nodes: Positions
+    """The node that all devices of a group are in, or ``SEVERAL``."""
+
+    @property
+    def levels(self) -> Positions:
+        """Return 0 for groups within a node, else 1."""
+        return np.where(self.nodes == SEVERAL, 1, 0)
+
+    def levels_to(self, others: Groups) -> Positions:
+        """Return the levels of the slowest links to other groups."""
+        return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
+
+    def at(self, index: int) -> Groups:
+        """Return one of the groups."""
+        return Groups(*(each[index : index + 1] for each in self))
 
 
-def group_of(counts: Free) -> Group:
-    """Return the group of so many devices of every node.
+class Choice(NamedTuple):
+    """What the next stage may take of what is free, and what is then left for the last one."""
 
-    >>> group_of((2, 0)).level, group_of((2, 1)).level
-    (0, 1)
+    left: list[Free]
+    states: list[Alike]
+    """What is left, see :func:`alike`."""
+    groups: Groups
+    rest: Groups
+
+
+def group_of(counts: Sequence[Free]) -> Groups:
+    """Return groups of so many devices of every node.
+
+    >>> groups = group_of([(2, 0), (2, 1), (1, 0)])
+    >>> groups.levels.tolist(), groups.levels_to(groups.at(0)).tolist()
+    ([[0], [1], [0]], [[0], [1], [0]])
     """
-    nodes = frozenset(node for node, count in enumerate(counts) if count)
-    return Group(sum(counts), NODE if len(nodes) < 2 else NETWORK, nodes)
+    used = [[node for node, count in enumerate(each) if count] for each in counts]
+    widths = np.array([[sum(each)] for each in counts], dtype=np.int64).reshape(-1, 1)
+    nodes = [[nodes[0] if len(nodes) == 1 else SEVERAL] for nodes in used]
+    return Groups(widths, np.array(nodes, dtype=np.int64).reshape(-1, 1))
 
 
-def level_between(one: Group, other: Group) -> int:
-    """Return the slowest level that connects two groups."""
-    return NODE if len(one.nodes | other.nodes) < 2 else NETWORK
-
-
-def options(free: Free, sizes: Sequence[int], rows: int) -> list[Option]:
+def choose(free: Free, sizes: Sequence[int], rows: int) -> Choice:
     """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
-    found = []
-    for count in range(1, min(rows, sum(free) - 1) + 1):
-        for taken in choices(free, sizes, count):
-            left = _less(free, taken)
-            found.append(Option(left, group_of(taken), group_of(left)))
-    return found
+    taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
+    left = [tuple(one - other for one, other in zip(free, each, strict=True)) for each in taken]
+    return Choice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
 
 
 def alike(free: Free, sizes: Sequence[int]) -> Alike:
@@ -90,13 +92,11 @@ def reachable(sizes: Free, most: int) -> int:
     seen, waiting = {alike(sizes, sizes)}, [sizes]
     while waiting and len(seen) <= most:
         free = waiting.pop()
-        for option in options(free, sizes, sum(free)):
-            state = alike(option.left, sizes)
-            if state not in seen:
-                seen.add(state)
-                waiting.append(option.left)
+        for count in range(1, sum(free)):
+            for taken in choices(free, sizes, count):
+                left = tuple(one - other for one, other in zip(free, taken, strict=True))
+                state = alike(left, sizes)
+                if state not in seen:
+                    seen.add(state)
+                    waiting.append(left)
     return len(seen)
-
-
-def _less(free: Free, taken: Free) -> Free:
-    return tuple(one - other for one, other in zip(free, taken, strict=True))

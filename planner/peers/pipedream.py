@@ -30,7 +30,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class _Best(NamedTuple):
-    """The best pipelines on a number of components, each ``[first, stop]``."""
+    """The best pipelines, each ``[components - 1, first, stop]``."""
 
     slowest_s: Array
     """A^k, infinite where there are no layers."""
@@ -85,18 +85,18 @@ def hierarchical(prices: Prices) -> Proposal:
 
 def bottleneck_s(prices: Prices, *, by_level: bool) -> float:
     """Return A of the plan that :func:`flat` or, by level, :func:`hierarchical` chooses."""
-    best = _levels(prices)[1][-1] if by_level else _flat(prices)[-1]
-    return float(best.slowest_s[0, prices.layer_count])
+    best = _levels(prices)[1] if by_level else _flat(prices)
+    return float(best.slowest_s[-1, 0, prices.layer_count])
 
 
-def _flat(prices: Prices) -> list[_Best]:
+def _flat(prices: Prices) -> _Best:
     level = prices.costs.links.level(range(prices.device_count))
     return _solve(prices, _alone(prices), level, prices.device_count, whole=True)
 
 
-def _levels(prices: Prices) -> tuple[list[_Best], list[_Best]]:
+def _levels(prices: Prices) -> tuple[_Best, _Best]:
     inner = _solve(prices, _alone(prices), "node", len(prices.servers[0]), whole=False)
-    return inner, _solve(prices, inner[-1].slowest_s, "network", len(prices.servers), whole=True)
+    return inner, _solve(prices, inner.slowest_s[-1], "network", len(prices.servers), whole=True)
 
 
 def _alone(prices: Prices) -> Array:
@@ -106,41 +106,43 @@ def _alone(prices: Prices) -> Array:
     return np.where(some, sums[None, :] - sums[:, None], np.inf)
 
 
-def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> list[_Best]:
-    """Return the best pipelines on 1, 2 .. ``components``; of ``whole`` models only those that begin with layer 0."""
+def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> _Best:
+    """Return the best pipelines on up to so many components; of ``whole`` models only those that begin with layer 0."""
     weights = prices.weights_bytes[None, :] - prices.weights_bytes[:, None]
-    rates = [prices.reduce_rate(width, level) for width in range(1, components + 1)]
+    widths = np.arange(1, components + 1)
     # 2 (m - 1) w / B is m times the seconds of reducing w bytes among m, so that 1/m of it is those seconds.
-    stages = [np.maximum(below / (index + 1), rate * weights) for index, rate in enumerate(rates)]
+    reduced = (prices.reduce_rate(width, level) * weights for width in widths.tolist())
+    stages = np.stack([np.maximum(below / width, each) for width, each in zip(widths, reduced, strict=True)])
     sent = 2 * prices.forth_s(level)
     firsts = np.arange(1 if whole else len(below))
-    found: list[_Best] = []
-    for count in range(1, components + 1):
-        single = stages[count - 1][firsts]
-        best = _Best(single, np.repeat(firsts[:, None], len(below), axis=1), np.full(single.shape, count))
-        for width in range(1, count):
-            for first in range(len(firsts)):
-                ahead = np.maximum(found[count - width - 1].slowest_s[first], sent)
-                _improve(best, first, np.maximum(ahead[:, None], stages[width - 1]), width)
-        found.append(best)
-    return found
+    single = stages[:, firsts]
+    best = _Best(single, np.empty(single.shape, np.int64), np.empty(single.shape, np.int64))
+    best.last[:], best.width[:] = firsts[:, None], widths[:, None, None]
+    for count in range(2, components + 1):
+        for first in range(len(firsts)):
+            ahead = np.maximum(best.slowest_s[count - 2 :: -1, first], sent)
+            _improve(best, (count - 1, first), np.maximum(ahead[:, :, None], stages[: count - 1]))
+    return best
 
 
-def _improve(best: _Best, first: int, slowest_s: Array, width: int) -> None:
-    """Take pipelines ``[cut, stop]`` whose last stage begins at the cut, where they are better."""
-    least = slowest_s.min(axis=0)
-    better = least < best.slowest_s[first]
-    best.slowest_s[first, better] = least[better]
-    best.last[first, better] = slowest_s.argmin(axis=0)[better]
-    best.width[first, better] = width
+def _improve(best: _Best, at: tuple[int, int], slowest_s: Array) -> None:
+    """Take pipelines ``[width - 1, cut, stop]`` whose last stage begins at the cut, where they are better."""
+    positions = slowest_s.shape[-1]
+    every = slowest_s.reshape(-1, positions)
+    chosen = every.argmin(axis=0)
+    least = every[chosen, np.arange(positions)]
+    better = least < best.slowest_s[at]
+    best.slowest_s[at][better] = least[better]
+    best.width[at][better] = chosen[better] // positions + 1
+    best.last[at][better] = chosen[better] % positions
 
 
-def _stages(found: list[_Best], first: int, stop: int, components: int) -> list[_Stage]:
+def _stages(best: _Best, first: int, stop: int, components: int) -> list[_Stage]:
     """Return the stages of the best pipeline of layers ``first:stop``."""
     stages: list[_Stage] = []
     while components:
-        best = found[components - 1]
-        last, width = int(best.last[first, stop]), int(best.width[first, stop])
+        at = components - 1, first, stop
+        last, width = int(best.last[at]), int(best.width[at])
         stages.insert(0, _Stage(last, stop, width))
         stop, components = last, components - width
     return stages

@@ -37,7 +37,8 @@ def choices(free: Sequence[int], sizes: Sequence[int], count: int) -> list[tuple
 def _one_by_one(free: Sequence[int], order: Sequence[int], count: int) -> tuple[int, ...]:
     taken = [0] * len(free)
     for node in order:
-        taken[node] = min(free[node], count - sum(taken))
+        taken[node] = min(free[node], count)
+        count -= taken[node]
     return tuple(taken)
 
 
@@ -45,8 +46,10 @@ def _evenly(free: Sequence[int], first: Sequence[int], then: Sequence[int], coun
     taken = [0] * len(free)
     for group in (first, then):
         open_nodes = [node for node in group if free[node]]
-        while open_nodes and sum(taken) < count:
-            for node in open_nodes[: count - sum(taken)]:
+        while open_nodes and count:
+            served = open_nodes[:count]
+            for node in served:
                 taken[node] += 1
+            count -= len(served)
             open_nodes = [node for node in open_nodes if taken[node] < free[node]]
     return tuple(taken)

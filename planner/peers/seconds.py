@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.planner.links import Level
-from autopar.planner.peers.groups import Group, level_between
+from autopar.planner.peers.groups import Groups, Positions
 from autopar.planner.peers.prices import Array, Prices
 
-__all__ = ["Positions", "Seconds", "StageSeconds", "chained"]
+__all__ = ["Seconds", "StageSeconds", "chained"]
 
 LEVELS: tuple[Level, ...] = ("node", "network")
-Positions = npt.NDArray[np.int64]
 
 
 class Seconds(NamedTuple):
-    """Of consecutive stages and links, each ``[stage, groups of devices, cuts]``."""
+    """Of consecutive stages and links, each ``[stage, group of devices, cut]``."""
 
     forward_s: Array
     backward_s: Array
@@ -58,21 +56,15 @@ class StageSeconds:
         )
         self._weights = prices.weights_bytes
 
-    def stage(self, groups: Sequence[Group], first: Positions, stop: Positions) -> Seconds:
+    def stage(self, groups: Groups, first: Positions, stop: Positions) -> Seconds:
         """Return a stage of layers ``first:stop`` on every group."""
-        widths, levels = _columns([(group.width, group.level) for group in groups])
+        widths = groups.widths
         forward = self._forward[widths, stop] - self._forward[widths, first]
         backward = self._backward[widths, stop] - self._backward[widths, first]
-        reduce = self._rates[levels, widths] * (self._weights[stop] - self._weights[first])
+        reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
         return Seconds(forward[None], backward[None], reduce[None])
 
-    def link(self, pairs: Sequence[tuple[Group, Group]], cut: Positions) -> Seconds:
-        """Return the link between every pair of groups at a cut; the finer of two divisions makes the messages."""
-        widths, levels = _columns([(max(one.width, other.width), level_between(one, other)) for one, other in pairs])
-        forth, back = self._forth[levels, widths, cut], self._back[levels, widths, cut]
-        return Seconds(forth[None], back[None], np.zeros_like(forth)[None])
-
-
-def _columns(numbers: Sequence[tuple[int, int]]) -> tuple[Positions, Positions]:
-    both = np.array(numbers, dtype=np.int64)
-    return both[:, :1], both[:, 1:]
+    def link(self, ahead: Groups, behind: Groups, cut: Positions) -> Seconds:
+        """Return the links between groups at a cut; the finer of two divisions makes the messages."""
+        at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
+        return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.planner.peers.groups import options, reachable
+from autopar.planner.peers.groups import choose, reachable
 from autopar.planner.peers.policies import choices
 
 
@@ -45,9 +45,9 @@ def test_policies_take_exactly_what_is_asked_of_what_is_there() -> None:
 
 
 def test_one_node_leaves_no_choice_but_the_number() -> None:
-    assert [option.left for option in options((5,), (8,), 8)] == [(4,), (3,), (2,), (1,)]
+    assert choose((5,), (8,), 8).left == [(4,), (3,), (2,), (1,)]
     assert reachable((8,), 1000) == 8
 
 
 def test_a_stage_takes_no_more_devices_than_a_micro_batch_has_samples() -> None:
-    assert max(option.group.width for option in options((8, 8), (8, 8), 3)) == 3
+    assert choose((8, 8), (8, 8), 3).groups.widths.max() == 3
