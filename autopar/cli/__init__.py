@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cluster, demo, imports, plan, profile, rehearse, run, show, simulate, worker
+from autopar.cli import cluster, compare, demo, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 
@@ -40,6 +40,7 @@ def _settings(
 app.command("profile")(profile.command)
 app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
+app.command("compare")(compare.command)
 app.command("rehearse")(rehearse.command)
 app.command("run")(run.command)
 app.command("worker")(worker.command)

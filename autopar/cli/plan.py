@@ -51,6 +51,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
+    from autopar.cli.machines import described_in
     from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
@@ -71,7 +72,7 @@ def command(
         solver=_solver(solver),
         seed=seed,
     )
-    links = _links(cluster, profile)
+    links = described_in(cluster, profile)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
     text = read_text(profile, Profile.KIND)
     measured = Profile.parse(text, profile)
@@ -86,32 +87,17 @@ def command(
     _deliver(found.model_copy(update=update), output, as_json)
 
 
-def _links(cluster: str | None, profile: Path) -> Path | None:
-    """Return the file that describes the cluster; None where a built-in one is named."""
-    from autopar.hardware.clusters import is_file
-
-    if cluster is None:
-        return profile.parent / "cluster.json"
-    return Path(cluster) if is_file(cluster) else None
-
-
 def _cluster(
     named: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
+    from autopar.cli.machines import machines
     from autopar.cli.references import reference
-    from autopar.formats.cluster import Cluster
-    from autopar.formats.document import read_text
-    from autopar.hardware.clusters import cluster_named, described
-    from autopar.planner.estimate import estimated_cluster
 
+    found, text = machines(named, path, profile, options.gpus)
     if path is None:
-        built_in = cluster_named(named or "")
-        return built_in, {"cluster_name": built_in.name}
-    if named is None and not path.exists():
-        return estimated_cluster(profile, options.gpus or 1), {}
-    text = read_text(path, Cluster.KIND)
-    return described(text, path), {"cluster": reference(path, text, output)}
+        return found, {"cluster_name": found.name}
+    return found, {} if text is None else {"cluster": reference(path, text, output)}
 
 
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:

@@ -1,0 +1,67 @@
+"""``autopar compare``: autopar's plan beside those that other systems' planners would choose."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    profile: Annotated[Path, typer.Argument(help="What `autopar profile` measured.")] = Path("profile.json"),
+    gpus: Annotated[
+        int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
+            "(`autopar cluster list`); default: cluster.json beside the profile, else estimated."
+        ),
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches per step; default: for every plan the best.")
+    ] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
+) -> None:
+    """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream and DAPPLE, and with plain parallelism."""
+    from rich.console import Console
+
+    from autopar.cli.machines import described_in, machines
+    from autopar.formats.profile import Profile
+    from autopar.formats.units import parse_bandwidth, parse_bytes
+    from autopar.planner import PlanOptions
+    from autopar.planner.comparison import compare
+    from autopar.report.compared import render
+
+    options = PlanOptions(
+        gpus=gpus,
+        batch=batch,
+        memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        micro_batches=micro_batches,
+    )
+    measured = Profile.load(profile)
+    planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
+    found = compare(measured, planned_for, options)
+    console = Console(stderr=True)
+    own_step_s = found.plan.predicted.step_s
+    render(found.rows, own_step_s, console)
+    for note in (*planned_for.notes, *found.plan.notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if as_json:
+        rows = [{**row._asdict(), "over": _over(row.step_s, own_step_s)} for row in found.rows]
+        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+
+
+def _over(step_s: float | None, own_step_s: float) -> float | None:
+    """Return by what share a plan takes longer than autopar's."""
+    return None if step_s is None or own_step_s == 0 else step_s / own_step_s - 1

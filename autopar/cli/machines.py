@@ -1,0 +1,36 @@
+"""Machines: the cluster that a command plans for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.profile import Profile
+
+__all__ = ["described_in", "machines"]
+
+
+def described_in(named: str | None, profile: Path) -> Path | None:
+    """Return the file that describes the cluster; None where a built-in one is named."""
+    from autopar.hardware.clusters import is_file
+
+    if named is None:
+        return profile.parent / "cluster.json"
+    return Path(named) if is_file(named) else None
+
+
+def machines(named: str | None, path: Path | None, profile: Profile, gpus: int | None) -> tuple[Cluster, str | None]:
+    """Return the cluster and the text of its file; an estimated one if none was named and none lies there."""
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.document import read_text
+    from autopar.hardware.clusters import cluster_named, described
+    from autopar.planner.estimate import estimated_cluster
+
+    if path is None:
+        return cluster_named(named or ""), None
+    if named is None and not path.exists():
+        return estimated_cluster(profile, gpus or 1), None
+    text = read_text(path, Cluster.KIND)
+    return described(text, path), text

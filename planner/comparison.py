@@ -1,0 +1,72 @@
+"""Comparison: autopar's plan beside those that its peers' planners would choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.compared import Compared
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.planner.assemble import candidate_of
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.peers import Peer, peers
+from autopar.planner.planning import plan
+from autopar.planner.simulate import Simulator
+
+__all__ = ["Comparison", "compare"]
+
+CANDIDATES = 5_000
+"""Most plans to simulate where a peer's plan is within the gap, and faster."""
+
+
+class Comparison(NamedTuple):
+    """What :func:`compare` returns."""
+
+    rows: tuple[Compared, ...]
+    """Fastest first; plans that cannot be run last."""
+    plan: Plan
+    """autopar's own."""
+
+
+def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
+    """Return autopar's plan and those of its peers, all judged by autopar's costs, memory and simulator.
+
+    autopar's search stops at the gap that ``options`` allow; where a peer's plan is faster within it, it goes on.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    options = options or PlanOptions()
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    own = plan(profile, cluster, options)
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    rows = [_row(simulator, each) for each in peers(costs, simulator, options)]
+    if any(row.step_s is not None and row.step_s < own.predicted.step_s for row in rows):
+        own = plan(profile, cluster, replace(options, gap=0.0, max_candidates=CANDIDATES))
+    every = [_own(own, costs), *rows]
+    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+
+
+def _row(simulator: Simulator, peer: Peer) -> Compared:
+    candidate = peer.candidate
+    if candidate is None:
+        return Compared(peer.name, infeasible=peer.reason)
+    step_s = simulator.step_s(candidate) if peer.reason is None else None
+    return _compared(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+
+
+def _own(own: Plan, costs: CostModel) -> Compared:
+    candidate = candidate_of(own, costs.profile)
+    return _compared("autopar", candidate, own.predicted.step_s, max(own.predicted.peak_bytes), None)
+
+
+def _compared(
+    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None
+) -> Compared:
+    return Compared(name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible)

@@ -1,0 +1,79 @@
+"""Peers: what other systems' planners would choose, judged by autopar's own cost model, memory and simulator.
+
+One file per peer, each written from its paper. A peer's planner sees the same profile and the same links as autopar's,
+priced by the peer's own formulas (:mod:`autopar.planner.peers.prices`); what it proposes is then tried like any other
+plan (:mod:`autopar.planner.peers.trial`). None of them looks at memory, as none of the papers' planners does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from autopar.planner.alternatives import references
+from autopar.planner.candidate import Candidate, families
+from autopar.planner.costs import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.peers import dapple, gpipe, pipedream, torchgpipe
+from autopar.planner.peers.prices import Prices
+from autopar.planner.peers.proposal import Proposal
+from autopar.planner.peers.trial import counts_of, planned_counts, trial
+from autopar.planner.simulate import Simulator
+
+__all__ = ["Peer", "peers"]
+
+
+class Peer(NamedTuple):
+    """What a peer would run: its plan, or the one that comes closest to fitting and why it does not, or only why."""
+
+    name: str
+    candidate: Candidate | None
+    reason: str | None
+    """Why it cannot be run; None where it can."""
+
+
+class _Planner(NamedTuple):
+    name: str
+    schedule: str
+    propose: Callable[[Prices], list[Proposal]]
+    work: Callable[[Prices], int]
+    """How many array elements a proposal takes to compute, about."""
+
+
+_PLANNERS = (
+    _Planner("GPipe", "gpipe", gpipe.propose, gpipe.work),
+    _Planner("torchgpipe, by time", "gpipe", torchgpipe.by_time, torchgpipe.work),
+    _Planner("torchgpipe, by size", "gpipe", torchgpipe.by_size, torchgpipe.work),
+    _Planner("PipeDream", "1f1b", pipedream.propose, pipedream.work),
+    _Planner("DAPPLE", "1f1b", dapple.propose, dapple.work),
+)
+
+
+def peers(costs: CostModel, simulator: Simulator, options: PlanOptions) -> list[Peer]:
+    """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
+
+    None of the papers' planners chooses the micro-batch count: a peer is given the one that suits it best, as its user
+    would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says.
+
+    Raises:
+        UsageError: the micro-batches asked for do not divide the batch.
+    """
+    every = families(costs.batch, min(costs.layer_count, len(costs.devices)), options)
+    known = [
+        Peer(each.name, None if each.found is None else each.found.candidate, each.reason)
+        for each in references(simulator, every)
+    ]
+    counts = counts_of(costs.batch, options.micro_batches)
+    prices = [Prices(costs, count) for count in counts]
+    return known + [_peer(simulator, planner, prices) for planner in _PLANNERS]
+
+
+def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices]) -> Peer:
+    planned = planned_counts(prices, planner.work)
+    if not planned:
+        size = f"{len(prices[0].costs.devices)} devices"
+        return Peer(planner.name, None, f"its planner takes too long for {prices[0].layer_count} layers on {size}")
+    proposals = dict.fromkeys(proposal for each in planned for proposal in planner.propose(each))
+    counts = [each.micro_batches for each in prices]
+    tried = trial(simulator, planner.schedule, counts, list(proposals))
+    return Peer(planner.name, *tried)

@@ -1,0 +1,113 @@
+"""Prices: the numbers that peers' formulas are made of, read from the cost model."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs import CostModel
+from autopar.planner.links import Level
+from autopar.schedules.route import even_shares
+
+__all__ = ["Array", "Prices"]
+
+Array = npt.NDArray[np.float64]
+
+
+class Prices:
+    """Costs of one micro-batch, of ``micro_batches`` in a step, at the positions between layers.
+
+    Arrays have ``layer_count + 1`` entries: sums over all layers before a position, or what crosses a cut there. The
+    papers know a bandwidth and no latency; here it is the one that the cluster's curves or links have for a message of
+    that size, and for reducing the whole model.
+    """
+
+    def __init__(self, costs: CostModel, micro_batches: int) -> None:
+        self.costs = costs
+        self.micro_batches = micro_batches
+        self.rows = costs.batch // micro_batches
+        self.layer_count = costs.layer_count
+        self.device_count = len(costs.devices)
+        self._rates: dict[tuple[int, Level], float] = {}
+
+    @cached_property
+    def servers(self) -> list[list[int]]:
+        """Devices of every node, nodes in the order in which the cluster lists them."""
+        found: dict[int, list[int]] = {}
+        for index, device in enumerate(self.costs.devices):
+            found.setdefault(device.node, []).append(index)
+        return list(found.values())
+
+    @property
+    def servers_alike(self) -> bool:
+        """Whether there are several nodes with the same number of devices, more than one."""
+        sizes = {len(server) for server in self.servers}
+        return len(self.servers) > 1 and len(sizes) == 1 and sizes != {1}
+
+    def forward_s(self, replicas: int) -> Array:
+        """Return the forwards of all layers before a position, in the largest share of a micro-batch."""
+        return np.array(self.costs.layers.forward_sums(self._share(replicas)))
+
+    def backward_s(self, replicas: int) -> Array:
+        """Return the same of the backwards."""
+        adding = self.costs.adding(self.micro_batches, replicas)
+        return np.array(self.costs.layers.backward_sums(self._share(replicas), adding))
+
+    @cached_property
+    def layer_s(self) -> Array:
+        """Forward and backward of every layer on a whole micro-batch."""
+        return np.diff(self.forward_s(1)) + np.diff(self.backward_s(1))
+
+    @cached_property
+    def layer_bytes(self) -> list[int]:
+        """What every layer takes: what it keeps of a micro-batch, parameters, gradients and optimizer state."""
+        layers = self.costs.profile.layers
+        kept = [sum(self.costs.layers.saved_at(layer, self.rows).values()) for layer in range(self.layer_count)]
+        states = (layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
+        return [saved + state for saved, state in zip(kept, states, strict=True)]
+
+    @cached_property
+    def weights_bytes(self) -> Array:
+        """Trained parameters of all layers before a position."""
+        return np.cumsum([0.0, *(layer.trainable_bytes for layer in self.costs.profile.layers)])
+
+    def forth_s(self, level: Level, replicas: int = 1) -> Array:
+        """Return the seconds of sending what crosses a cut, in shares among ``replicas``."""
+        return self._sent_s(self._crossing[0], level, replicas)
+
+    def back_s(self, level: Level, replicas: int = 1) -> Array:
+        """Return the same of the gradients that return."""
+        return self._sent_s(self._crossing[1], level, replicas)
+
+    def reduce_rate(self, replicas: int, level: Level) -> float:
+        """Return the seconds per byte of reducing gradients among replicas."""
+        total = int(self.weights_bytes[-1])
+        if replicas == 1 or total == 0:
+            return 0.0
+        key = (replicas, level)
+        if key not in self._rates:
+            self._rates[key] = self.costs.links.all_reduce_s(total, replicas, level) / total
+        return self._rates[key]
+
+    def _share(self, replicas: int) -> int:
+        return max(even_shares(self.rows, replicas))
+
+    def _sent_s(self, bytes_per_sample: Array, level: Level, replicas: int) -> Array:
+        # A position across which nothing travels has NaN.
+        seconds = self.costs.links.messages_s(self._share(replicas) * np.nan_to_num(bytes_per_sample), level)
+        return np.where(np.isnan(bytes_per_sample), 0.0, seconds)
+
+    @cached_property
+    def _crossing(self) -> tuple[Array, Array]:
+        """Bytes per sample of the tensors that cross every position, forth and back; skips are among them."""
+        count, flows = self.layer_count, self.costs.flows
+        forth, back = np.full(count + 1, np.nan), np.full(count + 1, np.nan)
+        for cut in range(1, count):
+            flow = flows.between(0, cut, cut, count)
+            if flow.tensors:
+                forth[cut] = flow.bytes_per_sample
+            if flow.gradients:
+                back[cut] = flow.gradient_bytes_per_sample
+        return forth, back

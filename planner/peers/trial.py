@@ -1,0 +1,76 @@
+"""Trial: proposed stages, judged by memory and simulator in every micro-batch count and depth of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Placed, divisors
+from autopar.planner.judge import Best
+from autopar.planner.peers.prices import Prices
+from autopar.planner.peers.proposal import Proposal
+from autopar.planner.shortfall import explain
+from autopar.planner.simulate import Simulator
+from autopar.schedules import SCHEDULES
+from autopar.schedules.route import even_shares
+
+__all__ = ["counts_of", "place", "planned_counts", "trial"]
+
+MOST_WORK = 5 * 10**9
+"""Array elements that a peer may take for all its proposals together: about ten seconds."""
+
+
+def counts_of(batch: int, asked: int | None) -> list[int]:
+    """Return the micro-batch counts to try, ascending.
+
+    >>> counts_of(12, None), counts_of(12, 4)
+    ([1, 2, 3, 4, 6, 12], [4])
+    """
+    return [count for count in divisors(batch) if asked in (None, count) and (asked or count <= MOST_MICRO_BATCHES)]
+
+
+def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int]) -> list[Prices]:
+    """Return the micro-batch counts for which a peer's planner is run: all, or as many as time allows, evenly spaced.
+
+    What it proposes for one count is tried with every other, too.
+    """
+    most = min(len(prices), MOST_WORK // max(1, work(prices[0])))
+    if most < 2:
+        return list(prices[len(prices) // 2 :][:most])
+    return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
+
+
+def place(proposal: Proposal, batch: int, micro_batches: int, schedule: str) -> Iterator[Candidate]:
+    """Yield a proposal's candidates, one for every choice of depths that the schedule offers."""
+    rows = batch // micro_batches
+    starts = (0, *proposal.cuts[:-1])
+    shares = [even_shares(rows, len(devices)) for devices in proposal.devices]
+    depths = SCHEDULES[schedule].warmups(len(proposal.cuts), micro_batches).values()
+    for choice in dict.fromkeys(depths):
+        fields = zip(starts, proposal.cuts, proposal.devices, shares, choice, strict=True)
+        yield Candidate(micro_batches, rows, schedule, tuple(Placed(*each) for each in fields))
+
+
+def trial(
+    simulator: Simulator, schedule: str, counts: Sequence[int], proposals: Sequence[Proposal]
+) -> tuple[Candidate | None, str | None]:
+    """Return the fastest candidate of the proposals that fits, or the one that comes closest and why it does not."""
+    costs = simulator.costs
+    candidates = [
+        candidate
+        for count in counts
+        for proposal in proposals
+        if proposal.widest <= costs.batch // count
+        for candidate in place(proposal, costs.batch, count, schedule)
+    ]
+    best = Best()
+    bounds = [bound(costs, candidate) for candidate in candidates]
+    for at in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
+        # A candidate whose bound is not below the best simulated step cannot improve on it.
+        if bounds[at] < best.step_s:
+            best.judge(simulator, candidates[at])
+    if best.found is not None:
+        return best.found.candidate, None
+    if best.closest is not None:
+        return best.closest[1], explain(costs, best.closest[1])
+    return None, f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"

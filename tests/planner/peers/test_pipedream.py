@@ -1,0 +1,85 @@
+"""PipeDream's dynamic program against the enumeration of all its pipelines, priced by its formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+from priced import prices_of
+
+from autopar.planner.links import Level
+from autopar.planner.peers import pipedream
+from autopar.planner.peers.prices import Prices
+from autopar.planner.peers.proposal import Proposal
+
+Pipeline = list[tuple[int, int, int]]
+
+
+def _pipelines(first: int, stop: int, components: int) -> Iterator[Pipeline]:
+    """Every (first, stop, width) of stages that use all components."""
+    for stages in range(1, min(stop - first, components) + 1):
+        for cuts in combinations(range(first + 1, stop), stages - 1):
+            for ends in combinations(range(1, components), stages - 1):
+                widths = [end - start for start, end in pairwise((0, *ends, components))]
+                spans = pairwise((first, *cuts, stop))
+                yield [(start, end, width) for (start, end), width in zip(spans, widths, strict=True)]
+
+
+def _alone(prices: Prices, first: int, stop: int) -> float:
+    return float(prices.layer_s[first:stop].sum())
+
+
+def _bottleneck(prices: Prices, pipeline: Pipeline, level: Level, below: dict[tuple[int, int], float]) -> float:
+    slowest = [2 * float(prices.forth_s(level)[stop]) for _, stop, _ in pipeline[:-1]]
+    for first, stop, width in pipeline:
+        layers = prices.costs.profile.layers[first:stop]
+        weights = sum(layer.trainable_bytes for layer in layers)
+        slowest.append(max(below[first, stop], width * prices.reduce_rate(width, level) * weights) / width)
+    return max(slowest)
+
+
+def _spans(prices: Prices) -> list[tuple[int, int]]:
+    return list(combinations(range(prices.layer_count + 1), 2))
+
+
+def test_a_flat_plan_has_the_least_bottleneck_of_all_pipelines() -> None:
+    for seed in range(150):
+        prices = prices_of(seed, (seed % 5 + 1,) if seed % 3 else (2, seed % 3 + 1))
+        level = prices.costs.links.level(range(prices.device_count))
+        below = {span: _alone(prices, *span) for span in _spans(prices)}
+        every = _pipelines(0, prices.layer_count, prices.device_count)
+        least = min(_bottleneck(prices, pipeline, level, below) for pipeline in every)
+        assert pipedream.bottleneck_s(prices, by_level=False) == pytest.approx(least, rel=1e-9, abs=1e-15)
+        proposal = pipedream.flat(prices)
+        starts = (0, *proposal.cuts[:-1])
+        chosen = [*zip(starts, proposal.cuts, map(len, proposal.devices), strict=True)]
+        assert _bottleneck(prices, chosen, level, below) == pytest.approx(least, rel=1e-9, abs=1e-15), f"seed {seed}"
+
+
+def test_a_plan_by_levels_has_the_least_bottleneck_of_all_nested_pipelines() -> None:
+    for seed in range(80):
+        sizes = ((2, 2), (3, 3), (2, 2, 2))[seed % 3]
+        prices = prices_of(seed, sizes)
+        below = {span: _alone(prices, *span) for span in _spans(prices)}
+        inner = {
+            span: min(_bottleneck(prices, pipeline, "node", below) for pipeline in _pipelines(*span, sizes[0]))
+            for span in _spans(prices)
+        }
+        every = _pipelines(0, prices.layer_count, len(sizes))
+        least = min(_bottleneck(prices, pipeline, "network", inner) for pipeline in every)
+        assert pipedream.bottleneck_s(prices, by_level=True) == pytest.approx(least, rel=1e-9, abs=1e-15)
+        _covers(prices, pipedream.hierarchical(prices))
+
+
+def _covers(prices: Prices, proposal: Proposal) -> None:
+    """All layers and all devices, each once; every stage takes the same number of each of its nodes."""
+    assert proposal.cuts[-1] == prices.layer_count
+    assert sorted(device for group in proposal.devices for device in group) == list(range(prices.device_count))
+    for group in proposal.devices:
+        nodes = [prices.costs.devices[device].node for device in group]
+        assert len({nodes.count(node) for node in nodes}) == 1
+
+
+def test_plans_by_levels_are_proposed_for_nodes_of_equal_sizes_only() -> None:
+    assert [len(pipedream.propose(prices_of(1, sizes))) for sizes in ((4,), (2, 2), (3, 1), (1, 1))] == [1, 2, 1, 1]
