@@ -19,8 +19,12 @@ from autopar.formats.program import (
 )
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate
+from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
+from autopar.planner.lanes import Lanes
+from autopar.planner.sharing import Sharing, Traffic
+from autopar.planner.wave import ride, wave_of
 from autopar.schedules.expand import expand
 
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
@@ -34,6 +38,8 @@ _SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
 _RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
 _REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
 _NOT_BLOCKED = -1
+WAVE_STAGES = 16
+"""A shorter chain is simulated faster action by action."""
 
 
 def compile_rows(program: Program) -> Rows:
@@ -146,37 +152,74 @@ class _Run:
             ready.append(member)
 
 
-def run(rows: Rows, times: Durations) -> float:
+def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
     """Return the seconds of one step.
 
     A rank performs its actions in order. The messages of an ordered pair of ranks form one queue, which a message
-    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message.
+    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. With
+    ``traffic``, transfers share ports, and computing and communicating slow each other.
     """
+    if traffic and traffic.sharing:
+        return Contended(rows, times, traffic).go()
     return _Run(rows, times).go()
 
 
-def trace(program: Program, times: Durations) -> Timeline:
-    """Return the timeline of one step."""
-    state = _Run(compile_rows(program), times)
+def trace(program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
+    """Return the timeline of one step; ``traffic`` as of :func:`run`."""
+    rows = compile_rows(program)
+    if traffic and traffic.sharing:
+        contended = Contended(rows, times, traffic, tracing=True)
+        contended.go()
+        return _timeline(program, contended.spans or [])
+    state = _Run(rows, times)
     state.events = [[] for _ in program.ranks]
     state.go()
+    return _timeline(program, state.events)
+
+
+def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
     timeline = Timeline("simulated")
-    for rank, (actions, events) in enumerate(zip(program.ranks, state.events, strict=True)):
+    for rank, (actions, events) in enumerate(zip(program.ranks, spans, strict=True)):
         for action, (start, end) in zip(actions, events, strict=True):
             timeline.add(rank, action, start, end)
     return timeline
 
 
 class Simulator:
-    """Simulates candidates; programs that differ in their layers only are expanded once."""
+    """Simulates candidates; programs that differ in their layers only are expanded once.
 
-    def __init__(self, costs: CostModel) -> None:
+    A long chain of stages whose replicas act alike needs no program: all stages are simulated at once. Where devices
+    share links, or computing and communicating slow each other, a program is interpreted event by event.
+    """
+
+    def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
         self.costs = costs
+        self.sharing = sharing
         self._rows: dict[object, Rows] = {}
 
     def step_s(self, candidate: Candidate) -> float:
         """Return a candidate's seconds per step."""
-        return run(self.rows_of(candidate), durations(self.costs, candidate))
+        times = durations(self.costs, candidate)
+        traffic = self._traffic(candidate, times)
+        if traffic is None and len(candidate.stages) >= WAVE_STAGES:
+            wave = wave_of(candidate, times, self._tied(candidate))
+            if wave is not None:
+                return ride(wave)
+        return run(self.rows_of(candidate), times, traffic)
+
+    def _tied(self, candidate: Candidate) -> list[tuple[int, ...]]:
+        return [holders for _, holders in self.costs.tied_between(candidate.stages)]
+
+    def _traffic(self, candidate: Candidate, times: Durations) -> Traffic | None:
+        """Return where a candidate's ranks stand, if anything can slow them there."""
+        if not self.sharing:
+            return None
+        traffic = Traffic(self.sharing, tuple(device for stage in candidate.stages for device in stage.devices))
+        ranks: dict[int, list[int]] = {}
+        for rank, stage in enumerate(times.stage):
+            ranks.setdefault(stage, []).append(rank)
+        tied = [[rank for stage in holders for rank in ranks[stage]] for holders in self._tied(candidate)]
+        return traffic if Lanes(times, traffic, tied).lanes else None
 
     def rows_of(self, candidate: Candidate) -> Rows:
         """Return a candidate's program."""
@@ -187,7 +230,7 @@ class Simulator:
             for consumer in range(producer + 1, len(stages))
             if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
         )
-        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
+        tied = tuple(self._tied(candidate))
         shape = tuple((stage.shares, stage.warmup) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:

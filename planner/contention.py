@@ -1,0 +1,368 @@
+"""Contention: a program interpreted with durations, where transfers share ports and slow computing, and it them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+)
+from autopar.planner.durations import Durations
+from autopar.planner.lanes import Lane, Lanes, Part, Passage, Queue
+from autopar.planner.sharing import Traffic
+
+__all__ = ["Contended"]
+
+Rows = Sequence[Sequence[tuple[int, int, int]]]
+Span = tuple[float, float]
+
+_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
+_SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
+_RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
+_REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
+
+
+class _Work:
+    """A computation whose speed may change; ``then`` is the part of a reduction that begins when it ends."""
+
+    __slots__ = ("begun_s", "left_s", "pace", "since_s", "then")
+
+    def __init__(self, left_s: float, now_s: float, begun_s: float, then: Part | None) -> None:
+        self.left_s, self.since_s, self.begun_s, self.then = left_s, now_s, begun_s, then
+        self.pace = 0.0
+        """0 until the changes of this instant are settled."""
+
+
+class _Meeting:
+    """Ranks that reduce together: over when all have come, and what each has to transfer is through."""
+
+    __slots__ = ("code", "end_s", "index", "members", "missing")
+
+    def __init__(self, code: int, index: int) -> None:
+        self.code, self.index = code, index
+        self.members: list[int] = []
+        self.missing = 0
+        self.end_s = 0.0
+
+
+class Contended:
+    """One simulation, event by event.
+
+    A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
+    lane may slow it. All changes of one instant are settled together, so that their order does not matter.
+    """
+
+    def __init__(self, rows: Rows, times: Durations, traffic: Traffic, tracing: bool = False) -> None:
+        count = len(rows)
+        self.rows, self.times = rows, times
+        self.meetings = self._meetings()
+        tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == _TIED}
+        self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
+        self.out: list[dict[int, Queue]] = [{} for _ in rows]
+        self.into: list[dict[int, Queue]] = [{} for _ in rows]
+        for (sender, receiver), queue in self.wiring.queues.items():
+            self.out[sender][receiver] = self.into[receiver][sender] = queue
+        self.touching: list[list[Lane]] = [[] for _ in rows]
+        """Lanes that slow a rank's computing, or are slowed by it."""
+        for lane in self.wiring.lanes:
+            for rank in lane.ranks:
+                self.touching[rank].append(lane)
+        self.last = [self._last_backward(rank) for rank in range(count)]
+        for rank in self.wiring.parts:
+            self.meetings[_REDUCE, times.stage[rank]].missing += 1
+        self.clock, self.position = [times.overhead_s] * count, [0] * count
+        self.blocked: list[Queue | None] = [None] * count
+        self.work: list[_Work | None] = [None] * count
+        self.busy = [False] * count
+        """Whether a rank computed when the last instant was settled."""
+        self.due_s = [-1.0] * count
+        self.now_s, self.serial = 0.0, 0
+        self.events: list[tuple[float, int]] = []
+        """A heap of (seconds, rank or -1 - lane); void where the rank or lane is due at another time."""
+        self.ready: list[int] = []
+        self.crowded: list[Passage] = []
+        self.stirred: dict[Lane, None] = {}
+        self.turned: dict[int, None] = {}
+        self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
+
+    def _meetings(self) -> dict[tuple[int, int], _Meeting]:
+        found: dict[tuple[int, int], _Meeting] = {}
+        for rank, actions in enumerate(self.rows):
+            for code, index, _ in reversed(actions):
+                if code in (_FORWARD, _BACKWARD):
+                    break
+                if code in (_REDUCE, _TIED):
+                    key = (code, index if code == _TIED else self.times.stage[rank])
+                    meeting = found.setdefault(key, _Meeting(*key))
+                    meeting.members.append(rank)
+                    meeting.missing += 1
+        return found
+
+    def _last_backward(self, rank: int) -> int:
+        """Return where a rank's last backward stands, or -1 if no part of a reduction goes with it."""
+        if rank not in self.wiring.parts:
+            return -1
+        actions = self.rows[rank]
+        return next((at for at in range(len(actions) - 1, -1, -1) if actions[at][0] == _BACKWARD), -1)
+
+    def go(self) -> float:
+        """Run all ranks to their ends; return the seconds of the step."""
+        events, wiring = self.events, self.wiring
+        self.ready.extend(range(len(self.rows) - 1, -1, -1))
+        while True:
+            while self.ready:
+                self._advance(self.ready.pop())
+            if (self.stirred or self.turned or self.crowded) and (not events or events[0][0] > self.now_s):
+                self._settle()
+            if not events:
+                break
+            time_s, subject = heappop(events)
+            if subject < 0:
+                lane = wiring.lanes[-1 - subject]
+                if lane.due_s == time_s:
+                    self.now_s = time_s
+                    self._finish(lane)
+            elif self.due_s[subject] == time_s:
+                self.now_s, self.due_s[subject] = time_s, -1.0
+                self._resume(subject)
+        stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
+        if stuck:
+            raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
+        return max(self.clock)
+
+    def _call(self, rank: int, time_s: float) -> None:
+        self.due_s[rank] = time_s
+        heappush(self.events, (time_s, rank))
+
+    def _resume(self, rank: int) -> None:
+        """Go on with a rank that has waited for this moment, or whose computation is over."""
+        work = self.work[rank]
+        if work is not None:
+            self.work[rank] = None
+            self.turned[rank] = None
+            if work.then is not None:
+                part = work.then
+                part.begun_s = self.now_s
+                self._begin(part.lane, part.seconds, part)
+                self.work[rank] = _Work(part.hidden_s, self.now_s, work.begun_s, None)
+                return
+            self.clock[rank] = self.now_s
+            if self.spans is not None:
+                self.spans[rank][self.position[rank]] = (work.begun_s, self.now_s)
+            self.position[rank] += 1
+        self.ready.append(rank)
+
+    def _advance(self, rank: int) -> None:
+        """Perform actions until one has to wait; the loop is long since a call for every action would take as long."""
+        actions, clock, times = self.rows[rank], self.clock[rank], self.times
+        into, out, last, spans = self.into[rank], self.out[rank], self.last[rank], self.spans
+        slowed = bool(self.touching[rank])
+        for at in range(self.position[rank], len(actions)):
+            code, index, peer = actions[at]
+            begun = clock
+            if code in _RECEIVES:
+                queue = into[peer]
+                if not queue.arrived:
+                    self.blocked[rank] = queue
+                    break
+                arrived = queue.arrived.popleft()
+                if arrived > clock:
+                    clock = arrived
+            elif code in _SENDS:
+                queue = out[peer]
+                if queue.lane is None:
+                    self._pass(queue, clock, at)
+                elif clock > self.now_s:
+                    self._call(rank, clock)
+                    break
+                elif queue.busy:
+                    queue.waiting.append(at)
+                else:
+                    self._send(queue, queue.lane, at)
+                continue
+            elif code in (_REDUCE, _TIED):
+                self.clock[rank], self.position[rank] = clock, at
+                self._meet(rank, code, index)
+                return
+            else:
+                column = times.forward_s if code == _FORWARD else times.backward_s
+                seconds = (column if code <= _BACKWARD else times.update_s)[rank]
+                if slowed or at == last:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._compute(rank, seconds)
+                    return
+                clock += seconds
+            if spans is not None:
+                spans[rank][at] = (begun, clock)
+        else:
+            at = len(actions)
+        self.clock[rank], self.position[rank] = clock, at
+
+    def _compute(self, rank: int, seconds: float) -> None:
+        """Begin a computation that may be slowed, or that a reduction accompanies, when the rank's time has come."""
+        clock = self.clock[rank]
+        if clock > self.now_s:
+            self._call(rank, clock)
+            return
+        part = self.wiring.parts[rank] if self.position[rank] == self.last[rank] else None
+        left_s = seconds if part is None else seconds - part.hidden_s
+        self.work[rank] = _Work(left_s, self.now_s, clock, part)
+        self.turned[rank] = None
+
+    def _pass(self, queue: Queue, clock: float, at: int) -> None:
+        """Send a message that nothing can slow."""
+        begun = max(clock, queue.free_s)
+        queue.free_s = begun + queue.seconds
+        queue.at, queue.begun_s = at, begun
+        self._deliver(queue, queue.free_s)
+
+    def _send(self, queue: Queue, lane: Lane, at: int) -> None:
+        queue.busy, queue.at, queue.begun_s = True, at, self.now_s
+        self._begin(lane, queue.seconds, queue)
+
+    def _deliver(self, queue: Queue, end_s: float) -> None:
+        queue.arrived.append(end_s)
+        if self.spans is not None:
+            self.spans[queue.sender][queue.at] = (queue.begun_s, end_s)
+        if self.blocked[queue.receiver] is queue:
+            self.blocked[queue.receiver] = None
+            self.ready.append(queue.receiver)
+
+    def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
+        """Begin a transfer at this moment."""
+        if lane.flows:
+            lane.progress_s += (self.now_s - lane.since_s) * lane.pace
+        else:
+            lane.progress_s = 0.0
+        lane.since_s = self.now_s
+        for passage in lane.passages:
+            passage.flows += 1
+            if passage.flows > passage.capacity:
+                self.crowded.append(passage)
+        self.serial += 1
+        heappush(lane.flows, (lane.progress_s + seconds, self.serial, owner))
+        self.stirred[lane] = None
+        for rank in lane.ranks:
+            self.turned[rank] = None
+
+    def _finish(self, lane: Lane) -> None:
+        """End the transfers of a lane that are due, and begin those that waited for them."""
+        flows, owners = lane.flows, []
+        lane.progress_s, lane.since_s, lane.due_s = flows[0][0], self.now_s, -1.0
+        while flows and flows[0][0] <= lane.progress_s:
+            owners.append(heappop(flows)[2])
+        for passage in lane.passages:
+            if passage.flows > passage.capacity:
+                self.crowded.append(passage)
+            passage.flows -= len(owners)
+        self.stirred[lane] = None
+        for rank in lane.ranks:
+            self.turned[rank] = None
+        for owner in owners:
+            if isinstance(owner, Queue):
+                self._deliver(owner, self.now_s)
+                owner.busy = bool(owner.waiting)
+                if owner.waiting:
+                    self._send(owner, lane, owner.waiting.popleft())
+            elif isinstance(owner, Part):
+                self._token(self.meetings[_REDUCE, self.times.stage[owner.rank]], self.now_s)
+            elif isinstance(owner, _Meeting):
+                self._part(owner, self.now_s)
+
+    def _settle(self) -> None:
+        """Give everything that this instant has changed its speed from here on."""
+        now_s, stirred = self.now_s, self.stirred
+        for passage in self.crowded:
+            speed = min(1.0, passage.capacity / passage.flows) if passage.flows else 1.0
+            if speed != passage.speed:
+                passage.speed = speed
+                stirred.update(dict.fromkeys(passage.lanes))
+        for rank in self.turned:
+            self._turn(rank)
+        for lane in stirred:
+            if lane.flows:
+                lane.progress_s += (now_s - lane.since_s) * lane.pace
+                lane.since_s, lane.pace = now_s, self._pace(lane)
+                due_s = now_s + max(0.0, lane.flows[0][0] - lane.progress_s) / lane.pace
+                if due_s != lane.due_s:
+                    lane.due_s = due_s
+                    heappush(self.events, (due_s, -1 - lane.number))
+        self.crowded.clear()
+        stirred.clear()
+        self.turned.clear()
+
+    def _pace(self, lane: Lane) -> float:
+        pace = 1.0
+        for passage in lane.passages:
+            if passage.speed < pace:
+                pace = passage.speed
+        if any(self.busy[rank] for rank in lane.ranks):
+            pace /= lane.slowdown.communication
+        return pace
+
+    def _turn(self, rank: int) -> None:
+        """Note whether a rank computes, and how fast."""
+        work, now_s = self.work[rank], self.now_s
+        if self.busy[rank] != (work is not None):
+            self.busy[rank] = work is not None
+            self.stirred.update(dict.fromkeys(self.touching[rank]))
+        if work is None:
+            return
+        pace = 1 / max((lane.slowdown.compute for lane in self.touching[rank] if lane.flows), default=1.0)
+        if pace != work.pace:
+            work.left_s -= (now_s - work.since_s) * work.pace
+            work.since_s, work.pace = now_s, pace
+            self._call(rank, now_s + max(0.0, work.left_s) / pace)
+
+    def _meet(self, rank: int, code: int, index: int) -> None:
+        clock = self.clock[rank]
+        if code == _REDUCE:
+            ends = clock if rank in self.wiring.parts else clock + self.times.exposed_s[rank]
+            self._token(self.meetings[code, self.times.stage[rank]], ends)
+        elif self.wiring.tied[index] is not None and clock > self.now_s:
+            self._call(rank, clock)
+        else:
+            self._token(self.meetings[code, index], clock)
+
+    def _token(self, meeting: _Meeting, time_s: float) -> None:
+        """Count what a meeting has waited for."""
+        meeting.end_s = max(meeting.end_s, time_s)
+        meeting.missing -= 1
+        if meeting.missing:
+            return
+        if meeting.code == _REDUCE:
+            self._part(meeting, meeting.end_s)
+            return
+        lane, seconds = self.wiring.tied[meeting.index], self.times.tied_s[meeting.index]
+        if lane is None:
+            self._part(meeting, meeting.end_s + seconds)
+        else:
+            self._begin(lane, seconds, meeting)
+
+    def _part(self, meeting: _Meeting, end_s: float) -> None:
+        """Let the ranks of a meeting go on."""
+        for rank in meeting.members:
+            if self.spans is not None:
+                self.spans[rank][self.position[rank]] = self._reduction(meeting, rank, end_s)
+            self.clock[rank] = end_s
+            self.position[rank] += 1
+            self.ready.append(rank)
+
+    def _reduction(self, meeting: _Meeting, rank: int, end_s: float) -> Span:
+        part = self.wiring.parts.get(rank)
+        if meeting.code == _TIED:
+            return (meeting.end_s, end_s)
+        if part is not None:
+            return (part.begun_s, end_s)
+        earliest = self.clock[rank] - self.times.backward_s[rank]
+        return (min(end_s, max(end_s - self.times.reduce_s[rank], earliest)), end_s)
