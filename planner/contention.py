@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from autopar.formats.program import (
     BACKWARD,
@@ -15,6 +16,7 @@ from autopar.formats.program import (
     REDUCE_TIED,
     SEND,
     SEND_GRADIENT,
+    UPDATE,
 )
 from autopar.planner.durations import Durations
 from autopar.planner.lanes import Lane, Lanes, Part, Passage, Queue
@@ -29,7 +31,7 @@ _CODE = {kind: code for code, kind in enumerate(KINDS)}
 _FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
 _SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
 _RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
-_REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
+_REDUCE, _TIED, _UPDATE = _CODE[REDUCE], _CODE[REDUCE_TIED], _CODE[UPDATE]
 
 
 class _Work:
@@ -55,6 +57,19 @@ class _Meeting:
         self.end_s = 0.0
 
 
+class _View(NamedTuple):
+    """What one rank needs while it performs its actions."""
+
+    actions: Sequence[tuple[int, int, int]]
+    into: dict[int, Queue]
+    """By the sending rank."""
+    out: dict[int, Queue]
+    compute_s: dict[int, float]
+    """By the code of a computation."""
+    felt: int
+    """Position from which on computations are events: before it, nothing slows them and nothing runs beside."""
+
+
 class Contended:
     """One simulation, event by event.
 
@@ -68,16 +83,13 @@ class Contended:
         self.meetings = self._meetings()
         tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == _TIED}
         self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
-        self.out: list[dict[int, Queue]] = [{} for _ in rows]
-        self.into: list[dict[int, Queue]] = [{} for _ in rows]
-        for (sender, receiver), queue in self.wiring.queues.items():
-            self.out[sender][receiver] = self.into[receiver][sender] = queue
         self.touching: list[list[Lane]] = [[] for _ in rows]
         """Lanes that slow a rank's computing, or are slowed by it."""
         for lane in self.wiring.lanes:
             for rank in lane.ranks:
                 self.touching[rank].append(lane)
         self.last = [self._last_backward(rank) for rank in range(count)]
+        self.views = self._views()
         for rank in self.wiring.parts:
             self.meetings[_REDUCE, times.stage[rank]].missing += 1
         self.clock, self.position = [times.overhead_s] * count, [0] * count
@@ -95,6 +107,20 @@ class Contended:
         self.turned: dict[int, None] = {}
         self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
 
+    def _views(self) -> list[_View]:
+        count, times = len(self.rows), self.times
+        into: list[dict[int, Queue]] = [{} for _ in range(count)]
+        out: list[dict[int, Queue]] = [{} for _ in range(count)]
+        for (sender, receiver), queue in self.wiring.queues.items():
+            out[sender][receiver] = into[receiver][sender] = queue
+        found = []
+        for rank, actions in enumerate(self.rows):
+            compute_s = {_FORWARD: times.forward_s[rank], _BACKWARD: times.backward_s[rank]}
+            compute_s[_UPDATE] = times.update_s[rank]
+            felt = 0 if self.touching[rank] else self.last[rank]
+            found.append(_View(actions, into[rank], out[rank], compute_s, felt))
+        return found
+
     def _meetings(self) -> dict[tuple[int, int], _Meeting]:
         found: dict[tuple[int, int], _Meeting] = {}
         for rank, actions in enumerate(self.rows):
@@ -109,32 +135,33 @@ class Contended:
         return found
 
     def _last_backward(self, rank: int) -> int:
-        """Return where a rank's last backward stands, or -1 if no part of a reduction goes with it."""
-        if rank not in self.wiring.parts:
-            return -1
+        """Return where a rank's last backward stands, or beyond its actions if no part of a reduction goes with it."""
         actions = self.rows[rank]
-        return next((at for at in range(len(actions) - 1, -1, -1) if actions[at][0] == _BACKWARD), -1)
+        if rank not in self.wiring.parts:
+            return len(actions)
+        return next((at for at in range(len(actions) - 1, -1, -1) if actions[at][0] == _BACKWARD), len(actions))
 
     def go(self) -> float:
         """Run all ranks to their ends; return the seconds of the step."""
-        events, wiring = self.events, self.wiring
-        self.ready.extend(range(len(self.rows) - 1, -1, -1))
+        events, due_s, ready, advance = self.events, self.due_s, self.ready, self._advance
+        ready.extend(range(len(self.rows) - 1, -1, -1))
         while True:
-            while self.ready:
-                self._advance(self.ready.pop())
-            if (self.stirred or self.turned or self.crowded) and (not events or events[0][0] > self.now_s):
+            while ready:
+                advance(ready.pop())
+            if (self.stirred or self.turned) and (not events or events[0][0] > self.now_s):
                 self._settle()
             if not events:
                 break
             time_s, subject = heappop(events)
             if subject < 0:
-                lane = wiring.lanes[-1 - subject]
+                lane = self.wiring.lanes[-1 - subject]
                 if lane.due_s == time_s:
                     self.now_s = time_s
                     self._finish(lane)
-            elif self.due_s[subject] == time_s:
-                self.now_s, self.due_s[subject] = time_s, -1.0
-                self._resume(subject)
+            elif due_s[subject] == time_s:
+                self.now_s, due_s[subject] = time_s, -1.0
+                if self.work[subject] is None or self._over(subject):
+                    advance(subject)
         stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
         if stuck:
             raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
@@ -144,33 +171,37 @@ class Contended:
         self.due_s[rank] = time_s
         heappush(self.events, (time_s, rank))
 
-    def _resume(self, rank: int) -> None:
-        """Go on with a rank that has waited for this moment, or whose computation is over."""
-        work = self.work[rank]
-        if work is not None:
-            self.work[rank] = None
-            self.turned[rank] = None
-            if work.then is not None:
-                part = work.then
-                part.begun_s = self.now_s
-                self._begin(part.lane, part.seconds, part)
-                self.work[rank] = _Work(part.hidden_s, self.now_s, work.begun_s, None)
-                return
-            self.clock[rank] = self.now_s
-            if self.spans is not None:
-                self.spans[rank][self.position[rank]] = (work.begun_s, self.now_s)
-            self.position[rank] += 1
-        self.ready.append(rank)
+    def _over(self, rank: int) -> bool:
+        """End a computation; return False where its second half, with a reduction beside it, begins."""
+        work, now_s = self.work[rank], self.now_s
+        assert work is not None
+        self.turned[rank] = None
+        if work.then is not None:
+            work.then.begun_s = now_s
+            self._begin(work.then.lane, work.then.seconds, work.then)
+            self.work[rank] = _Work(work.then.hidden_s, now_s, work.begun_s, None)
+            return False
+        self.work[rank] = None
+        if self.spans is not None:
+            self.spans[rank][self.position[rank]] = (work.begun_s, now_s)
+        self.clock[rank] = now_s
+        self.position[rank] += 1
+        return True
 
     def _advance(self, rank: int) -> None:
-        """Perform actions until one has to wait; the loop is long since a call for every action would take as long."""
-        actions, clock, times = self.rows[rank], self.clock[rank], self.times
-        into, out, last, spans = self.into[rank], self.out[rank], self.last[rank], self.spans
-        slowed = bool(self.touching[rank])
+        """Perform actions until one has to wait; long, since calls would take longer than what they do."""
+        actions, into, out, compute_s, felt = self.views[rank]
+        clock, spans = self.clock[rank], self.spans
         for at in range(self.position[rank], len(actions)):
             code, index, peer = actions[at]
             begun = clock
-            if code in _RECEIVES:
+            if code <= _BACKWARD or code == _UPDATE:
+                if at >= felt:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._compute(rank, compute_s[code])
+                    return
+                clock += compute_s[code]
+            elif code in _RECEIVES:
                 queue = into[peer]
                 if not queue.arrived:
                     self.blocked[rank] = queue
@@ -183,25 +214,18 @@ class Contended:
                 if queue.lane is None:
                     self._pass(queue, clock, at)
                 elif clock > self.now_s:
-                    self._call(rank, clock)
+                    self.due_s[rank] = clock
+                    heappush(self.events, (clock, rank))
                     break
                 elif queue.busy:
                     queue.waiting.append(at)
                 else:
                     self._send(queue, queue.lane, at)
                 continue
-            elif code in (_REDUCE, _TIED):
+            else:
                 self.clock[rank], self.position[rank] = clock, at
                 self._meet(rank, code, index)
                 return
-            else:
-                column = times.forward_s if code == _FORWARD else times.backward_s
-                seconds = (column if code <= _BACKWARD else times.update_s)[rank]
-                if slowed or at == last:
-                    self.clock[rank], self.position[rank] = clock, at
-                    self._compute(rank, seconds)
-                    return
-                clock += seconds
             if spans is not None:
                 spans[rank][at] = (begun, clock)
         else:
@@ -240,20 +264,14 @@ class Contended:
 
     def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
         """Begin a transfer at this moment."""
-        if lane.flows:
+        if not lane.flows:
+            lane.progress_s, lane.since_s = 0.0, self.now_s
+        elif lane.since_s != self.now_s:
             lane.progress_s += (self.now_s - lane.since_s) * lane.pace
-        else:
-            lane.progress_s = 0.0
-        lane.since_s = self.now_s
-        for passage in lane.passages:
-            passage.flows += 1
-            if passage.flows > passage.capacity:
-                self.crowded.append(passage)
+            lane.since_s = self.now_s
         self.serial += 1
         heappush(lane.flows, (lane.progress_s + seconds, self.serial, owner))
-        self.stirred[lane] = None
-        for rank in lane.ranks:
-            self.turned[rank] = None
+        self._stir(lane, 1)
 
     def _finish(self, lane: Lane) -> None:
         """End the transfers of a lane that are due, and begin those that waited for them."""
@@ -261,13 +279,7 @@ class Contended:
         lane.progress_s, lane.since_s, lane.due_s = flows[0][0], self.now_s, -1.0
         while flows and flows[0][0] <= lane.progress_s:
             owners.append(heappop(flows)[2])
-        for passage in lane.passages:
-            if passage.flows > passage.capacity:
-                self.crowded.append(passage)
-            passage.flows -= len(owners)
-        self.stirred[lane] = None
-        for rank in lane.ranks:
-            self.turned[rank] = None
+        self._stir(lane, -len(owners))
         for owner in owners:
             if isinstance(owner, Queue):
                 self._deliver(owner, self.now_s)
@@ -278,6 +290,17 @@ class Contended:
                 self._token(self.meetings[_REDUCE, self.times.stage[owner.rank]], self.now_s)
             elif isinstance(owner, _Meeting):
                 self._part(owner, self.now_s)
+
+    def _stir(self, lane: Lane, more: int) -> None:
+        """Note that ``more`` transfers are on a lane, to be settled when all that this instant changes is known."""
+        self.stirred[lane] = None
+        for passage, weight in lane.passages:
+            before = passage.flows
+            passage.flows += more * weight
+            if before > passage.capacity or passage.flows > passage.capacity:
+                self.crowded.append(passage)
+        for rank in lane.ranks:
+            self.turned[rank] = None
 
     def _settle(self) -> None:
         """Give everything that this instant has changed its speed from here on."""
@@ -303,7 +326,7 @@ class Contended:
 
     def _pace(self, lane: Lane) -> float:
         pace = 1.0
-        for passage in lane.passages:
+        for passage, _ in lane.passages:
             if passage.speed < pace:
                 pace = passage.speed
         if any(self.busy[rank] for rank in lane.ranks):

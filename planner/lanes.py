@@ -32,7 +32,9 @@ class Lane:
 
     __slots__ = ("due_s", "flows", "number", "pace", "passages", "progress_s", "ranks", "since_s", "slowdown")
 
-    def __init__(self, number: int, passages: list[Passage], ranks: tuple[int, ...], slowdown: Slowdown) -> None:
+    def __init__(
+        self, number: int, passages: list[tuple[Passage, int]], ranks: tuple[int, ...], slowdown: Slowdown
+    ) -> None:
         self.number, self.passages, self.ranks, self.slowdown = number, passages, ranks, slowdown
         self.flows: list[tuple[float, int, object]] = []
         """A heap of (progress at the end, serial number, whose transfer)."""
@@ -132,10 +134,10 @@ class Lanes:
             return None
         key = _Course(course.level, ports, course.ranks if slowdown else ())
         if key not in self._known:
-            passages = [self._passages[port] for port in ports]
+            passages = [(self._passages[port], weight) for port, weight in Counter(ports).items()]
             lane = Lane(len(self.lanes), passages, key.ranks, slowdown or Slowdown())
             self._known[key] = lane
             self.lanes.append(lane)
-            for passage in dict.fromkeys(passages):
+            for passage, _ in passages:
                 passage.lanes.append(lane)
         return self._known[key]
