@@ -31,6 +31,7 @@ _CODE = {kind: code for code, kind in enumerate(KINDS)}
 _FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
 _SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
 _RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
+_JOINT = (_CODE[REDUCE], _CODE[REDUCE_TIED])
 _REDUCE, _TIED, _UPDATE = _CODE[REDUCE], _CODE[REDUCE_TIED], _CODE[UPDATE]
 
 
@@ -58,12 +59,11 @@ class _Meeting:
 
 
 class _View(NamedTuple):
-    """What one rank needs while it performs its actions."""
+    """What one rank performs, close together: a row of small tuples for every action would be read from memory."""
 
-    actions: Sequence[tuple[int, int, int]]
-    into: dict[int, Queue]
-    """By the sending rank."""
-    out: dict[int, Queue]
+    codes: bytes
+    queues: list[Queue | None]
+    """Of every action that is a message's."""
     compute_s: dict[int, float]
     """By the code of a computation."""
     felt: int
@@ -89,7 +89,7 @@ class Contended:
             for rank in lane.ranks:
                 self.touching[rank].append(lane)
         self.last = [self._last_backward(rank) for rank in range(count)]
-        self.views = self._views()
+        self.views = [self._view(rank) for rank in range(count)]
         for rank in self.wiring.parts:
             self.meetings[_REDUCE, times.stage[rank]].missing += 1
         self.clock, self.position = [times.overhead_s] * count, [0] * count
@@ -107,19 +107,19 @@ class Contended:
         self.turned: dict[int, None] = {}
         self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
 
-    def _views(self) -> list[_View]:
-        count, times = len(self.rows), self.times
-        into: list[dict[int, Queue]] = [{} for _ in range(count)]
-        out: list[dict[int, Queue]] = [{} for _ in range(count)]
-        for (sender, receiver), queue in self.wiring.queues.items():
-            out[sender][receiver] = into[receiver][sender] = queue
-        found = []
-        for rank, actions in enumerate(self.rows):
-            compute_s = {_FORWARD: times.forward_s[rank], _BACKWARD: times.backward_s[rank]}
-            compute_s[_UPDATE] = times.update_s[rank]
-            felt = 0 if self.touching[rank] else self.last[rank]
-            found.append(_View(actions, into[rank], out[rank], compute_s, felt))
-        return found
+    def _view(self, rank: int) -> _View:
+        actions, times = self.rows[rank], self.times
+        queues = self.wiring.queues
+        # Of a pair of ranks, the earlier stage's sends activations, and the later one's gradients: a queue each.
+        ends: dict[tuple[int, int], Queue | None] = {}
+        for code in (*_SENDS, *_RECEIVES):
+            for peer in {peer for kind, _, peer in actions if kind == code}:
+                ends[code, peer] = queues[(rank, peer) if code in _SENDS else (peer, rank)]
+        compute_s = {_FORWARD: times.forward_s[rank], _BACKWARD: times.backward_s[rank]}
+        compute_s[_UPDATE] = times.update_s[rank]
+        felt = 0 if self.touching[rank] else self.last[rank]
+        codes = bytes(code for code, _, _ in actions)
+        return _View(codes, [ends.get((code, peer)) for code, _, peer in actions], compute_s, felt)
 
     def _meetings(self) -> dict[tuple[int, int], _Meeting]:
         found: dict[tuple[int, int], _Meeting] = {}
@@ -148,7 +148,7 @@ class Contended:
         while True:
             while ready:
                 advance(ready.pop())
-            if (self.stirred or self.turned) and (not events or events[0][0] > self.now_s):
+            if (self.stirred or self.turned or self.crowded) and (not events or events[0][0] > self.now_s):
                 self._settle()
             if not events:
                 break
@@ -190,27 +190,29 @@ class Contended:
 
     def _advance(self, rank: int) -> None:
         """Perform actions until one has to wait; long, since calls would take longer than what they do."""
-        actions, into, out, compute_s, felt = self.views[rank]
+        codes, queues, compute_s, felt = self.views[rank]
         clock, spans = self.clock[rank], self.spans
-        for at in range(self.position[rank], len(actions)):
-            code, index, peer = actions[at]
+        for at in range(self.position[rank], len(codes)):
+            code, queue = codes[at], queues[at]
             begun = clock
-            if code <= _BACKWARD or code == _UPDATE:
+            if queue is None:
+                if code in _JOINT:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._meet(rank, code, self.rows[rank][at][1])
+                    return
                 if at >= felt:
                     self.clock[rank], self.position[rank] = clock, at
                     self._compute(rank, compute_s[code])
                     return
                 clock += compute_s[code]
             elif code in _RECEIVES:
-                queue = into[peer]
                 if not queue.arrived:
                     self.blocked[rank] = queue
                     break
                 arrived = queue.arrived.popleft()
                 if arrived > clock:
                     clock = arrived
-            elif code in _SENDS:
-                queue = out[peer]
+            else:
                 if queue.lane is None:
                     self._pass(queue, clock, at)
                 elif clock > self.now_s:
@@ -222,14 +224,10 @@ class Contended:
                 else:
                     self._send(queue, queue.lane, at)
                 continue
-            else:
-                self.clock[rank], self.position[rank] = clock, at
-                self._meet(rank, code, index)
-                return
             if spans is not None:
                 spans[rank][at] = (begun, clock)
         else:
-            at = len(actions)
+            at = len(codes)
         self.clock[rank], self.position[rank] = clock, at
 
     def _compute(self, rank: int, seconds: float) -> None:
@@ -264,14 +262,22 @@ class Contended:
 
     def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
         """Begin a transfer at this moment."""
-        if not lane.flows:
-            lane.progress_s, lane.since_s = 0.0, self.now_s
-        elif lane.since_s != self.now_s:
-            lane.progress_s += (self.now_s - lane.since_s) * lane.pace
-            lane.since_s = self.now_s
+        now_s, flows = self.now_s, lane.flows
+        if not flows:
+            lane.progress_s, lane.since_s = 0.0, now_s
+        elif lane.since_s != now_s:
+            lane.progress_s += (now_s - lane.since_s) * lane.pace
+            lane.since_s = now_s
         self.serial += 1
-        heappush(lane.flows, (lane.progress_s + seconds, self.serial, owner))
-        self._stir(lane, 1)
+        heappush(flows, (lane.progress_s + seconds, self.serial, owner))
+        if self._count(lane, 1) or lane.ranks:
+            self.stirred[lane] = None
+        elif len(flows) == 1:
+            # At full speed until a port gets crowded: by far the most frequent case, with nothing to be settled.
+            lane.pace, lane.due_s = 1.0, now_s + seconds
+            heappush(self.events, (lane.due_s, -1 - lane.number))
+        elif flows[0][1] == self.serial:
+            self.stirred[lane] = None
 
     def _finish(self, lane: Lane) -> None:
         """End the transfers of a lane that are due, and begin those that waited for them."""
@@ -279,7 +285,9 @@ class Contended:
         lane.progress_s, lane.since_s, lane.due_s = flows[0][0], self.now_s, -1.0
         while flows and flows[0][0] <= lane.progress_s:
             owners.append(heappop(flows)[2])
-        self._stir(lane, -len(owners))
+        self._count(lane, -len(owners))
+        if flows:
+            self.stirred[lane] = None
         for owner in owners:
             if isinstance(owner, Queue):
                 self._deliver(owner, self.now_s)
@@ -291,16 +299,18 @@ class Contended:
             elif isinstance(owner, _Meeting):
                 self._part(owner, self.now_s)
 
-    def _stir(self, lane: Lane, more: int) -> None:
-        """Note that ``more`` transfers are on a lane, to be settled when all that this instant changes is known."""
-        self.stirred[lane] = None
+    def _count(self, lane: Lane, more: int) -> bool:
+        """Count ``more`` transfers where a lane passes; return whether the speed there is yet to be settled."""
+        crowded = False
         for passage, weight in lane.passages:
             before = passage.flows
             passage.flows += more * weight
             if before > passage.capacity or passage.flows > passage.capacity:
                 self.crowded.append(passage)
+                crowded = True
         for rank in lane.ranks:
             self.turned[rank] = None
+        return crowded
 
     def _settle(self) -> None:
         """Give everything that this instant has changed its speed from here on."""
