@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-from autopar.formats.program import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
-    UPDATE,
-)
 from autopar.planner.durations import Durations
 from autopar.planner.lanes import Lane, Lanes, Part, Passage, Queue
+from autopar.planner.rows import RECEIVES, REDUCE_CODE, TIED_CODE, Meeting, Rows, meetings
 from autopar.planner.sharing import Traffic
+from autopar.planner.views import views
 
 __all__ = ["Contended"]
 
-Rows = Sequence[Sequence[tuple[int, int, int]]]
 Span = tuple[float, float]
 
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
-_SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
-_RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
-_JOINT = (_CODE[REDUCE], _CODE[REDUCE_TIED])
-_REDUCE, _TIED, _UPDATE = _CODE[REDUCE], _CODE[REDUCE_TIED], _CODE[UPDATE]
+_JOINT = (REDUCE_CODE, TIED_CODE)
 
 
 class _Work:
@@ -46,30 +28,6 @@ class _Work:
         """0 until the changes of this instant are settled."""
 
 
-class _Meeting:
-    """Ranks that reduce together: over when all have come, and what each has to transfer is through."""
-
-    __slots__ = ("code", "end_s", "index", "members", "missing")
-
-    def __init__(self, code: int, index: int) -> None:
-        self.code, self.index = code, index
-        self.members: list[int] = []
-        self.missing = 0
-        self.end_s = 0.0
-
-
-class _View(NamedTuple):
-    """What one rank performs, close together: a row of small tuples for every action would be read from memory."""
-
-    codes: bytes
-    queues: list[Queue | None]
-    """Of every action that is a message's."""
-    compute_s: dict[int, float]
-    """By the code of a computation."""
-    felt: int
-    """Position from which on computations are events: before it, nothing slows them and nothing runs beside."""
-
-
 class Contended:
     """One simulation, event by event.
 
@@ -80,18 +38,17 @@ class Contended:
     def __init__(self, rows: Rows, times: Durations, traffic: Traffic, tracing: bool = False) -> None:
         count = len(rows)
         self.rows, self.times = rows, times
-        self.meetings = self._meetings()
-        tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == _TIED}
+        self.meetings = meetings(rows, times.stage)
+        tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == TIED_CODE}
         self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
         self.touching: list[list[Lane]] = [[] for _ in rows]
         """Lanes that slow a rank's computing, or are slowed by it."""
         for lane in self.wiring.lanes:
             for rank in lane.ranks:
                 self.touching[rank].append(lane)
-        self.last = [self._last_backward(rank) for rank in range(count)]
-        self.views = [self._view(rank) for rank in range(count)]
+        self.views = views(rows, times, self.wiring)
         for rank in self.wiring.parts:
-            self.meetings[_REDUCE, times.stage[rank]].missing += 1
+            self.meetings[REDUCE_CODE, times.stage[rank]].missing += 1
         self.clock, self.position = [times.overhead_s] * count, [0] * count
         self.blocked: list[Queue | None] = [None] * count
         self.work: list[_Work | None] = [None] * count
@@ -106,40 +63,6 @@ class Contended:
         self.stirred: dict[Lane, None] = {}
         self.turned: dict[int, None] = {}
         self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
-
-    def _view(self, rank: int) -> _View:
-        actions, times = self.rows[rank], self.times
-        queues = self.wiring.queues
-        # Of a pair of ranks, the earlier stage's sends activations, and the later one's gradients: a queue each.
-        ends: dict[tuple[int, int], Queue | None] = {}
-        for code in (*_SENDS, *_RECEIVES):
-            for peer in {peer for kind, _, peer in actions if kind == code}:
-                ends[code, peer] = queues[(rank, peer) if code in _SENDS else (peer, rank)]
-        compute_s = {_FORWARD: times.forward_s[rank], _BACKWARD: times.backward_s[rank]}
-        compute_s[_UPDATE] = times.update_s[rank]
-        felt = 0 if self.touching[rank] else self.last[rank]
-        codes = bytes(code for code, _, _ in actions)
-        return _View(codes, [ends.get((code, peer)) for code, _, peer in actions], compute_s, felt)
-
-    def _meetings(self) -> dict[tuple[int, int], _Meeting]:
-        found: dict[tuple[int, int], _Meeting] = {}
-        for rank, actions in enumerate(self.rows):
-            for code, index, _ in reversed(actions):
-                if code in (_FORWARD, _BACKWARD):
-                    break
-                if code in (_REDUCE, _TIED):
-                    key = (code, index if code == _TIED else self.times.stage[rank])
-                    meeting = found.setdefault(key, _Meeting(*key))
-                    meeting.members.append(rank)
-                    meeting.missing += 1
-        return found
-
-    def _last_backward(self, rank: int) -> int:
-        """Return where a rank's last backward stands, or beyond its actions if no part of a reduction goes with it."""
-        actions = self.rows[rank]
-        if rank not in self.wiring.parts:
-            return len(actions)
-        return next((at for at in range(len(actions) - 1, -1, -1) if actions[at][0] == _BACKWARD), len(actions))
 
     def go(self) -> float:
         """Run all ranks to their ends; return the seconds of the step."""
@@ -190,7 +113,7 @@ class Contended:
 
     def _advance(self, rank: int) -> None:
         """Perform actions until one has to wait; long, since calls would take longer than what they do."""
-        codes, queues, compute_s, felt = self.views[rank]
+        codes, queues, compute_s, _, felt = self.views[rank]
         clock, spans = self.clock[rank], self.spans
         for at in range(self.position[rank], len(codes)):
             code, queue = codes[at], queues[at]
@@ -205,7 +128,7 @@ class Contended:
                     self._compute(rank, compute_s[code])
                     return
                 clock += compute_s[code]
-            elif code in _RECEIVES:
+            elif code in RECEIVES:
                 if not queue.arrived:
                     self.blocked[rank] = queue
                     break
@@ -236,7 +159,7 @@ class Contended:
         if clock > self.now_s:
             self._call(rank, clock)
             return
-        part = self.wiring.parts[rank] if self.position[rank] == self.last[rank] else None
+        part = self.wiring.parts[rank] if self.position[rank] == self.views[rank].last else None
         left_s = seconds if part is None else seconds - part.hidden_s
         self.work[rank] = _Work(left_s, self.now_s, clock, part)
         self.turned[rank] = None
@@ -295,8 +218,8 @@ class Contended:
                 if owner.waiting:
                     self._send(owner, lane, owner.waiting.popleft())
             elif isinstance(owner, Part):
-                self._token(self.meetings[_REDUCE, self.times.stage[owner.rank]], self.now_s)
-            elif isinstance(owner, _Meeting):
+                self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.rank]], self.now_s)
+            elif isinstance(owner, Meeting):
                 self._part(owner, self.now_s)
 
     def _count(self, lane: Lane, more: int) -> bool:
@@ -359,7 +282,7 @@ class Contended:
 
     def _meet(self, rank: int, code: int, index: int) -> None:
         clock = self.clock[rank]
-        if code == _REDUCE:
+        if code == REDUCE_CODE:
             ends = clock if rank in self.wiring.parts else clock + self.times.exposed_s[rank]
             self._token(self.meetings[code, self.times.stage[rank]], ends)
         elif self.wiring.tied[index] is not None and clock > self.now_s:
@@ -367,13 +290,13 @@ class Contended:
         else:
             self._token(self.meetings[code, index], clock)
 
-    def _token(self, meeting: _Meeting, time_s: float) -> None:
+    def _token(self, meeting: Meeting, time_s: float) -> None:
         """Count what a meeting has waited for."""
         meeting.end_s = max(meeting.end_s, time_s)
         meeting.missing -= 1
         if meeting.missing:
             return
-        if meeting.code == _REDUCE:
+        if meeting.code == REDUCE_CODE:
             self._part(meeting, meeting.end_s)
             return
         lane, seconds = self.wiring.tied[meeting.index], self.times.tied_s[meeting.index]
@@ -382,7 +305,7 @@ class Contended:
         else:
             self._begin(lane, seconds, meeting)
 
-    def _part(self, meeting: _Meeting, end_s: float) -> None:
+    def _part(self, meeting: Meeting, end_s: float) -> None:
         """Let the ranks of a meeting go on."""
         for rank in meeting.members:
             if self.spans is not None:
@@ -391,9 +314,9 @@ class Contended:
             self.position[rank] += 1
             self.ready.append(rank)
 
-    def _reduction(self, meeting: _Meeting, rank: int, end_s: float) -> Span:
+    def _reduction(self, meeting: Meeting, rank: int, end_s: float) -> Span:
         part = self.wiring.parts.get(rank)
-        if meeting.code == _TIED:
+        if meeting.code == TIED_CODE:
             return (meeting.end_s, end_s)
         if part is not None:
             return (part.begun_s, end_s)

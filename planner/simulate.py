@@ -5,55 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.program import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
-    Program,
-)
+from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate
 from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.lanes import Lanes
+from autopar.planner.rows import (
+    BACKWARD_CODE,
+    FORWARD_CODE,
+    RECEIVES,
+    REDUCE_CODE,
+    SENDS,
+    TIED_CODE,
+    Rows,
+    compile_rows,
+    meetings,
+)
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.wave import ride, wave_of
 from autopar.schedules.expand import expand
 
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
 
-Rows = list[list[tuple[int, int, int]]]
-"""Per rank: (kind's code, micro-batch, peer) of every action."""
-
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
-_SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
-_RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
-_REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
 _NOT_BLOCKED = -1
 WAVE_STAGES = 16
 """A shorter chain is simulated faster action by action."""
-
-
-def compile_rows(program: Program) -> Rows:
-    """Return a program's columns as the rows that :func:`run` reads."""
-    return [list(zip(rank.kinds, rank.micro_batches, rank.peers, strict=True)) for rank in program.ranks]
-
-
-class _Meeting:
-    """Ranks that reduce together; it is over when the last of them has come."""
-
-    def __init__(self, members: list[int]) -> None:
-        self.members = members
-        self.missing = len(members)
-        self.end_s = 0.0
 
 
 class _Run:
@@ -68,19 +46,8 @@ class _Run:
         self.arrivals: dict[tuple[int, int], list[float]] = {}
         self.taken: dict[tuple[int, int], int] = {}
         self.waits_for = [_NOT_BLOCKED] * count
-        self.meetings: dict[tuple[int, int], _Meeting] = {}
+        self.meetings = meetings(rows, times.stage)
         self.events: list[list[tuple[float, float]]] | None = None
-        for rank, actions in enumerate(rows):
-            for code, index, _ in reversed(actions):
-                if code in (_FORWARD, _BACKWARD):
-                    break
-                if code in (_REDUCE, _TIED):
-                    meeting = self.meetings.setdefault(self._key(rank, code, index), _Meeting([]))
-                    meeting.members.append(rank)
-                    meeting.missing += 1
-
-    def _key(self, rank: int, code: int, index: int) -> tuple[int, int]:
-        return (code, index if code == _TIED else self.times.stage[rank])
 
     def go(self) -> float:
         """Run all ranks to their ends; return the seconds of the step."""
@@ -99,11 +66,11 @@ class _Run:
         for at in range(self.position[rank], len(actions)):
             code, index, peer = actions[at]
             start = clock
-            if code == _FORWARD:
+            if code == FORWARD_CODE:
                 clock += forward_s
-            elif code == _BACKWARD:
+            elif code == BACKWARD_CODE:
                 clock += backward_s
-            elif code in _RECEIVES:
+            elif code in RECEIVES:
                 key = (peer, rank)
                 arrived, taken = self.arrivals.get(key), self.taken.get(key, 0)
                 if arrived is None or taken == len(arrived):
@@ -111,7 +78,7 @@ class _Run:
                     break
                 self.taken[key] = taken + 1
                 clock = max(clock, arrived[taken])
-            elif code in _SENDS:
+            elif code in SENDS:
                 key = (rank, peer)
                 start = max(clock, self.free.get(key, 0.0))
                 end = self.free[key] = start + times.message_s[key]
@@ -122,7 +89,7 @@ class _Run:
                     self.waits_for[peer] = _NOT_BLOCKED
                     ready.append(peer)
                 continue
-            elif code in (_REDUCE, _TIED):
+            elif code in (REDUCE_CODE, TIED_CODE):
                 self.clock[rank], self.position[rank] = clock, at
                 self._meet(rank, code, index, ready)
                 return
@@ -135,17 +102,17 @@ class _Run:
         self.clock[rank], self.position[rank] = clock, at
 
     def _meet(self, rank: int, code: int, index: int, ready: list[int]) -> None:
-        meeting = self.meetings[self._key(rank, code, index)]
+        meeting = self.meetings[code, index if code == TIED_CODE else self.times.stage[rank]]
         clock = self.clock[rank]
-        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == _REDUCE else 0.0))
+        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == REDUCE_CODE else 0.0))
         meeting.missing -= 1
         if meeting.missing:
             return
-        length = self.times.reduce_s[rank] if code == _REDUCE else self.times.tied_s[index]
-        end = meeting.end_s + (length if code == _TIED else 0.0)
+        length = self.times.reduce_s[rank] if code == REDUCE_CODE else self.times.tied_s[index]
+        end = meeting.end_s + (length if code == TIED_CODE else 0.0)
         for member in meeting.members:
             if self.events is not None:
-                earliest = self.clock[member] - (self.times.backward_s[member] if code == _REDUCE else 0.0)
+                earliest = self.clock[member] - (self.times.backward_s[member] if code == REDUCE_CODE else 0.0)
                 self.events[member].append((min(end, max(end - length, earliest)), end))
             self.clock[member] = end
             self.position[member] += 1
