@@ -117,18 +117,19 @@ def _candidate(stages: int, replicas: int, depth: str, micro_batches: int) -> Ca
 
 
 def _durations(candidate: Candidate, links: LinkModel) -> Durations:
-    """Lognormal stages, all replicas of which take as long; messages and reductions as the cluster's curves say."""
+    """Lognormal stages, all replicas of which take as long; messages as the cluster's curves say."""
     rng = random.Random(0)
     times = Durations(0.0)
     for index, stage in enumerate(candidate.stages):
         forward_s, reduced_bytes = FORWARD_S * rng.lognormvariate(0.0, 0.5), 2**20 * rng.randint(1, 64)
         level, count = links.level(stage.devices), len(stage.devices)
-        reduce_s = links.all_reduce_s(reduced_bytes, count, level)
+        # A ring's, of two rounds.
+        reduce_s = links.message_s(2 * (count - 1) * reduced_bytes // count, level) if count > 1 else 0.0
         columns = (times.stage, times.forward_s, times.backward_s, times.exposed_s, times.reduce_s, times.update_s)
         for column, value in zip(columns, (index, forward_s, 2 * forward_s, reduce_s / 4, reduce_s, 1e-4), strict=True):
             column.extend([value] * count)  # type: ignore[list-item]
     for before, after in pairwise(candidate.stages):
-        size_bytes = rng.randint(1, 4) * 2**20 * ROWS // len(before.devices)
+        size_bytes = rng.randint(4, 16) * 2**20 * ROWS // len(before.devices)
         for ends in zip(before.devices, after.devices, strict=True):
             times.message_s[ends] = times.message_s[ends[::-1]] = links.message_s(size_bytes, links.level(ends))
     return times

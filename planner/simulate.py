@@ -197,7 +197,7 @@ class Simulator:
             for consumer in range(producer + 1, len(stages))
             if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
         )
-        tied = tuple(self._tied(candidate))
+        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
         shape = tuple((stage.shares, stage.warmup) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
