@@ -5,49 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.program import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
-    Program,
-)
+from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate
+from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
+from autopar.planner.lanes import Lanes
+from autopar.planner.rows import (
+    BACKWARD_CODE,
+    FORWARD_CODE,
+    RECEIVES,
+    REDUCE_CODE,
+    SENDS,
+    TIED_CODE,
+    Rows,
+    compile_rows,
+    meetings,
+)
+from autopar.planner.sharing import Sharing, Traffic
+from autopar.planner.wave import ride, wave_of
 from autopar.schedules.expand import expand
 
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
 
-Rows = list[list[tuple[int, int, int]]]
-"""Per rank: (kind's code, micro-batch, peer) of every action."""
-
-_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_FORWARD, _BACKWARD = _CODE[FORWARD], _CODE[BACKWARD]
-_SENDS = (_CODE[SEND], _CODE[SEND_GRADIENT])
-_RECEIVES = (_CODE[RECEIVE], _CODE[RECEIVE_GRADIENT])
-_REDUCE, _TIED = _CODE[REDUCE], _CODE[REDUCE_TIED]
 _NOT_BLOCKED = -1
-
-
-def compile_rows(program: Program) -> Rows:
-    """Return a program's columns as the rows that :func:`run` reads."""
-    return [list(zip(rank.kinds, rank.micro_batches, rank.peers, strict=True)) for rank in program.ranks]
-
-
-class _Meeting:
-    """Ranks that reduce together; it is over when the last of them has come."""
-
-    def __init__(self, members: list[int]) -> None:
-        self.members = members
-        self.missing = len(members)
-        self.end_s = 0.0
+WAVE_STAGES = 16
+"""A shorter chain is simulated faster action by action."""
 
 
 class _Run:
@@ -62,19 +46,8 @@ class _Run:
         self.arrivals: dict[tuple[int, int], list[float]] = {}
         self.taken: dict[tuple[int, int], int] = {}
         self.waits_for = [_NOT_BLOCKED] * count
-        self.meetings: dict[tuple[int, int], _Meeting] = {}
+        self.meetings = meetings(rows, times.stage)
         self.events: list[list[tuple[float, float]]] | None = None
-        for rank, actions in enumerate(rows):
-            for code, index, _ in reversed(actions):
-                if code in (_FORWARD, _BACKWARD):
-                    break
-                if code in (_REDUCE, _TIED):
-                    meeting = self.meetings.setdefault(self._key(rank, code, index), _Meeting([]))
-                    meeting.members.append(rank)
-                    meeting.missing += 1
-
-    def _key(self, rank: int, code: int, index: int) -> tuple[int, int]:
-        return (code, index if code == _TIED else self.times.stage[rank])
 
     def go(self) -> float:
         """Run all ranks to their ends; return the seconds of the step."""
@@ -93,11 +66,11 @@ class _Run:
         for at in range(self.position[rank], len(actions)):
             code, index, peer = actions[at]
             start = clock
-            if code == _FORWARD:
+            if code == FORWARD_CODE:
                 clock += forward_s
-            elif code == _BACKWARD:
+            elif code == BACKWARD_CODE:
                 clock += backward_s
-            elif code in _RECEIVES:
+            elif code in RECEIVES:
                 key = (peer, rank)
                 arrived, taken = self.arrivals.get(key), self.taken.get(key, 0)
                 if arrived is None or taken == len(arrived):
@@ -105,7 +78,7 @@ class _Run:
                     break
                 self.taken[key] = taken + 1
                 clock = max(clock, arrived[taken])
-            elif code in _SENDS:
+            elif code in SENDS:
                 key = (rank, peer)
                 start = max(clock, self.free.get(key, 0.0))
                 end = self.free[key] = start + times.message_s[key]
@@ -116,7 +89,7 @@ class _Run:
                     self.waits_for[peer] = _NOT_BLOCKED
                     ready.append(peer)
                 continue
-            elif code in (_REDUCE, _TIED):
+            elif code in (REDUCE_CODE, TIED_CODE):
                 self.clock[rank], self.position[rank] = clock, at
                 self._meet(rank, code, index, ready)
                 return
@@ -129,54 +102,91 @@ class _Run:
         self.clock[rank], self.position[rank] = clock, at
 
     def _meet(self, rank: int, code: int, index: int, ready: list[int]) -> None:
-        meeting = self.meetings[self._key(rank, code, index)]
+        meeting = self.meetings[code, index if code == TIED_CODE else self.times.stage[rank]]
         clock = self.clock[rank]
-        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == _REDUCE else 0.0))
+        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == REDUCE_CODE else 0.0))
         meeting.missing -= 1
         if meeting.missing:
             return
-        length = self.times.reduce_s[rank] if code == _REDUCE else self.times.tied_s[index]
-        end = meeting.end_s + (length if code == _TIED else 0.0)
+        length = self.times.reduce_s[rank] if code == REDUCE_CODE else self.times.tied_s[index]
+        end = meeting.end_s + (length if code == TIED_CODE else 0.0)
         for member in meeting.members:
             if self.events is not None:
-                earliest = self.clock[member] - (self.times.backward_s[member] if code == _REDUCE else 0.0)
+                earliest = self.clock[member] - (self.times.backward_s[member] if code == REDUCE_CODE else 0.0)
                 self.events[member].append((min(end, max(end - length, earliest)), end))
             self.clock[member] = end
             self.position[member] += 1
             ready.append(member)
 
 
-def run(rows: Rows, times: Durations) -> float:
+def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
     """Return the seconds of one step.
 
     A rank performs its actions in order. The messages of an ordered pair of ranks form one queue, which a message
-    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message.
+    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. With
+    ``traffic``, transfers share ports, and computing and communicating slow each other.
     """
+    if traffic and traffic.sharing:
+        return Contended(rows, times, traffic).go()
     return _Run(rows, times).go()
 
 
-def trace(program: Program, times: Durations) -> Timeline:
-    """Return the timeline of one step."""
-    state = _Run(compile_rows(program), times)
+def trace(program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
+    """Return the timeline of one step; ``traffic`` as of :func:`run`."""
+    rows = compile_rows(program)
+    if traffic and traffic.sharing:
+        contended = Contended(rows, times, traffic, tracing=True)
+        contended.go()
+        return _timeline(program, contended.spans or [])
+    state = _Run(rows, times)
     state.events = [[] for _ in program.ranks]
     state.go()
+    return _timeline(program, state.events)
+
+
+def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
     timeline = Timeline("simulated")
-    for rank, (actions, events) in enumerate(zip(program.ranks, state.events, strict=True)):
+    for rank, (actions, events) in enumerate(zip(program.ranks, spans, strict=True)):
         for action, (start, end) in zip(actions, events, strict=True):
             timeline.add(rank, action, start, end)
     return timeline
 
 
 class Simulator:
-    """Simulates candidates; programs that differ in their layers only are expanded once."""
+    """Simulates candidates; programs that differ in their layers only are expanded once.
 
-    def __init__(self, costs: CostModel) -> None:
+    A long chain of stages whose replicas act alike needs no program: all stages are simulated at once. Where devices
+    share links, or computing and communicating slow each other, a program is interpreted event by event.
+    """
+
+    def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
         self.costs = costs
+        self.sharing = sharing
         self._rows: dict[object, Rows] = {}
 
     def step_s(self, candidate: Candidate) -> float:
         """Return a candidate's seconds per step."""
-        return run(self.rows_of(candidate), durations(self.costs, candidate))
+        times = durations(self.costs, candidate)
+        traffic = self._traffic(candidate, times)
+        if traffic is None and len(candidate.stages) >= WAVE_STAGES:
+            wave = wave_of(candidate, times, self._tied(candidate))
+            if wave is not None:
+                return ride(wave)
+        return run(self.rows_of(candidate), times, traffic)
+
+    def _tied(self, candidate: Candidate) -> list[tuple[int, ...]]:
+        return [holders for _, holders in self.costs.tied_between(candidate.stages)]
+
+    def _traffic(self, candidate: Candidate, times: Durations) -> Traffic | None:
+        """Return where a candidate's ranks stand, if anything can slow them there."""
+        if not self.sharing:
+            return None
+        traffic = Traffic(self.sharing, tuple(device for stage in candidate.stages for device in stage.devices))
+        ranks: dict[int, list[int]] = {}
+        for rank, stage in enumerate(times.stage):
+            ranks.setdefault(stage, []).append(rank)
+        tied = [[rank for stage in holders for rank in ranks[stage]] for holders in self._tied(candidate)]
+        return traffic if Lanes(times, traffic, tied).lanes else None
 
     def rows_of(self, candidate: Candidate) -> Rows:
         """Return a candidate's program."""

@@ -114,12 +114,9 @@ class RankProgram:
     @classmethod
     def of(cls, actions: Iterable[Action]) -> RankProgram:
         """Build the columns from actions in order."""
-        columns = (array("b"), array("i"), array("i"), array("i"), array("i"), array("i"))
-        for kind, stage, micro_batch, peer, peer_stage, version in actions:
-            row = (_CODES[kind], stage, micro_batch, peer, peer_stage, version)
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
-        return cls(*columns)
+        # Column by column: a program may hold millions of actions.
+        kinds, *numbers = list(zip(*actions, strict=True)) or [()] * 6
+        return cls(array("b", map(_CODES.__getitem__, kinds)), *(array("i", column) for column in numbers))
 
     def __len__(self) -> int:
         return len(self.kinds)

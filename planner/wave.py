@@ -1,0 +1,210 @@
+"""Wave: all stages simulated at once, where every stage's replicas act alike; the quick judge of large candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.candidate import Candidate
+from autopar.planner.durations import Durations
+
+__all__ = ["ABSENT_S", "Wave", "applies", "ride", "wave_of"]
+
+Numbers = npt.NDArray[np.float64]
+Holders = Sequence[tuple[int, ...]]
+ABSENT_S = float("-inf")
+"""Seconds of a message that is never sent: who would receive it waits for nothing."""
+SLIVER = 1e-6
+"""Share of a micro-batch that is rounding, where its rows divide freely."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """A chain of stages, by stage in order; every number holds for each of a stage's replicas."""
+
+    micro_batches: int
+    overhead_s: float
+    depths: tuple[int, ...]
+    """Most micro-batches in flight: from 1 to ``micro_batches``, never growing from stage to stage."""
+    forward_s: Numbers
+    backward_s: Numbers
+    activation_s: Numbers
+    """Of the message from stage s to s + 1, shape (stages - 1,); :data:`ABSENT_S` where there is none."""
+    gradient_s: Numbers
+    """Of the message from stage s + 1 back to s."""
+    exposed_s: Numbers
+    """From the end of a stage's last backward to the end of its reduction."""
+    update_s: Numbers
+    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """(stages, seconds) of every parameter shared between stages, in the program's order."""
+
+
+def ride(wave: Wave) -> float:
+    """Return the seconds of one step: those that :func:`autopar.planner.simulate.run` gives the expanded program.
+
+    A stage of depth k runs B(m) behind F(m + k - 1), and F(m) behind B(m - k). So turn t takes the forward of
+    micro-batch t through all stages, and then, on every stage, the backward of micro-batch t - k + 1: neighbours of
+    equal depth hand each other the same one in the same turn, a shallower one behind has run it in an earlier turn.
+
+    >>> even, free = np.ones(3), np.zeros(2)
+    >>> ride(Wave(4, 0.0, (3, 2, 1), even, 2 * even, free, free, 0 * even, 0 * even))
+    18.0
+    """
+    state = _Ride(wave)
+    for turn in range(wave.micro_batches + wave.depths[0] - 1):
+        if turn < wave.micro_batches:
+            state.forward()
+        state.backward(turn)
+    clock = state.clock + wave.exposed_s
+    for holders, seconds in wave.tied:
+        members = list(holders)
+        clock[members] = clock[members].max() + seconds
+    return float((clock + wave.update_s).max())
+
+
+class _Chain:
+    """Solves ends[s] = max(ends[s], ends[s - 1] + links[s]) for all s at once.
+
+    A parallel prefix (Hillis and Steele, "Data parallel algorithms", 1986): after sweep j, whatever is fewer than 2^j
+    links away has been heeded. Unlike with running sums of the links, no large numbers cancel each other.
+    """
+
+    def __init__(self, links: Numbers) -> None:
+        self._sweeps: list[tuple[int, Numbers]] = []
+        reach, span = 1, links
+        while reach < len(links) and np.isfinite(span[reach:]).any():
+            self._sweeps.append((reach, span))
+            span = np.concatenate((np.full(reach, ABSENT_S), span[reach:] + span[:-reach]))
+            reach *= 2
+
+    def solve(self, ends: Numbers, first: int = 0) -> None:
+        """Solve in place; ``ends[0]`` is that of stage ``first``, which hears of none before it."""
+        count = len(ends)
+        for reach, span in self._sweeps:
+            if reach < count:
+                np.maximum(ends[reach:], ends[:-reach] + span[first + reach : first + count], out=ends[reach:])
+
+
+class _Ride:
+    """What one turn leaves to the next. Backwards run from the last stage: their arrays stand in that order."""
+
+    def __init__(self, wave: Wave) -> None:
+        self.clock = np.full(len(wave.depths), wave.overhead_s)
+        self._forward_s, self._inward_s = wave.forward_s, np.append(ABSENT_S, wave.activation_s)
+        self._chain = _Chain(self._inward_s + self._forward_s)
+        self._arrived = np.full(len(wave.depths), ABSENT_S)
+        """When the activation that a stage received last arrived."""
+        self._start_backwards(wave)
+
+    def _start_backwards(self, wave: Wave) -> None:
+        stages, depths = len(wave.depths), np.array(wave.depths[::-1])
+        self._back_clock = self.clock[::-1]
+        self._backward_s, self._returned_s = wave.backward_s[::-1], np.append(ABSENT_S, wave.gradient_s[::-1])
+        lags = np.append(0, np.diff(depths))
+        self._back_chain = _Chain(np.where(lags == 0, self._returned_s + self._backward_s, ABSENT_S))
+        self._returned = np.full(stages, ABSENT_S)
+        # Gradients are remembered for as many turns as the stage before lags behind; such stages read them by turn.
+        self._kept_turns = int(lags.max()) + 1
+        self._kept = np.full((self._kept_turns, stages), ABSENT_S)
+        self._late = np.flatnonzero(lags)
+        self._late_lags = lags[self._late]
+        turns = np.arange(wave.micro_batches + wave.depths[0])
+        self._begun = np.searchsorted(depths, turns + 1, side="right").tolist()
+        self._ended = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
+
+    def forward(self) -> None:
+        """Take the next micro-batch's forward through all stages."""
+        ends = np.maximum(self.clock, self._arrived + self._inward_s) + self._forward_s
+        self._chain.solve(ends)
+        self._arrived[1:] = np.maximum(ends[:-1], self._arrived[1:]) + self._inward_s[1:]
+        self.clock[:] = ends
+
+    def backward(self, turn: int) -> None:
+        """Run one backward on every stage that has one in this turn."""
+        first, stop = self._ended[turn], self._begun[turn]
+        waits = self._returned + self._returned_s
+        waits[self._late] = self._kept[(turn - self._late_lags) % self._kept_turns, self._late]
+        ends = np.maximum(self._back_clock[first:stop], waits[first:stop]) + self._backward_s[first:stop]
+        self._back_chain.solve(ends, first)
+        self._back_clock[first:stop] = ends
+        before = slice(first + 1, stop + 1)
+        returned = self._returned[before]
+        np.maximum(returned, ends[: len(returned)], out=returned)
+        returned += self._returned_s[before]
+        self._kept[turn % self._kept_turns, before] = returned
+
+
+def applies(candidate: Candidate, times: Durations) -> bool:
+    """Whether a candidate's step may be had from :func:`ride`."""
+    return wave_of(candidate, times, [()] * len(times.tied_s)) is not None
+
+
+def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | None:
+    """Return a candidate as a wave, or None where its replicas may drift apart.
+
+    Replicas of a stage act alike if their forwards and backwards take the same time and if the slowest of the messages
+    that each receives does: then all of them begin and end together, whatever their number in the stages beside. Each
+    must take part in every micro-batch, and messages pass between neighbours only.
+    """
+    depths = tuple(min(stage.warmup, candidate.micro_batches) for stage in candidate.stages)
+    if any(before < after for before, after in pairwise(depths)) or not _split(candidate):
+        return None
+    ranks = _ranks(candidate)
+    forward_s, backward_s = (_common(column, ranks) for column in (times.forward_s, times.backward_s))
+    messages = _messages(times, ranks)
+    if forward_s is None or backward_s is None or messages is None:
+        return None
+    exposed_s = [max(times.exposed_s[rank] for rank in mine) if len(mine) > 1 else 0.0 for mine in ranks]
+    update_s = [max(times.update_s[rank] for rank in mine) for mine in ranks]
+    return Wave(
+        candidate.micro_batches,
+        times.overhead_s,
+        depths,
+        forward_s,
+        backward_s,
+        *messages,
+        np.array(exposed_s),
+        np.array(update_s),
+        tuple(zip(tied, times.tied_s, strict=True)),
+    )
+
+
+def _split(candidate: Candidate) -> bool:
+    """Whether every replica takes a share of every micro-batch."""
+    rows = candidate.micro_batch_size
+    return all(abs(sum(stage.shares) - rows) <= SLIVER * rows for stage in candidate.stages)
+
+
+def _ranks(candidate: Candidate) -> list[range]:
+    found, start = [], 0
+    for stage in candidate.stages:
+        found.append(range(start, start + len(stage.devices)))
+        start += len(stage.devices)
+    return found
+
+
+def _common(seconds: Sequence[float], ranks: Sequence[range]) -> Numbers | None:
+    """Return what all ranks of a stage take, by stage; None where they differ."""
+    found = [seconds[mine[0]] for mine in ranks]
+    alike = all(seconds[rank] == stage_s for mine, stage_s in zip(ranks, found, strict=True) for rank in mine)
+    return np.array(found) if alike else None
+
+
+def _messages(times: Durations, ranks: Sequence[range]) -> tuple[Numbers, Numbers] | None:
+    """Return the seconds of activations and gradients between neighbours; None where receivers would drift apart."""
+    slowest: dict[int, dict[int, float]] = {}
+    for (sender, receiver), seconds in times.message_s.items():
+        step = times.stage[receiver] - times.stage[sender]
+        if abs(step) != 1:
+            return None
+        into = slowest.setdefault(step, {})
+        into[receiver] = max(into.get(receiver, 0.0), seconds)
+    into, back = slowest.get(1, {}), slowest.get(-1, {})
+    every_s = [into.get(rank, ABSENT_S) for rank in range(len(times.stage))]
+    activation_s = _common(every_s, ranks)
+    gradient_s = _common([back.get(rank, ABSENT_S) for rank in range(len(times.stage))], ranks)
+    return None if activation_s is None or gradient_s is None else (activation_s[1:], gradient_s[:-1])
