@@ -13,6 +13,7 @@ from autopar.planner.costs import CostModel
 from autopar.planner.durations import durations
 from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
+from autopar.planner.sharing import Traffic
 from autopar.planner.simulate import trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -58,7 +59,8 @@ def assemble(
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """Simulate a plan's own program."""
-    return trace(expand(plan), durations(costs, candidate_of(plan, costs.profile)))
+    times = durations(costs, candidate_of(plan, costs.profile))
+    return trace(expand(plan), times, Traffic(costs.sharing, plan.devices) if costs.sharing else None)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:

@@ -19,9 +19,6 @@ from autopar.planner.simulate import Simulator
 
 __all__ = ["Comparison", "compare"]
 
-CANDIDATES = 5_000
-"""Most plans to simulate where a peer's plan is within the gap, and faster."""
-
 
 class Comparison(NamedTuple):
     """What :func:`compare` returns."""
@@ -35,7 +32,7 @@ class Comparison(NamedTuple):
 def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
     """Return autopar's plan and those of its peers, all judged by autopar's costs, memory and simulator.
 
-    autopar's search stops at the gap that ``options`` allow; where a peer's plan is faster within it, it goes on.
+    autopar's search starts from the peers' plans, so that it is never slower than one of them.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -43,12 +40,11 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     """
     options = options or PlanOptions()
     options = replace(options, gpus=options.gpus or len(cluster.devices))
-    own = plan(profile, cluster, options)
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    rows = [_row(simulator, each) for each in peers(costs, simulator, options)]
-    if any(row.step_s is not None and row.step_s < own.predicted.step_s for row in rows):
-        own = plan(profile, cluster, replace(options, gap=0.0, max_candidates=CANDIDATES))
+    found = peers(costs, simulator, options)
+    rows = [_row(simulator, each) for each in found]
+    own = plan(profile, cluster, options, [each.candidate for each in found if each.candidate and not each.reason])
     every = [_own(own, costs), *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 

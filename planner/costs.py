@@ -17,6 +17,7 @@ from autopar.planner.layers import LayerCosts
 from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
+from autopar.planner.sharing import Sharing
 from autopar.schedules.buckets import buckets
 from autopar.schedules.route import Route, even_shares, free_shares, routes
 
@@ -47,6 +48,7 @@ class CostModel:
         self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
         """By kind."""
         self.layer_count = len(profile.layers)
+        self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
         self._slower = {each.level: (each.compute, each.communication) for each in cluster.overlaps}
         self._forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
@@ -70,6 +70,10 @@ class PlanOptions:
             raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
         if self.solver not in ("dp", "exhaustive"):
             raise UsageError(f"--solver must be dp or exhaustive, found {self.solver!r}")
+        if self.recompute not in ("auto", "none", "full"):
+            raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
+        if self.shard not in ("auto", *get_args(Shard)):
+            raise UsageError(f"--shard must be one of auto, {', '.join(get_args(Shard))}; found {self.shard!r}")
         if self.gpus is not None and self.min_stages > self.gpus:
             raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
 

@@ -42,7 +42,13 @@ def pipedream_graph(profile: Profile) -> PipeDreamGraph:
     costs = [next(cost for cost in layer.costs if cost.micro_batch == max(sizes)) for layer in profile.layers]
     outputs = np.array([cost.output_bytes for cost in costs], dtype=np.float64)
     return PipeDreamGraph(
-        seconds=np.cumsum([cost.forward_s + cost.backward_s for cost in costs]),
+        # PipeDream's planner leaves input nodes out.
+        seconds=np.cumsum(
+            [
+                cost.forward_s - layer.input_s + cost.backward_s
+                for layer, cost in zip(profile.layers, costs, strict=True)
+            ]
+        ),
         parameters_bytes=np.cumsum([float(layer.parameters_bytes) for layer in profile.layers]),
         outputs_bytes=_outputs_bytes(_readers(profile), outputs),
     )

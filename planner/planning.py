@@ -29,10 +29,12 @@ __all__ = ["plan", "simulate"]
 MOST_TABLE_BYTES = 8 * 2**30
 
 
-def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Plan:
+def plan(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, known: Sequence[Candidate] = ()
+) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    Pure: the same arguments give the same plan, on any machine.
+    The search starts from the ``known`` candidates. Pure: the same arguments give the same plan, on any machine.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -57,7 +59,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None)
         _check_size(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)
-    best, lower_bound_s = _search(simulator, every, options, compared)
+    best, lower_bound_s = _search(simulator, every, options, compared, known)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
@@ -131,10 +133,17 @@ def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
 
 
 def _search(
-    simulator: Simulator, every: Sequence[Family], options: PlanOptions, compared: Sequence[Reference]
+    simulator: Simulator,
+    every: Sequence[Family],
+    options: PlanOptions,
+    compared: Sequence[Reference],
+    known: Sequence[Candidate],
 ) -> tuple[Best, float]:
-    """Search from the references on, so that the plan is never worse than one of them."""
+    """Search from the references and what is known on, so that the plan is never worse than one of them."""
     best = Best()
+    for candidate in known:
+        if _allowed(candidate, simulator.costs, options):
+            best.judge(simulator, candidate)
     for reference in compared:
         if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options):
             best.consider(reference.found)

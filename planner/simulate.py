@@ -30,7 +30,7 @@ from autopar.schedules.expand import expand
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
 
 _NOT_BLOCKED = -1
-WAVE_STAGES = 16
+WAVE_STAGES = 6
 """A shorter chain is simulated faster action by action."""
 
 
@@ -160,8 +160,9 @@ class Simulator:
     """
 
     def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
+        """Judge by a cost model; ``sharing`` takes the place of what its cluster says of shared links and overlap."""
         self.costs = costs
-        self.sharing = sharing
+        self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
 
     def step_s(self, candidate: Candidate) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cluster, compare, demo, plan, profile, rehearse, run, show, simulate, worker
+from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 

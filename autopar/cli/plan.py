@@ -39,6 +39,18 @@ def command(
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
+    divisible: Annotated[
+        bool, typer.Option("--divisible", help="Price as papers do: micro-batches divide freely. Cannot be run.")
+    ] = False,
+    recompute: Annotated[
+        str, typer.Option(help="Layers that run forward again to save memory: auto (as far as needed), none or full.")
+    ] = "auto",
+    shard: Annotated[
+        str,
+        typer.Option(
+            help="What replicas divide: none, optimizer, gradients, parameters, or auto. `run` does none yet."
+        ),
+    ] = "none",
     stages: Annotated[
         str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
     ] = None,
@@ -69,6 +81,9 @@ def command(
         stages=stages,
         min_stages=min_stages,
         use_all=use_all,
+        divisible=divisible,
+        recompute=recompute,  # type: ignore[arg-type]  # checked there
+        shard=shard,  # type: ignore[arg-type]
         solver=_solver(solver),
         seed=seed,
     )
@@ -108,7 +123,9 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     plan.save(output)
     console = Console(stderr=True)
     render(plan, console)
-    console.print(f"Written: {output}; `autopar run {output}` carries it out", highlight=False, markup=False)
+    runs = not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
+    then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
+    console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:
         sys.stdout.write(plan.dumps())
 

@@ -176,6 +176,8 @@ class Layer(Record):
     forward_fit: Line | None = None
     """Fitted to ``costs``, for sizes beyond them; none where a single size was measured."""
     backward_fit: Line | None = None
+    input_s: Seconds = 0.0
+    """Of every forward, what reading the model's inputs takes, where an imported profile tells it apart."""
     measured_as: Name | None = None
     """The identical layer whose measurement, or estimate, this is, if not its own."""
     options: tuple[LayerOption, ...] = ()

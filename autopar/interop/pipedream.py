@@ -88,14 +88,28 @@ def _layers(graph: TextGraph, order: Sequence[int], batch: int) -> tuple[Layer, 
     for edge in graph.edges:
         if edge.target in read and edge.source in trained:
             read[edge.target] += graph.nodes[edge.source].activation_bytes
-    return tuple(_layer(graph.nodes[index], read[index], batch) for index in order)
+    loading = _loading_s(graph, order)
+    return tuple(_layer(graph.nodes[index], read[index], loading.get(index, 0.0), batch) for index in order)
 
 
-def _layer(node: Node, gradients_bytes: int, batch: int) -> Layer:
+def _loading_s(graph: TextGraph, order: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of input nodes, by the first layer that reads them: its stage has to do their work."""
+    place = {index: position for position, index in enumerate(order)}
+    found: dict[int, float] = {}
+    for source in sorted(_inputs(graph)):
+        readers = [edge.target for edge in graph.edges if edge.source == source and edge.target in place]
+        if readers:
+            first = min(readers, key=place.__getitem__)
+            node = graph.nodes[source]
+            found[first] = found.get(first, 0.0) + node.forward_s + node.backward_s
+    return found
+
+
+def _layer(node: Node, gradients_bytes: int, input_s: float, batch: int) -> Layer:
     """Return a layer; ``gradients_bytes`` are those of what it reads."""
     cost = Cost(
         micro_batch=batch,
-        forward_s=node.forward_s,
+        forward_s=node.forward_s + input_s,
         backward_s=node.backward_s,
         saved=(Saved(storage=node.name, bytes=node.activation_bytes),),
         peak_bytes=2 * node.activation_bytes + gradients_bytes,
@@ -110,6 +124,7 @@ def _layer(node: Node, gradients_bytes: int, batch: int) -> Layer:
         gradient_bytes=node.parameters_bytes,
         optimizer_bytes=0,
         costs=(cost,),
+        input_s=input_s,
     )
 
 
@@ -161,7 +176,8 @@ def _notes(graph: TextGraph, inputs: set[int], unread: set[int], order: Sequence
             lost_s = sum(graph.nodes[index].forward_s + graph.nodes[index].backward_s for index in left)
             names = ", ".join(graph.nodes[index].name for index in sorted(left)[:8])
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-            notes.append(f"left out: {what} ({names}{more}), with {lost_s:.6g} s of work")
+            where = ", counted where they are read" if left == inputs else ""
+            notes.append(f"left out: {what} ({names}{more}), with {lost_s:.6g} s of work{where}")
     return (*notes, *_proposed([graph.nodes[index].stage for index in order]))
 
 

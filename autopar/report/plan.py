@@ -49,9 +49,21 @@ def _stages(plan: Plan) -> Table:
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
+        numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
         row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
         table.add_row(*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ()))
     return table
+
+
+def _manner(stage: Stage) -> str:
+    """Return how a stage is run, where it is out of the ordinary."""
+    found = ["in turns"] if stage.division == "round-robin" else []
+    if stage.recompute:
+        every = len(stage.recompute) == len(stage.layers)
+        found.append("recomputes " + ("all" if every else f"{len(stage.recompute)} of {len(stage.layers)}"))
+    if stage.shard != "none":
+        found.append(f"shards {stage.shard}")
+    return "".join(f"\n{each}" for each in found)
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

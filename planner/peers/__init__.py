@@ -58,10 +58,10 @@ def peers(costs: CostModel, simulator: Simulator, options: PlanOptions) -> list[
     Raises:
         UsageError: the micro-batches asked for do not divide the batch.
     """
-    every = families(costs.batch, min(costs.layer_count, len(costs.devices)), options)
+    every = families(costs.batch, options)
     known = [
         Peer(each.name, None if each.found is None else each.found.candidate, each.reason)
-        for each in references(simulator, every)
+        for each in references(simulator, every, options)
     ]
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]

@@ -113,7 +113,7 @@ class _Search:
                     found.append((latency, point))
                     self._plan(point)
                     self._split(point)
-        placeable = [each for each in found if sum(self.planned[each[1]].free) <= self.prices.rows]
+        placeable = [each for each in found if sum(self.planned[each[1]].free) <= self.prices.most_replicas]
         return None if not placeable else self._whole(*min(placeable, key=lambda each: each[0]))
 
     def _whole(self, latency: float, point: _Point) -> Found:
@@ -177,7 +177,7 @@ class _Search:
 
     def _choice(self, free: Free) -> Choice:
         if free not in self.choices:
-            self.choices[free] = choose(free, self.sizes, self.prices.rows)
+            self.choices[free] = choose(free, self.sizes, self.prices.most_replicas)
         return self.choices[free]
 
     def _table(self, state: Alike) -> _Table:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from autopar.planner.costs import CostModel
 from autopar.planner.links import Level
-from autopar.schedules.route import even_shares
 
 __all__ = ["Array", "Prices"]
 
@@ -46,14 +45,19 @@ class Prices:
         sizes = {len(server) for server in self.servers}
         return len(self.servers) > 1 and len(sizes) == 1 and sizes != {1}
 
+    @property
+    def most_replicas(self) -> int:
+        """Return among how many replicas a micro-batch can be split."""
+        return self.device_count if self.costs.divisible else self.rows
+
     def forward_s(self, replicas: int) -> Array:
         """Return the forwards of all layers before a position, in the largest share of a micro-batch."""
-        return np.array(self.costs.layers.forward_sums(self._share(replicas)))
+        return np.array(self.costs.forward_sums(self._share(replicas)))
 
     def backward_s(self, replicas: int) -> Array:
         """Return the same of the backwards."""
         adding = self.costs.adding(self.micro_batches, replicas)
-        return np.array(self.costs.layers.backward_sums(self._share(replicas), adding))
+        return np.array(self.costs.backward_sums(self._share(replicas), adding))
 
     @cached_property
     def layer_s(self) -> Array:
@@ -64,7 +68,7 @@ class Prices:
     def layer_bytes(self) -> list[int]:
         """What every layer takes: what it keeps of a micro-batch, parameters, gradients and optimizer state."""
         layers = self.costs.profile.layers
-        kept = [sum(self.costs.layers.saved_at(layer, self.rows).values()) for layer in range(self.layer_count)]
+        kept = [sum(self.costs.layers[0].saved_at(layer, self.rows).values()) for layer in range(self.layer_count)]
         states = (layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
         return [saved + state for saved, state in zip(kept, states, strict=True)]
 
@@ -88,15 +92,16 @@ class Prices:
             return 0.0
         key = (replicas, level)
         if key not in self._rates:
-            self._rates[key] = self.costs.links.all_reduce_s(total, replicas, level) / total
+            self._rates[key] = self.costs.links.collective_s("all_reduce", total, replicas, level) / total
         return self._rates[key]
 
-    def _share(self, replicas: int) -> int:
-        return max(even_shares(self.rows, replicas))
+    def _share(self, replicas: int) -> float:
+        return max(self.costs.shares(self.rows, replicas))
 
     def _sent_s(self, bytes_per_sample: Array, level: Level, replicas: int) -> Array:
         # A position across which nothing travels has NaN.
-        seconds = self.costs.links.messages_s(self._share(replicas) * np.nan_to_num(bytes_per_sample), level)
+        rows = self.rows if self.costs.divisible else self._share(replicas)
+        seconds = self.costs.links.messages_s(rows * np.nan_to_num(bytes_per_sample), level)
         return np.where(np.isnan(bytes_per_sample), 0.0, seconds)
 
     @cached_property

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Placed, divisors
+from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.shortfall import explain
 from autopar.planner.simulate import Simulator
 from autopar.schedules import SCHEDULES
-from autopar.schedules.route import even_shares
 
 __all__ = ["counts_of", "place", "planned_counts", "trial"]
 
@@ -40,11 +40,11 @@ def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int]) -> l
     return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
 
 
-def place(proposal: Proposal, batch: int, micro_batches: int, schedule: str) -> Iterator[Candidate]:
+def place(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: str) -> Iterator[Candidate]:
     """Yield a proposal's candidates, one for every choice of depths that the schedule offers."""
-    rows = batch // micro_batches
+    rows = costs.batch // micro_batches
     starts = (0, *proposal.cuts[:-1])
-    shares = [even_shares(rows, len(devices)) for devices in proposal.devices]
+    shares = [costs.shares(rows, len(devices)) for devices in proposal.devices]
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), micro_batches).values()
     for choice in dict.fromkeys(depths):
         fields = zip(starts, proposal.cuts, proposal.devices, shares, choice, strict=True)
@@ -60,8 +60,8 @@ def trial(
         candidate
         for count in counts
         for proposal in proposals
-        if proposal.widest <= costs.batch // count
-        for candidate in place(proposal, costs.batch, count, schedule)
+        if costs.divisible or proposal.widest <= costs.batch // count
+        for candidate in place(costs, proposal, count, schedule)
     ]
     best = Best()
     bounds = [bound(costs, candidate) for candidate in candidates]

@@ -40,7 +40,9 @@ def test_nodes_become_layers_and_edges_tensors() -> None:
     assert [layer.name for layer in profile.layers] == ["node2", "node3", "node5"]
     assert profile.layers[0].modules == ("LSTM(4, 4)",)
     (cost,) = profile.layers[0].costs
-    assert (cost.micro_batch, cost.forward_s, cost.backward_s, cost.output_bytes) == (1, 0.0015, 0.003, 80)
+    assert (cost.micro_batch, cost.backward_s, cost.output_bytes) == (1, 0.003, 80)
+    # The work of the input node, 4.5 ms, is that of the layer that reads it.
+    assert (cost.forward_s, profile.layers[0].input_s) == (pytest.approx(0.006), pytest.approx(0.0045))
     assert (profile.layers[0].parameters_bytes, profile.layers[0].gradient_bytes) == (40, 40)
     tensors = {tensor.name: tensor for tensor in profile.tensors}
     assert set(tensors) == {"node1", "node2", "node3"}
@@ -152,7 +154,8 @@ def test_published_profiles_are_read_whole(
 ) -> None:
     path = Path(os.environ["AUTOPAR_DATA"]) / f"{name}.txt"
     profile = pipedream_profile(path.read_text(), path)
-    found_s = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers)
+    inputs_s = sum(layer.input_s for layer in profile.layers)
+    found_s = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers) - inputs_s
     assert layers in (None, len(profile.layers))
     assert found_s == pytest.approx(found_s if seconds is None else seconds, rel=2e-3)
     total = sum(layer.parameters_bytes for layer in profile.layers)

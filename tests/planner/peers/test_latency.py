@@ -17,6 +17,7 @@ from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.latency import latency_s, pivots
 from autopar.planner.simulate import Simulator
+from autopar.schedules.one_forward_one_backward import warmups
 
 
 def _column(*values: float) -> np.ndarray:
@@ -97,11 +98,13 @@ def test_no_simulated_pipeline_takes_less_and_most_are_in_the_order_of_their_lat
     for seed in range(40):
         costs = CostModel(_chain(seed), _free_cluster(4), PlanOptions())
         simulator = Simulator(costs)
-        options = PlanOptions(micro_batches=4, schedule="1f1b")
+        options = PlanOptions(micro_batches=4, schedule="1f1b", recompute="none")
         timed = [
             (_estimate(costs, candidate), simulator.step_s(candidate))
-            for candidate in everything(costs.layer_count, 4, costs.batch, options)
+            for candidate in everything(costs, options)
             if all(len(stage.devices) == 1 for stage in candidate.stages)
+            and tuple(stage.warmup for stage in candidate.stages)
+            in warmups(len(candidate.stages), candidate.micro_batches).values()
         ]
         compared += len(timed)
         for index, (estimate, simulated) in enumerate(timed):
@@ -117,7 +120,7 @@ def test_no_simulated_pipeline_takes_less_and_most_are_in_the_order_of_their_lat
 
 def _estimate(costs: CostModel, candidate: Candidate) -> float:
     count, rows = candidate.micro_batches, candidate.micro_batch_size
-    sums = costs.layers.forward_sums(rows), costs.layers.backward_sums(rows, costs.adding(count, 1))
+    sums = costs.forward_sums(rows), costs.backward_sums(rows, costs.adding(count, 1))
     forward, backward = (
         np.array([[total[stage.stop] - total[stage.first]] for stage in candidate.stages]) for total in sums
     )

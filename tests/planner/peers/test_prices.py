@@ -17,8 +17,8 @@ def test_times_are_those_of_the_largest_share() -> None:
             rows = max(even_shares(prices.rows, replicas))
             adding = costs.adding(prices.micro_batches, replicas)
             for stop in range(prices.layer_count + 1):
-                assert prices.forward_s(replicas)[stop] == costs.forward_s(0, stop, rows)
-                assert prices.backward_s(replicas)[stop] == costs.backward_s(0, stop, rows, adding)
+                assert prices.forward_s(replicas)[stop] == costs.forward_sums(rows)[stop]
+                assert prices.backward_s(replicas)[stop] == costs.backward_sums(rows, adding)[stop]
 
 
 def test_a_cut_costs_a_message_of_all_tensors_that_cross_it_and_nothing_where_none_does() -> None:
@@ -50,7 +50,7 @@ def test_reducing_the_whole_model_takes_what_the_cost_model_says() -> None:
         total = prices.weights_bytes[-1]
         assert prices.reduce_rate(1, "node") == 0
         for replicas, level in ((2, "node"), (3, "node"), (6, "network")):
-            expected = prices.costs.links.all_reduce_s(int(total), replicas, level)  # type: ignore[arg-type]
+            expected = prices.costs.links.collective_s("all_reduce", int(total), replicas, level)  # type: ignore[arg-type]
             assert prices.reduce_rate(replicas, level) * total == pytest.approx(expected)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ def test_a_layers_size_is_what_it_keeps_and_its_states() -> None:
     prices = prices_of(3, (2,))
     layer = prices.costs.profile.layers[0]
     states = layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes
-    kept = sum(prices.costs.layers.saved_at(0, prices.rows).values())
+    kept = sum(prices.costs.layers[0].saved_at(0, prices.rows).values())
     assert prices.layer_bytes[0] == kept + states
     assert np.all(np.array(prices.layer_bytes) >= 0)
     assert len(prices.layer_bytes) == prices.layer_count
