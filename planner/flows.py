@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from autopar.formats.profile import Profile
 
-__all__ = ["NO_FLOW", "Flow", "Flows", "TiedLayers"]
+__all__ = ["NO_FLOW", "Flow", "FlowTensor", "Flows", "TiedLayers"]
 
 
 class Flow(NamedTuple):
@@ -22,7 +22,9 @@ class Flow(NamedTuple):
 NO_FLOW = Flow(0, 0, 0, 0)
 
 
-class _Tensor(NamedTuple):
+class FlowTensor(NamedTuple):
+    """A tensor by the positions of its layers; the producer of a model input is -1."""
+
     name: str
     producer: int
     consumers: tuple[int, ...]
@@ -45,15 +47,15 @@ class Flows:
 
     def __init__(self, profile: Profile) -> None:
         position = {layer.name: index for index, layer in enumerate(profile.layers)}
-        self.crossing: list[_Tensor] = []
-        self.inputs: list[_Tensor] = []
+        self.crossing: list[FlowTensor] = []
+        self.inputs: list[FlowTensor] = []
         for tensor in profile.tensors:
             consumers = tuple(sorted({position[name] for name in tensor.consumers}))
             made = -1 if tensor.producer is None else position[tensor.producer]
-            entry = _Tensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
+            entry = FlowTensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
             (self.inputs if tensor.producer is None else self.crossing).append(entry)
-        self._made: list[list[_Tensor]] = [[] for _ in profile.layers]
-        self._received: list[list[_Tensor]] = [[] for _ in profile.layers]
+        self._made: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        self._received: list[list[FlowTensor]] = [[] for _ in profile.layers]
         for entry in self.crossing:
             self._made[entry.producer].append(entry)
             for consumer in entry.consumers:
@@ -64,11 +66,11 @@ class Flows:
         ]
         self._between: dict[tuple[int, int, int, int], Flow] = {}
 
-    def made_by(self, layer: int) -> list[_Tensor]:
+    def made_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer makes and another reads."""
         return self._made[layer]
 
-    def received_by(self, layer: int) -> list[_Tensor]:
+    def received_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer reads and another makes."""
         return self._received[layer]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +12,11 @@ import numpy.typing as npt
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
-from autopar.planner.flows import Flows, TiedLayers
+from autopar.planner.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.layers import LayerCosts
 
 __all__ = ["Held", "MemoryModel", "Parts", "Table", "peak_of"]
 
-RangeBytes = Callable[[int, int], int]
 Table = list[list[int]]
 """Bytes of the layers first:stop, as ``table[first][stop]``."""
 Bytes = int | npt.NDArray[np.int64]
@@ -150,13 +151,14 @@ class MemoryModel:
         self._gradients = self._state_table(
             lambda layer: layer.gradient_bytes, lambda layer, tied: _share(layer, tied, layer.gradient_bytes)
         )
-        self._largest = self._range_table(self._largest_of)
-        self._lasting = self._range_table(self._lasting_of)
-        self._update = self._range_table(self._together if updates_at_once else self._in_turn)
-        self._inputs = self._range_table(self._inputs_of)
-        self._received = self._range_table(self._received_of)
-        self._answered = self._range_table(self._answered_of)
-        self._returned = self._range_table(self._returned_of)
+        self._largest = self._running([layer.parameters_bytes for layer in costs.layers], max)
+        updates = [layer.update_bytes for layer in costs.layers]
+        self._update = self._running(updates, operator.add if updates_at_once else max)
+        self._lasting = self._lasting_table()
+        self._inputs = self._read_table(flows.inputs)
+        self._received = self._read_table(flows.crossing)
+        self._answered = self._read_table([tensor for tensor in flows.crossing if tensor.gradient])
+        self._returned = self._returned_table()
 
     def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
         """Return what the peak of one stage is made of."""
@@ -229,42 +231,39 @@ class MemoryModel:
                 table[first][last + 1] = total
         return table
 
-    def _largest_of(self, first: int, stop: int) -> int:
-        return max(layer.parameters_bytes for layer in self._costs.layers[first:stop])
+    def _running(self, values: Sequence[int], join: Callable[[int, int], int]) -> Table:
+        """``join`` of the values of layers first:stop."""
+        return [[0] * (first + 1) + list(accumulate(values[first:], join)) for first in range(self._count)]
 
-    def _lasting_of(self, first: int, stop: int) -> int:
-        return sum(
-            tied.bytes
-            for tied in self._flows.tied
-            if tied.trainable and 0 < sum(first <= layer < stop for layer in tied.layers) < len(tied.layers)
-        )
+    def _lasting_table(self) -> Table:
+        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+        for tied in self._flows.tied:
+            if tied.trainable:
+                held = np.zeros(self._count + 1, dtype=np.int64)
+                held[np.array(tied.layers) + 1] = 1
+                counts = np.cumsum(held)
+                within = np.subtract.outer(counts, counts).T[:-1]
+                table += tied.bytes * ((within > 0) & (within < len(tied.layers)))
+        return table.tolist()
 
-    def _together(self, first: int, stop: int) -> int:
-        return sum(layer.update_bytes for layer in self._costs.layers[first:stop])
+    def _read_table(self, tensors: Iterable[FlowTensor]) -> Table:
+        """Bytes per sample that layers first:stop read of what is made before them."""
+        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+        for tensor in tensors:
+            start = tensor.producer + 1
+            for consumer in tensor.consumers:
+                # Of stages that begin behind the reader before, this is the first one to be met.
+                table[start : consumer + 1, consumer + 1 :] += tensor.bytes_per_sample
+                start = max(start, consumer + 1)
+        return table.tolist()
 
-    def _in_turn(self, first: int, stop: int) -> int:
-        return max(layer.update_bytes for layer in self._costs.layers[first:stop])
-
-    def _range_table(self, of: RangeBytes) -> Table:
-        return [
-            [of(first, stop) if stop > first else 0 for stop in range(self._count + 1)] for first in range(self._count)
-        ]
-
-    def _inputs_of(self, first: int, stop: int) -> int:
-        return sum(
-            tensor.bytes_per_sample
-            for tensor in self._flows.inputs
-            if any(first <= consumer < stop for consumer in tensor.consumers)
-        )
-
-    def _answered_of(self, first: int, stop: int) -> int:
-        return self._flows.between(0, first, first, stop).gradient_bytes_per_sample
-
-    def _received_of(self, first: int, stop: int) -> int:
-        return self._flows.between(0, first, first, stop).bytes_per_sample
-
-    def _returned_of(self, first: int, stop: int) -> int:
-        return self._flows.between(first, stop, stop, self._count).gradient_bytes_per_sample
+    def _returned_table(self) -> Table:
+        """Bytes per sample of gradients of what layers first:stop make and later ones read."""
+        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+        for tensor in self._flows.crossing:
+            if tensor.gradient:
+                table[: tensor.producer + 1, tensor.producer + 1 : tensor.consumers[-1] + 1] += tensor.bytes_per_sample
+        return table.tolist()
 
     def _sweep(self, first: int, rows: float, recompute: frozenset[int]) -> tuple[list[int], list[int], list[int]]:
         """Activations, peaks and first peaks of the stages that begin with a layer, by their stop."""
