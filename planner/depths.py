@@ -11,7 +11,7 @@ from autopar.planner.costs import CostModel
 __all__ = ["DepthChoices", "depth_choices"]
 
 MOST_VECTORS = 20_000
-SLOPES = (1.0, 1.5, 2.0, 3.0, 4.0)
+SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
 """How many more than the stage behind a stage keeps in flight; 1 and 2 are DAPPLE's PA and PB."""
 
 

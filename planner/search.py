@@ -27,6 +27,7 @@ __all__ = ["Searched", "search"]
 
 EXPANSIONS = 1_000
 EXPANSIONS_WHEN_EXACT = 2_000_000
+HOPELESS = 1.1
 LEAST_CANDIDATES = 60
 """Simulated even where fewer certify the gap: what is left of it costs little to try for."""
 
@@ -114,10 +115,10 @@ class _Search:
         bound_s, left, trip_s, _, family, steps, behind, candidate = node
         heapq.heappush(self.heap, _Node(bound_s, left, trip_s, self.sequence, family, steps, behind, candidate))
 
-    def _judge(self, bound_s: float, candidate: Candidate) -> None:
+    def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
         self.least_bound_s = min(self.least_bound_s, bound_s)
         self.candidates += 1
-        self.best.judge(self.simulator, candidate)
+        return self.best.judge(self.simulator, candidate)
 
     def _complete(self, node: _Node) -> None:
         """Push the candidates of a plan that is whole but for its depths."""
@@ -125,13 +126,14 @@ class _Search:
         stages = [self._placed(step, node.family)[0] for step in node.steps]
         exact = self.options.gap == 0
         found = depth_choices(self.costs, family, stages, self._levels(node), exact=exact)
+        step_s: float | None = 0.0
         for candidate in found.candidates:
             bound_s = max(node.bound_s, bound(self.costs, candidate))
             if bound_s < self.best.step_s and exact:
                 self._push(_Node(bound_s, -1, 0.0, 0, node.family, (), None, candidate))
-            elif bound_s < self.best.step_s:
-                # Of a few that are tried anyhow, the order does not matter.
-                self._judge(bound_s, candidate)
+            elif bound_s < self.best.step_s and (step_s is None or step_s < HOPELESS * self.best.step_s):
+                # Where one choice of depths is far behind, the others are not tried.
+                step_s = self._judge(bound_s, candidate)
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
