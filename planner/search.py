@@ -126,14 +126,15 @@ class _Search:
         stages = [self._placed(step, node.family)[0] for step in node.steps]
         exact = self.options.gap == 0
         found = depth_choices(self.costs, family, stages, self._levels(node), exact=exact)
-        step_s: float | None = 0.0
-        for candidate in found.candidates:
+        least_s = 0.0
+        for number, candidate in enumerate(found.candidates):
             bound_s = max(node.bound_s, bound(self.costs, candidate))
             if bound_s < self.best.step_s and exact:
                 self._push(_Node(bound_s, -1, 0.0, 0, node.family, (), None, candidate))
-            elif bound_s < self.best.step_s and (step_s is None or step_s < HOPELESS * self.best.step_s):
-                # Where one choice of depths is far behind, the others are not tried.
+            elif bound_s < self.best.step_s and least_s < HOPELESS * self.best.step_s:
+                # Where the first choices of depths are far behind, the others are not tried.
                 step_s = self._judge(bound_s, candidate)
+                least_s = min(step_s or 0.0, least_s) if number else step_s or 0.0
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
