@@ -44,7 +44,7 @@ class CostModel:
         self.layers = [LayerCosts(layers) for layers in (profile.layers, *(other.layers for other in profile.others))]
         """By kind."""
         self.flows = Flows(profile)
-        self.links = LinkModel(cluster, self.devices, options.bytes_per_s)
+        self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
         self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
         """By kind."""
         self.layer_count = len(profile.layers)

@@ -45,7 +45,22 @@ class _Line:
 class LinkModel:
     """Prices of communication between devices; times never fall as messages grow, which the bounds rely on."""
 
-    def __init__(self, cluster: Cluster, devices: Sequence[Device], bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        devices: Sequence[Device],
+        bytes_per_s: float | None = None,
+        *,
+        latencies: bool = True,
+    ) -> None:
+        """Read a cluster's numbers.
+
+        Args:
+            cluster: curves and links.
+            devices: those that are planned for.
+            bytes_per_s: of every link, in place of the cluster's numbers and curves.
+            latencies: whether a link that has no curve has its latency.
+        """
         self._known: dict[Level, Provenance] = {}
         self._nodes = [device.node for device in devices]
         self._latency_s: dict[Level, float] = {}
@@ -54,7 +69,7 @@ class LinkModel:
         for link in cluster.links:
             # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
             shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
-            self._latency_s.setdefault(link.level, link.latency_s)
+            self._latency_s.setdefault(link.level, link.latency_s if latencies else 0.0)
             self._known.setdefault(link.level, "estimated" if bytes_per_s else link.provenance)
             self._bytes_per_s.setdefault(link.level, bytes_per_s or shared)
         for curve in cluster.curves if bytes_per_s is None else ():
