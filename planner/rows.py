@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -17,6 +18,7 @@ from autopar.formats.program import (
     UPDATE,
     Program,
 )
+from autopar.schedules.expand import entries_of
 
 __all__ = [
     "BACKWARD_CODE",
@@ -30,6 +32,7 @@ __all__ = [
     "Rows",
     "compile_rows",
     "meetings",
+    "rows_of",
 ]
 
 Rows = list[list[tuple[int, int, int]]]
@@ -49,6 +52,14 @@ def compile_rows(program: Program) -> Rows:
     [[(0, 2, -1), (2, 2, 1)]]
     """
     return [list(zip(rank.kinds, rank.micro_batches, rank.peers, strict=True)) for rank in program.ranks]
+
+
+def rows_of(plan: Plan) -> Rows:
+    """Return the rows of a plan's program without making the program."""
+    codes = {kind: code for code, kind in enumerate(KINDS)}
+    return [
+        [(codes[kind], micro_batch, peer) for kind, micro_batch, peer, _ in entries] for entries in entries_of(plan)
+    ]
 
 
 class Meeting:

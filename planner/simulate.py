@@ -22,10 +22,10 @@ from autopar.planner.rows import (
     Rows,
     compile_rows,
     meetings,
+    rows_of,
 )
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.wave import ride, wave_of
-from autopar.schedules.expand import expand
 
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
 
@@ -202,13 +202,13 @@ class Simulator:
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
-            self._rows[key] = compile_rows(_skeleton(candidate, flows, tied))
+            self._rows[key] = rows_of(_skeleton(candidate, flows, tied))
         return self._rows[key]
 
 
-def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Program:
-    """Expand a candidate with one tensor per pair of stages; a message bundles its tensors anyway."""
-    plan = Plan.model_construct(
+def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Plan:
+    """Return a candidate as a plan with one tensor per pair of stages; a message bundles its tensors anyway."""
+    return Plan.model_construct(
         schedule=candidate.schedule,
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
@@ -224,4 +224,3 @@ def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied
         ),
         tied=tuple(SharedParameter.model_construct(stages=holders) for holders in tied),
     )
-    return expand(plan)

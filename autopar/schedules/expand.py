@@ -23,7 +23,11 @@ from autopar.formats.program import (
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import routes
 
-__all__ = ["Message", "expand", "messages", "mine", "rank_of", "stage_of"]
+__all__ = ["Entry", "Message", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
+
+
+Entry = tuple[str, int, int, int]
+"""Kind, micro-batch, peer and the peer's stage of an action."""
 
 
 class Message(NamedTuple):
@@ -97,40 +101,59 @@ def expand(plan: Plan) -> Program:
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
     backward come the reduction among the stage's replicas, those of parameters shared between stages, and the update.
     """
-    all_messages = messages(plan)
-    ranks = []
+    stages = [stage for stage, placed in enumerate(plan.stages) for _ in range(placed.replicas)]
+    return Program(
+        tuple(
+            RankProgram.of(Action(kind, stage, *rest) for kind, *rest in entries)
+            for stage, entries in zip(stages, entries_of(plan), strict=True)
+        )
+    )
+
+
+def entries_of(plan: Plan) -> Iterator[Iterator[Entry]]:
+    """Yield every rank's actions as plain tuples: what :func:`expand` makes actions of, for who needs many of them."""
+    inward: dict[int, list[Message]] = {}
+    outward: dict[int, list[Message]] = {}
+    for message in messages(plan):
+        inward.setdefault(message.receiver, []).append(message)
+        outward.setdefault(message.sender, []).append(message)
+    rank = 0
     for stage, placed in enumerate(plan.stages):
         for replica in range(placed.replicas):
-            rank = rank_of(plan, stage, replica)
-            inward = [message for message in all_messages if message.receiver == rank]
-            outward = [message for message in all_messages if message.sender == rank]
-            ranks.append(RankProgram.of(_actions(plan, stage, mine(plan, rank), inward, outward)))
-    return Program(tuple(ranks))
+            own = range(plan.micro_batches)
+            if placed.division == "round-robin":
+                own = own[replica :: placed.replicas]
+            yield _entries(plan, stage, own, inward.get(rank, []), outward.get(rank, []))
+            rank += 1
 
 
-def _actions(plan: Plan, stage: int, own: range, inward: list[Message], outward: list[Message]) -> Iterator[Action]:
+def _entries(plan: Plan, stage: int, own: range, inward: list[Message], outward: list[Message]) -> Iterator[Entry]:
     order = SCHEDULES[plan.schedule].order(len(own), min(plan.stages[stage].warmup, len(own)))
+    turns = any(message.period > 1 for message in (*inward, *outward))
+    # (messages received, and sent) of a forward, and of a backward.
+    received = [(message, message.sender, message.producer) for message in inward]
+    sent = [(message, message.receiver, message.consumer) for message in outward]
+    forth = (RECEIVE, received, FORWARD, SEND, sent)
+    back = (
+        RECEIVE_GRADIENT,
+        [each for each in sent if each[0].gradients],
+        BACKWARD,
+        SEND_GRADIENT,
+        [each for each in received if each[0].gradients],
+    )
     for kind, index in order:
         micro_batch = own[index]
-        if kind == FORWARD:
-            for message in inward:
-                if message.carries(micro_batch):
-                    yield Action(RECEIVE, stage, micro_batch, message.sender, message.producer)
-            yield Action(FORWARD, stage, micro_batch)
-            for message in outward:
-                if message.carries(micro_batch):
-                    yield Action(SEND, stage, micro_batch, message.receiver, message.consumer)
-        else:
-            for message in outward:
-                if message.gradients and message.carries(micro_batch):
-                    yield Action(RECEIVE_GRADIENT, stage, micro_batch, message.receiver, message.consumer)
-            yield Action(BACKWARD, stage, micro_batch)
-            for message in inward:
-                if message.gradients and message.carries(micro_batch):
-                    yield Action(SEND_GRADIENT, stage, micro_batch, message.sender, message.producer)
+        before, arriving, work, after, leaving = forth if kind == FORWARD else back
+        for message, peer, peer_stage in arriving:
+            if not turns or message.carries(micro_batch):
+                yield before, micro_batch, peer, peer_stage
+        yield work, micro_batch, -1, -1
+        for message, peer, peer_stage in leaving:
+            if not turns or message.carries(micro_batch):
+                yield after, micro_batch, peer, peer_stage
     if plan.stages[stage].replicas > 1:
-        yield Action(REDUCE, stage)
+        yield REDUCE, -1, -1, -1
     for index, tied in enumerate(plan.tied):
         if stage in tied.stages:
-            yield Action(REDUCE_TIED, stage, index)
-    yield Action(UPDATE, stage)
+            yield REDUCE_TIED, index, -1, -1
+    yield UPDATE, -1, -1, -1
