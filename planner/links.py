@@ -21,7 +21,10 @@ Numbers = npt.NDArray[np.float64]
 
 
 class _Line:
-    """A measured curve made monotone: flat before its first size, its last slope behind the last one."""
+    """A measured curve made monotone: flat before its first size, its last slope behind the last one.
+
+    Where that slope is none, the link's bandwidth continues it, as it does a curve of one size.
+    """
 
     def __init__(self, curve: Curve, bytes_per_s: float) -> None:
         self.known: Provenance = curve.provenance
@@ -30,6 +33,9 @@ class _Line:
         self.slope = 1 / bytes_per_s
         if len(self.sizes) > 1:
             self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
+        if self.slope == 0:
+            rounds = 1.0 if curve.kind == "p2p" else _ROUNDS[curve.kind] * (curve.ranks - 1) / curve.ranks
+            self.slope = rounds / bytes_per_s
 
     def provenance(self, size_bytes: float) -> Provenance:
         """Return where the seconds at a size come from."""

@@ -9,7 +9,6 @@ from typing import cast
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind, DeviceType
-from autopar.hardware.collectives import moved
 from autopar.profiler.probe import Measured, MeasuredCurve, Probe, measure
 from autopar.ranks.board import STEPPING, Note
 from autopar.ranks.context import joined_from_environment
@@ -88,42 +87,25 @@ def measured_cluster(measured: Measured, device: DeviceType, name: str) -> Clust
         Overlap(level=each["level"], compute=each["compute"], communication=each["communication"])
         for each in measured["overlaps"]
     ]
-    connections = _links(measured["curves"])
-    rates = {link.level: link.bytes_per_s for link in connections}
     return Cluster(
         name=name,
         backend="nccl" if device == "cuda" else "gloo",
         devices=tuple(Device(type=device, memory_bytes=memory, node=node) for node, memory in places),
-        links=connections,
-        curves=tuple(_curve(each, rates[each["level"]]) for each in measured["curves"]),
+        links=_links(measured["curves"]),
+        curves=tuple(map(_curve, measured["curves"])),
         overlaps=tuple(overlaps),
         notes=tuple(measured["notes"]),
     )
 
 
-def _curve(measured: MeasuredCurve, bytes_per_s: float) -> Curve:
-    kind, ranks = measured["kind"], measured["ranks"]
-    sizes, seconds = _sloped(measured["sizes"], _rising(measured["seconds"]), moved(kind, ranks) / bytes_per_s)
-    return Curve(kind=kind, ranks=ranks, level=measured["level"], sizes=sizes, seconds=seconds)
-
-
-def _sloped(
-    sizes: Sequence[int], seconds: Sequence[float], per_byte_s: float
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return a curve that rises at its end: where the last two times are equal, by the link's seconds per byte.
-
-    Larger messages are priced by a curve's last slope, and would be free. The rise is given to the last thousandth of
-    the last interval, which leaves the measured times as they are.
-
-    >>> _sloped((1000, 3000), (2.0, 4.0), 0.001)
-    ((1000, 3000), (2.0, 4.0))
-    >>> _sloped((1000, 3000), (4.0, 4.0), 0.001)
-    ((1000, 2998, 3000), (4.0, 4.0, 4.002))
-    """
-    if len(sizes) < 2 or seconds[-1] > seconds[-2]:
-        return tuple(sizes), tuple(seconds)
-    step = max(1, (sizes[-1] - sizes[-2]) // 1000)
-    return (*sizes[:-1], sizes[-1] - step, sizes[-1]), (*seconds, seconds[-1] + step * per_byte_s)
+def _curve(measured: MeasuredCurve) -> Curve:
+    return Curve(
+        kind=measured["kind"],
+        ranks=measured["ranks"],
+        level=measured["level"],
+        sizes=tuple(measured["sizes"]),
+        seconds=_rising(measured["seconds"]),
+    )
 
 
 def _links(curves: Sequence[MeasuredCurve]) -> tuple[Link, ...]:
