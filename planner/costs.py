@@ -87,7 +87,7 @@ class CostModel:
         if len(types) > 1 or len(self.kinds) > 1:
             raise FileError(
                 f"$.devices[{index}].type: the profile has no costs for {device.type!r}, only for {known}; "
-                f"profile the model for it, too: `autopar profile ... --device {device.type} --add-to profile.json`"
+                "add what its layers take there to the profile ($.others), or plan for devices that it knows"
             )
         note = f"the profile is of {known}, but the cluster has {', '.join(types)}: times are {known}'s"
         if note not in self.notes:

@@ -66,12 +66,11 @@ def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
 
 
 def _too_many(costs: CostModel, options: PlanOptions) -> bool:
-    """Whether there are more than :data:`MOST_PLANS` plans; depths are counted only until there are."""
+    """Whether there are more than :data:`MOST_PLANS` plans, of depths counting only the last stage's."""
     plans = 0
     for frame in _frames(costs, options):
         seen: dict[tuple[int, int], int] = {}
         structures = _structures(costs, options, frame, 0, len(costs.devices), seen)
-        # At least one choice of depths each; of one micro-batch, exactly one.
         plans += structures * (1 if frame.schedule == "gpipe" else frame.micro_batches)
         if plans > MOST_PLANS:
             return True

@@ -99,7 +99,9 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
             f"the plan is not of this profile: layer {index} is {found!r} in the plan and "
             f"{names[index] if index < len(names) else 'nothing'!r} in the profile; run `autopar plan` again"
         )
-    options = PlanOptions(gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s)
+    options = PlanOptions(
+        gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s, divisible=plan.divisible
+    )
     costs = CostModel(profile, cluster, options)
     _check_flows(plan, costs)
     return timeline_of(plan, costs)
@@ -230,8 +232,5 @@ def _notes(
             "(--use-all forbids this)"
         )
     if lower_bound_s > 0 and step_s > (1 + options.gap) * lower_bound_s * (1 + 1e-9):
-        notes.append(
-            f"the search stopped after {options.candidate_limit} simulated plans, {step_s / lower_bound_s - 1:.1%} "
-            "above its lower bound; --gap 0 searches on"
-        )
+        notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; --gap 0 searches on")
     return notes

@@ -55,6 +55,13 @@ def test_plan_writes_a_plan_that_simulate_predicts_alike(run: Run) -> None:
     assert Timeline.load("trace.json").end_s == pytest.approx(plan.predicted.step_s, abs=1e-8)
 
 
+def test_a_plan_of_freely_divided_micro_batches_is_simulated_as_it_was_priced(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--divisible", "--bandwidth", "1MB/s", "--min-stages", "2")[0] == 0
+    code, out, _ = run("simulate", "--json")
+    assert code == 0
+    assert json.loads(out)["step_s"] == Plan.load("plan.json").predicted.step_s
+
+
 def test_files_are_recorded_relative_to_the_plan(run: Run) -> None:
     Path("out/deep").mkdir(parents=True)
     assert run("plan", "--gpus", "2", "-o", "out/deep/p.json")[0] == 0
