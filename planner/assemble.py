@@ -110,7 +110,7 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
         lower_bound_s=lower_bound_s,
         bubble=min(1.0, bubble),
         peak_bytes=tuple(costs.peak_bytes(candidate)),
-        limit_bytes=tuple(min(costs.limits_bytes[device] for device in stage.devices) for stage in stages),
+        limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
         compute=tuple(map(costs.compute_provenance, stages)),
         communication=costs.communication_provenance(candidate),

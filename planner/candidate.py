@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isqrt
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard
+from autopar.formats.plan import Division, Shard, turns
 from autopar.planner.options import PlanOptions
-from autopar.schedules.route import even_shares, free_shares
+from autopar.schedules.route import shares_of
 
-__all__ = ["MOST_MICRO_BATCHES", "Candidate", "Family", "Placed", "divisors", "families", "place", "with_depths"]
+__all__ = [
+    "MOST_MICRO_BATCHES",
+    "Candidate",
+    "Family",
+    "Placed",
+    "divisors",
+    "families",
+    "place",
+    "with_depths",
+    "within",
+]
 
 
 MOST_MICRO_BATCHES = 4096
@@ -42,9 +52,7 @@ class Placed(NamedTuple):
         >>> [Placed(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
         [3, 2]
         """
-        if self.division == "split":
-            return micro_batches
-        return -(-(micro_batches - replica) // len(self.devices))
+        return len(turns(self.division, len(self.devices), replica, micro_batches))
 
 
 class Family(NamedTuple):
@@ -94,14 +102,20 @@ def place(
     usual: list[tuple[Division, Shard]] = [("split", "none")] * len(cuts)
     for stop, width, (division, shard) in zip(cuts, widths, ways or usual, strict=True):
         devices = tuple(range(device, device + width))
-        if division == "round-robin":
-            shares: tuple[float, ...] = (rows,) * width
-        else:
-            shares = free_shares(rows, width) if divisible else even_shares(rows, width)
-        turns = -(-count // width) if division == "round-robin" else count
-        stages.append(Placed(first, stop, devices, shares, turns, shard=shard, division=division))
+        shares = shares_of(rows, width, division, divisible=divisible)
+        stage = Placed(first, stop, devices, shares, 1, shard=shard, division=division)
+        stages.append(stage._replace(warmup=stage.turns(0, count)))
         first, device = stop, device + width
     return tuple(stages)
+
+
+def within(layers: Iterable[int], first: int, stop: int) -> tuple[int, ...]:
+    """Return those of some layers that a stage holds, ascending.
+
+    >>> within({5, 1, 3}, 1, 4)
+    (1, 3)
+    """
+    return tuple(sorted(layer for layer in layers if first <= layer < stop))
 
 
 def with_depths(family: Family, stages: Sequence[Placed], depths: Sequence[int]) -> Candidate:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import accumulate
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.plan import Shard
+from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
@@ -19,7 +19,7 @@ from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.schedules.buckets import buckets
-from autopar.schedules.route import Route, even_shares, free_shares, routes
+from autopar.schedules.route import Route, routes, shares_of
 
 __all__ = ["CostModel"]
 
@@ -101,9 +101,13 @@ class CostModel:
         other._forget()
         return other
 
-    def shares(self, rows: int, replicas: int) -> tuple[float, ...]:
-        """Return how replicas split a micro-batch's rows."""
-        return free_shares(rows, replicas) if self.divisible else even_shares(rows, replicas)
+    def shares(self, rows: int, replicas: int, division: Division = "split") -> tuple[float, ...]:
+        """Return the rows of a micro-batch that each replica takes."""
+        return shares_of(rows, replicas, division, divisible=self.divisible)
+
+    def limit_bytes(self, devices: Iterable[int]) -> int:
+        """Return the memory of the smallest of some devices."""
+        return min(self.limits_bytes[device] for device in devices)
 
     def forward_sums(
         self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
@@ -350,8 +354,7 @@ class CostModel:
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
-        limit = min(self.limits_bytes[device] for device in candidate.stages[index].devices)
-        return self._stage_peak(candidate, index) - limit
+        return self._stage_peak(candidate, index) - self.limit_bytes(candidate.stages[index].devices)
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""

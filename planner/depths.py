@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
-from autopar.planner.candidate import Candidate, Family, Placed, with_depths
+from autopar.planner.candidate import Candidate, Family, Placed, with_depths, within
 from autopar.planner.costs import CostModel
 
 __all__ = ["DepthChoices", "depth_choices"]
@@ -42,11 +43,11 @@ def depth_choices(
     complete = True
     if family.schedule == "gpipe":
         vectors = [tuple(stage.turns(0, family.micro_batches) for stage in stages)]
-    elif exact and _count(most) <= MOST_VECTORS:
+    elif exact and prod(most) <= MOST_VECTORS:
         vectors = list(_all(stages, family.micro_batches, most))
     else:
         vectors = _preferred(stages, family.micro_batches, most)
-        complete = _count(most) <= 1
+        complete = prod(most) <= 1
     found: list[Candidate] = []
     closest: tuple[int, Candidate] | None = None
     for vector in vectors:
@@ -56,13 +57,6 @@ def depth_choices(
         elif closest is None or short < closest[0]:
             closest = (short, candidate)
     return DepthChoices(found, complete, closest)
-
-
-def _count(most: Sequence[int]) -> int:
-    product = 1
-    for depth in most:
-        product *= depth
-    return product
 
 
 def _all(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -110,11 +104,10 @@ def _fitting(
     for index in range(len(chosen)):
         short = 0
         for level in levels[index]:
-            mine = tuple(sorted(layer for layer in level if chosen[index].first <= layer < chosen[index].stop))
-            chosen[index] = chosen[index]._replace(recompute=mine)
-            frame = Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(chosen))
-            short = costs.shortfall(frame, index)
+            recompute = within(level, chosen[index].first, chosen[index].stop)
+            chosen[index] = chosen[index]._replace(recompute=recompute)
+            short = costs.shortfall(Candidate(*family, tuple(chosen)), index)
             if short <= 0:
                 break
         worst = max(worst, short)
-    return Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(chosen)), worst
+    return Candidate(*family, tuple(chosen)), worst

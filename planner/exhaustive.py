@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.plan import Division, Shard
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import Candidate, Placed, divisors
+from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
@@ -127,8 +127,7 @@ def _placed(
 ) -> Iterator[Placed]:
     first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
     for division in _divisions(costs, frame, width):
-        alike = division == "round-robin"
-        shares = (frame.rows,) * width if alike else costs.shares(frame.rows, width)
+        shares = costs.shares(frame.rows, width, division)
         for shard in _shards(options, width):
             for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
                 yield Placed(first, stop, devices, shares, 1, recompute, shard, division)
@@ -152,7 +151,7 @@ def _recomputed(
 ) -> list[tuple[int, ...]]:
     levels = costs.recompute_levels(frame.rows, kind)
     asked = {"auto": levels, "none": levels[:1], "full": levels[-1:]}[options.recompute]
-    return sorted({tuple(sorted(layer for layer in level if first <= layer < stop)) for level in asked})
+    return sorted({within(level, first, stop) for level in asked})
 
 
 def _deep(frame: _Frame, stages: tuple[Placed, ...]) -> Iterator[tuple[Placed, ...]]:

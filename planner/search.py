@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.candidate import Candidate, Family, Placed, within
 from autopar.planner.choices import Choice
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best
@@ -126,15 +126,14 @@ class _Search:
         stages = [self._placed(step, node.family)[0] for step in node.steps]
         exact = self.options.gap == 0
         found = depth_choices(self.costs, family, stages, self._levels(node), exact=exact)
-        least_s = 0.0
-        for number, candidate in enumerate(found.candidates):
+        tried: list[float] = []
+        for candidate in found.candidates:
             bound_s = max(node.bound_s, bound(self.costs, candidate))
             if bound_s < self.best.step_s and exact:
                 self._push(_Node(bound_s, -1, 0.0, 0, node.family, (), None, candidate))
-            elif bound_s < self.best.step_s and least_s < HOPELESS * self.best.step_s:
+            elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
                 # Where the first choices of depths are far behind, the others are not tried.
-                step_s = self._judge(bound_s, candidate)
-                least_s = min(step_s or 0.0, least_s) if number else step_s or 0.0
+                tried.append(self._judge(bound_s, candidate) or 0.0)
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
@@ -164,12 +163,11 @@ class _Search:
         tables = self._tables(family).stages
         choice, rows = self._choice(family, step), self.families[family].micro_batch_size
         devices = self.pool.devices(step.state, step.kind, step.width)
-        limit = min(self.costs.limits_bytes[device] for device in devices)
+        limit = self.costs.limit_bytes(devices)
         depth = int(tables.depth(choice, step.kind, step.width, limit)[step.first, step.stop])
-        alike = choice.division == "round-robin"
-        shares = (rows,) * step.width if alike else self.costs.shares(rows, step.width)
+        shares = self.costs.shares(rows, step.width, choice.division)
         level = self.costs.recompute_levels(rows, step.kind)[choice.first_level]
-        recompute = tuple(sorted(layer for layer in level if step.first <= layer < step.stop))
+        recompute = within(level, step.first, step.stop)
         return Placed(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
     def _tables(self, index: int) -> SuffixTables:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.candidate import Candidate, Family, Placed, within
 from autopar.planner.choices import Choice
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
@@ -47,7 +47,7 @@ def explain(costs: CostModel, candidate: Candidate) -> str:
     stage = candidate.stages[index]
     names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
-    limit = min(costs.limits_bytes[device] for device in stage.devices)
+    limit = costs.limit_bytes(stage.devices)
     return f"stage {index} ({layers}) needs {size(shorts[index])} more than {size(limit)} ({shorts[index]} bytes)"
 
 
@@ -144,7 +144,7 @@ def _extend(
 def _stage(tables: StageTables, state: int, first: int, way: _Way) -> Placed:
     costs, rows = tables.costs, tables.family.micro_batch_size
     level = costs.recompute_levels(rows, way.kind)[way.choice.last_level]
-    recompute = tuple(sorted(layer for layer in level if first <= layer < way.stop))
+    recompute = within(level, first, way.stop)
     depth = 1 if tables.family.schedule != "gpipe" else tables.family.micro_batches
     devices = tables.pool.devices(state, way.kind, way.width)
     return Placed(first, way.stop, devices, costs.shares(rows, way.width), depth, recompute, way.choice.shard)

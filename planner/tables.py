@@ -9,11 +9,12 @@ recomputation, reductions and transfers are priced from below, and exactly once 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Division
+from autopar.formats.plan import Division, turns
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice, choices
@@ -44,7 +45,7 @@ class StageTables:
         self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
         self._stacks: dict[tuple[Choice, int], list[tuple[Places, StageTerms, Numbers]]] = {}
         self._where: dict[tuple[int, int], Places] = {}
-        self._links: dict[tuple[int, Level, Choice], LinkTerms] = {}
+        self._links: dict[tuple[int, Level, Division], LinkTerms] = {}
         self._boundaries: dict[tuple[Division, int], list[tuple[tuple[Level, ...], LinkTerms]]] = {}
         self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
         self._sizes = _crossing_bytes(costs)
@@ -76,9 +77,8 @@ class StageTables:
         if (state, kind) not in self._where:
             devices = self.pool.devices(state, kind, self.widths(state, kind))
             taken = [devices[:width] for width in range(1, len(devices) + 1)]
-            limits = self.costs.limits_bytes
             self._where[state, kind] = tuple(
-                (self.costs.links.level(each), min(limits[device] for device in each)) for each in taken
+                (self.costs.links.level(each), self.costs.limit_bytes(each)) for each in taken
             )
         return self._where[state, kind]
 
@@ -87,9 +87,9 @@ class StageTables:
         key = (choice, kind, width, limit)
         if key not in self._depths:
             rows = {max(self._shares(choice, width)), min(self._shares(choice, width))}
-            turns = self._turns(choice, width)
-            if self.costs.memory[kind].most(max(rows), turns) <= limit:
-                self._depths[key] = np.full((self.layers, self.layers + 1), turns)
+            count = self._turns(choice, width)
+            if self.costs.memory[kind].most(max(rows), count) <= limit:
+                self._depths[key] = np.full((self.layers, self.layers + 1), count)
                 return self._depths[key]
             found = [
                 self._deepest(self._parts_of(each, level, kind), self._held(choice, each, width), limit)
@@ -104,7 +104,7 @@ class StageTables:
 
     def shortfall(self, state: int, kind: int, choice: Choice, width: int) -> Counts:
         """Return by how many bytes stages exceed their devices with least in flight, ``[first, stop]``."""
-        limit = min(self.costs.limits_bytes[device] for device in self.pool.devices(state, kind, width))
+        limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
         parts = self._parts_of(max(self._shares(choice, width)), choice.last_level, kind)
         held = self._held(choice, max(self._shares(choice, width)), width)
         if self.family.schedule != "gpipe":
@@ -120,11 +120,12 @@ class StageTables:
             widths = range(1, self.widths(state, kind) + 1)
             self._levels[state, kind] = tuple(self._nearest(state, kind, width) for width in widths)
         levels = self._levels[state, kind]
-        known = self._boundaries.setdefault((choice.division, kind), [])
+        division = choice.division
+        known = self._boundaries.setdefault((division, kind), [])
         for others, terms in known:
             if others[: len(levels)] == levels:
                 return terms.at((slice(len(levels)),))
-        found = [self._link(width, level, choice) for width, level in enumerate(levels, start=1)]
+        found = [self._link(width, level, division) for width, level in enumerate(levels, start=1)]
         known.append((levels, LinkTerms(*(np.stack(each) for each in zip(*found, strict=True)))))
         return known[-1][1]
 
@@ -135,17 +136,15 @@ class StageTables:
         depth = self.depth(plain, kind, 1, min(limits))
         return bool((depth[self._ordered] < self.family.micro_batches).any())
 
-    def _shares(self, choice: Choice, width: int) -> Sequence[float]:
-        rows = self.family.micro_batch_size
-        return (rows,) if choice.division == "round-robin" else self.costs.shares(rows, width)
+    def _shares(self, choice: Choice, width: int) -> tuple[float, ...]:
+        return self.costs.shares(self.family.micro_batch_size, width, choice.division)
 
     def _turns(self, choice: Choice, width: int) -> int:
-        count = self.family.micro_batches
-        return -(-count // width) if choice.division == "round-robin" else count
+        return len(turns(choice.division, width, 0, self.family.micro_batches))
 
     def _held(self, choice: Choice, rows: float, width: int) -> Held:
-        turns = self._turns(choice, width)
-        return Held(rows, turns, turns, width, 0, frozenset(), choice.shard)
+        count = self._turns(choice, width)
+        return Held(rows, count, count, width, 0, frozenset(), choice.shard)
 
     def _parts_of(self, rows: float, level: int, kind: int) -> Parts:
         key = (rows, level, kind)
@@ -156,15 +155,15 @@ class StageTables:
 
     def _deepest(self, parts: Parts, held: Held, limit: int) -> Counts:
         """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
-        turns = held.micro_batches
-        deepest = np.where(peak_of(parts, held) <= limit, turns, 0)
-        if self.family.schedule == "gpipe" or turns == 1:
+        count = held.micro_batches
+        deepest = np.where(peak_of(parts, held) <= limit, count, 0)
+        if self.family.schedule == "gpipe" or count == 1:
             return deepest
         one = held._replace(warmup=1)
         # Without the update's moment, which has nothing in flight.
         steady = peak_of(parts._replace(update=-(2**60)), one)
         more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)
-        some = np.where(peak_of(parts, one) <= limit, np.minimum(turns - 1, 1 + more), 0)
+        some = np.where(peak_of(parts, one) <= limit, np.minimum(count - 1, 1 + more), 0)
         return np.maximum(deepest, some)
 
     def _stacked(self, choice: Choice, kind: int, places: Places) -> tuple[StageTerms, Numbers]:
@@ -182,10 +181,10 @@ class StageTables:
         return StageTerms(*terms), fits
 
     def _stage(self, choice: Choice, kind: int, width: int, level: Level, limit: int) -> StageTerms:
-        depth, turns = self.depth(choice, kind, width, limit), self._turns(choice, width)
+        depth, count = self.depth(choice, kind, width, limit), self._turns(choice, width)
         there, back, both = self._times(choice, kind, width, level)
         closing = self._closing(choice, kind, width, level)
-        return StageTerms(there, back, turns * both, closing, turns / np.maximum(depth, 1))
+        return StageTerms(there, back, count * both, closing, count / np.maximum(depth, 1))
 
     def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers, Numbers]:
         forward, backward, both = [], [], []
@@ -206,12 +205,11 @@ class StageTables:
     def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
         """From below: reductions at the best rate of any size, as far as they outlast the last backward."""
         costs = self.costs
-        sums = np.array(costs.layers[kind].update_sums)
-        update: Numbers = np.subtract.outer(sums, sums).T[:-1]
+        update = _differences(costs.layers[kind].update_sums)
         if width == 1:
             return update
-        trained = np.array([0, *np.cumsum([layer.trainable_bytes for layer in costs.profile.layers])], dtype=np.float64)
-        sizes = np.subtract.outer(trained, trained).T[:-1]
+        trained = (float(layer.trainable_bytes) for layer in costs.profile.layers)
+        sizes = _differences(list(accumulate(trained, initial=0.0)))
         if choice.shard != "none":
             update = update / width
         if choice.shard in ("optimizer", "gradients"):
@@ -232,11 +230,11 @@ class StageTables:
         near = not after or any(self.costs.devices[device].node in nodes for device in after)
         return "node" if near else "network"
 
-    def _link(self, width: int, level: Level, choice: Choice) -> LinkTerms:
-        key = (width, level, choice._replace(shard="none", first_level=0, last_level=0))
+    def _link(self, width: int, level: Level, division: Division) -> LinkTerms:
+        key = (width, level, division)
         if key not in self._links:
             forth, back = self._sizes
-            least, fullest = self._rows(width, choice)
+            least, fullest = self._rows(width, division)
             quickest = [self._messages(sizes * least, sizes > 0, level) for sizes in (forth, back)]
             busy = [
                 np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, level) for count, rows in fullest])
@@ -248,13 +246,12 @@ class StageTables:
     def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], level: Level) -> Numbers:
         return np.where(there, self.costs.links.messages_s(sizes, level), 0.0)
 
-    def _rows(self, width: int, choice: Choice) -> tuple[float, set[tuple[int, float]]]:
+    def _rows(self, width: int, division: Division) -> tuple[float, set[tuple[int, float]]]:
         """The fewest rows of any message, and (messages, rows) of the fullest queue, by the next stage's width."""
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         if self.costs.divisible:
             return rows, {(count, rows)}
-        alike = width if choice.division == "round-robin" else 1
-        sending = Divide(tuple(self._shares(choice, width)) * alike, choice.division)
+        sending = Divide(self.costs.shares(rows, width, division), division)
         least, fullest = float(rows), set()
         most = min(sum(self.pool.left(0, kind) for kind in self.pool.kinds), max(rows, count))
         for next_width in range(1, most + 1):
@@ -262,7 +259,7 @@ class StageTables:
             if next_width <= rows:
                 receivers.append(Divide(self.costs.shares(rows, next_width)))
             if 1 < next_width <= count:
-                receivers.append(Divide((rows,) * next_width, "round-robin"))
+                receivers.append(Divide(self.costs.shares(rows, next_width, "round-robin"), "round-robin"))
             for receiving in receivers:
                 found = [(route.count(count), route.stop - route.start) for route in routes(sending, receiving)]
                 least = min(least, *(each for _, each in found))

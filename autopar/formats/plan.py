@@ -32,11 +32,21 @@ __all__ = [
     "Shard",
     "SharedParameter",
     "Stage",
+    "turns",
 ]
 
 Division = Literal["split", "round-robin"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
+
+
+def turns(division: Division, replicas: int, replica: int, micro_batches: int) -> range:
+    """Return the micro-batches of a step that a stage's replica takes part in.
+
+    >>> turns("split", 2, 1, 5), turns("round-robin", 2, 1, 5)
+    (range(0, 5), range(1, 5, 2))
+    """
+    return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
 
 
 class FileReference(Record):
@@ -239,7 +249,7 @@ class Plan(Document):
             fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
-        most = self.micro_batches if stage.division == "split" else -(-self.micro_batches // stage.replicas)
+        most = len(turns(stage.division, stage.replicas, 0, self.micro_batches))
         if stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
         if before is not None and min(stage.in_flight, self.micro_batches) > min(before.in_flight, self.micro_batches):

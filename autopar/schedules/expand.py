@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, turns
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -73,9 +73,7 @@ def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
 def mine(plan: Plan, rank: int) -> range:
     """Return the micro-batches that a rank takes part in."""
     stage, replica = stage_of(plan, rank)
-    if plan.stages[stage].division == "split":
-        return range(plan.micro_batches)
-    return range(replica, plan.micro_batches, plan.stages[stage].replicas)
+    return turns(plan.stages[stage].division, plan.stages[stage].replicas, replica, plan.micro_batches)
 
 
 def messages(plan: Plan) -> list[Message]:
@@ -120,16 +118,14 @@ def entries_of(plan: Plan) -> Iterator[Iterator[Entry]]:
     rank = 0
     for stage, placed in enumerate(plan.stages):
         for replica in range(placed.replicas):
-            own = range(plan.micro_batches)
-            if placed.division == "round-robin":
-                own = own[replica :: placed.replicas]
+            own = turns(placed.division, placed.replicas, replica, plan.micro_batches)
             yield _entries(plan, stage, own, inward.get(rank, []), outward.get(rank, []))
             rank += 1
 
 
 def _entries(plan: Plan, stage: int, own: range, inward: list[Message], outward: list[Message]) -> Iterator[Entry]:
     order = SCHEDULES[plan.schedule].order(len(own), min(plan.stages[stage].warmup, len(own)))
-    turns = any(message.period > 1 for message in (*inward, *outward))
+    taken = any(message.period > 1 for message in (*inward, *outward))
     # (messages received, and sent) of a forward, and of a backward.
     received = [(message, message.sender, message.producer) for message in inward]
     sent = [(message, message.receiver, message.consumer) for message in outward]
@@ -145,11 +141,11 @@ def _entries(plan: Plan, stage: int, own: range, inward: list[Message], outward:
         micro_batch = own[index]
         before, arriving, work, after, leaving = forth if kind == FORWARD else back
         for message, peer, peer_stage in arriving:
-            if not turns or message.carries(micro_batch):
+            if not taken or message.carries(micro_batch):
                 yield before, micro_batch, peer, peer_stage
         yield work, micro_batch, -1, -1
         for message, peer, peer_stage in leaving:
-            if not turns or message.carries(micro_batch):
+            if not taken or message.carries(micro_batch):
                 yield after, micro_batch, peer, peer_stage
     if plan.stages[stage].replicas > 1:
         yield REDUCE, -1, -1, -1

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from autopar.formats.plan import Division
 
-__all__ = ["Divide", "Divided", "Route", "even_shares", "free_shares", "routes"]
+__all__ = ["Divide", "Divided", "Route", "even_shares", "free_shares", "routes", "shares_of"]
 
 SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
@@ -70,6 +70,17 @@ def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
 def free_shares(rows: int, replicas: int) -> tuple[float, ...]:
     """Divide rows among replicas as if they were a liquid."""
     return (rows / replicas,) * replicas
+
+
+def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) -> tuple[float, ...]:
+    """Return the rows of a micro-batch that each replica takes.
+
+    >>> shares_of(8, 3, "split", divisible=False), shares_of(8, 3, "round-robin", divisible=False)
+    ((2, 3, 3), (8, 8, 8))
+    """
+    if division == "round-robin":
+        return (rows,) * replicas
+    return free_shares(rows, replicas) if divisible else even_shares(rows, replicas)
 
 
 def routes(sending: Divided, receiving: Divided) -> list[Route]:
