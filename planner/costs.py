@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import accumulate
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
@@ -18,6 +17,7 @@ from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
+from autopar.planner.sums import StageSums
 from autopar.schedules.buckets import buckets
 from autopar.schedules.route import Route, routes, shares_of
 
@@ -50,11 +50,14 @@ class CostModel:
         self.layer_count = len(profile.layers)
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
-        self._slower = {each.level: (each.compute, each.communication) for each in cluster.overlaps}
+        self._overlaps = cluster.overlaps
         self._forget()
 
     def _forget(self) -> None:
-        self._sums: dict[object, list[float]] = {}
+        # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.
+        slower = {each.level: (each.compute, each.communication) for each in self._overlaps}
+        alone = self.profile.device.type == "cpu"
+        self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
         self._exposed: dict[tuple[int, int, float, int, Level, Shard, int], float] = {}
         self._levels: dict[tuple[float, int], list[frozenset[int]]] = {}
@@ -109,87 +112,10 @@ class CostModel:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
 
-    def forward_sums(
-        self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
-    ) -> list[float]:
-        """Return, for every position, the seconds of the forwards of all layers before it.
-
-        Where parameters are sharded, a layer's are gathered while the layer before computes.
-        """
-        if shard != "parameters":
-            return self.layers[kind].forward_sums(rows)
-        key = ("forward", rows, ranks, level, kind)
-        if key not in self._sums:
-            self._sums[key] = self._hidden(self.layers[kind].forward_sums(rows), self._gathers(ranks, level), level)
-        return self._sums[key]
-
-    def backward_sums(
-        self,
-        rows: float,
-        adding: float,
-        recompute: frozenset[int] = frozenset(),
-        shard: Shard = "none",
-        ranks: int = 1,
-        level: Level = "node",
-        kind: int = 0,
-    ) -> list[float]:
-        """Return, for every position, the seconds of the backwards of all layers before it; see :meth:`adding`.
-
-        Layers of ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while
-        another layer computes.
-        """
-        communicating = shard in ("gradients", "parameters")
-        if not recompute and not communicating:
-            return self.layers[kind].backward_sums(rows, adding)
-        key = ("backward", rows, adding, recompute, shard if communicating else "none", ranks, level, kind)
-        if key not in self._sums:
-            layers = self.layers[kind]
-            sums = layers.backward_sums(rows, adding)
-            if recompute:
-                again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
-                sums = [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
-            if communicating:
-                moved = self._scatters(ranks, level)
-                if shard == "parameters":
-                    moved = [one + other for one, other in zip(moved, self._gathers(ranks, level), strict=True)]
-                sums = self._hidden(sums, moved, level)
-            self._sums[key] = sums
-        return self._sums[key]
-
-    def _hidden(self, sums: Sequence[float], moved: Sequence[float], level: Level) -> list[float]:
-        """Sums over layers that communicate while they compute."""
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
-        return list(accumulate(both, initial=0.0))
-
-    def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
-        """Return what computing and communicating take that begin together.
-
-        Each is slowed by the other while it lasts, as the cluster says. Where it does not say, a CPU's ranks
-        communicate on the cores that they compute on, and other devices do both at once.
-        """
-        slower = self._slower.get(level)
-        if slower is None:
-            alone = self.profile.device.type == "cpu"
-            return computing_s + moving_s if alone else max(computing_s, moving_s)
-        computing, moving = slower[0] * computing_s, slower[1] * moving_s
-        if computing >= moving:
-            both = computing_s + moving * (1 - 1 / slower[0])
-        else:
-            both = moving_s + computing * (1 - 1 / slower[1])
-        return min(both, computing_s + moving_s)
-
-    def _gathers(self, ranks: int, level: Level) -> list[float]:
-        layers = self.profile.layers
-        return [self.links.collective_s("all_gather", layer.parameters_bytes, ranks, level) for layer in layers]
-
-    def _scatters(self, ranks: int, level: Level) -> list[float]:
-        layers = self.profile.layers
-        return [self.links.collective_s("reduce_scatter", layer.trainable_bytes, ranks, level) for layer in layers]
-
     def forward_s(self, stage: Placed, replica: int) -> float:
         """Return the seconds of one forward of a stage's replica."""
         kind = self.kind_of[stage.devices[replica]]
-        sums = self.forward_sums(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
+        sums = self.sums.forward(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
         return sums[stage.stop] - sums[stage.first]
 
     def backward_s(self, stage: Placed, replica: int, micro_batches: int) -> float:
@@ -197,7 +123,7 @@ class CostModel:
         ranks = len(stage.devices)
         adding, recompute = self.adding(micro_batches, ranks), frozenset(stage.recompute)
         where = ranks, self._level(stage), self.kind_of[stage.devices[replica]]
-        sums = self.backward_sums(stage.shares[replica], adding, recompute, stage.shard, *where)
+        sums = self.sums.backward(stage.shares[replica], adding, recompute, stage.shard, *where)
         return sums[stage.stop] - sums[stage.first]
 
     def _level(self, stage: Placed) -> Level:
@@ -259,7 +185,7 @@ class CostModel:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
         ranks, level = len(stage.devices), self._level(stage)
         if stage.shard in ("gradients", "parameters"):
-            return self._scatters(ranks, level)[stage.first]
+            return self.sums.scatters(ranks, level)[stage.first]
         kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
         return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
 
@@ -288,7 +214,7 @@ class CostModel:
         self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int
     ) -> float:
         if shard in ("gradients", "parameters"):
-            return self._scatters(ranks, level)[first]
+            return self.sums.scatters(ranks, level)[first]
         sums = self.layers[kind].backward_sums(rows, 1.0)
         free = 0.0
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"

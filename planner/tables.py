@@ -193,8 +193,8 @@ class StageTables:
         for rows in sorted(set(self._shares(choice, width))):
             where = (choice.shard, width, level, kind)
             sums = (
-                self.costs.forward_sums(rows, *where),
-                self.costs.backward_sums(rows, adding, recompute, *where),
+                self.costs.sums.forward(rows, *where),
+                self.costs.sums.backward(rows, adding, recompute, *where),
             )
             there, back = (_differences(each) for each in sums)
             forward.append(there)

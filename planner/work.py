@@ -25,8 +25,8 @@ def work_s(costs: CostModel, family: Family) -> float:
             total = np.zeros(costs.layer_count)
             adding = costs.adding(family.micro_batches, width)
             for rows in costs.shares(family.micro_batch_size, width):
-                total += np.diff(costs.forward_sums(rows, kind=kind))
-                total += np.diff(costs.backward_sums(rows, adding, kind=kind))
+                total += np.diff(costs.sums.forward(rows, kind=kind))
+                total += np.diff(costs.sums.backward(rows, adding, kind=kind))
             least = np.minimum(least, total)
     seconds = float(least.sum()) * family.micro_batches / len(costs.devices) * (1 - ROUNDING)
     return costs.profile.step_overhead_s + seconds

@@ -52,12 +52,12 @@ class Prices:
 
     def forward_s(self, replicas: int) -> Array:
         """Return the forwards of all layers before a position, in the largest share of a micro-batch."""
-        return np.array(self.costs.forward_sums(self._share(replicas)))
+        return np.array(self.costs.sums.forward(self._share(replicas)))
 
     def backward_s(self, replicas: int) -> Array:
         """Return the same of the backwards."""
         adding = self.costs.adding(self.micro_batches, replicas)
-        return np.array(self.costs.backward_sums(self._share(replicas), adding))
+        return np.array(self.costs.sums.backward(self._share(replicas), adding))
 
     @cached_property
     def layer_s(self) -> Array:

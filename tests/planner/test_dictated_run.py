@@ -20,8 +20,8 @@ from autopar.schedules import SCHEDULES
 
 def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
     return (
-        {size: list(map(float, np.diff(costs.forward_sums(size)))) for size in rows},
-        {size: list(map(float, np.diff(costs.backward_sums(size, 0.0)))) for size in rows},
+        {size: list(map(float, np.diff(costs.sums.forward(size)))) for size in rows},
+        {size: list(map(float, np.diff(costs.sums.backward(size, 0.0)))) for size in rows},
     )
 
 

@@ -120,7 +120,7 @@ def test_no_simulated_pipeline_takes_less_and_most_are_in_the_order_of_their_lat
 
 def _estimate(costs: CostModel, candidate: Candidate) -> float:
     count, rows = candidate.micro_batches, candidate.micro_batch_size
-    sums = costs.forward_sums(rows), costs.backward_sums(rows, costs.adding(count, 1))
+    sums = costs.sums.forward(rows), costs.sums.backward(rows, costs.adding(count, 1))
     forward, backward = (
         np.array([[total[stage.stop] - total[stage.first]] for stage in candidate.stages]) for total in sums
     )

@@ -17,8 +17,8 @@ def test_times_are_those_of_the_largest_share() -> None:
             rows = max(even_shares(prices.rows, replicas))
             adding = costs.adding(prices.micro_batches, replicas)
             for stop in range(prices.layer_count + 1):
-                assert prices.forward_s(replicas)[stop] == costs.forward_sums(rows)[stop]
-                assert prices.backward_s(replicas)[stop] == costs.backward_sums(rows, adding)[stop]
+                assert prices.forward_s(replicas)[stop] == costs.sums.forward(rows)[stop]
+                assert prices.backward_s(replicas)[stop] == costs.sums.backward(rows, adding)[stop]
 
 
 def test_a_cut_costs_a_message_of_all_tensors_that_cross_it_and_nothing_where_none_does() -> None:
