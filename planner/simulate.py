@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
+from autopar.planner.awaited import awaited
+from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate
 from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
@@ -27,11 +29,13 @@ from autopar.planner.rows import (
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.wave import ride, wave_of
 
-__all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
+__all__ = ["Rows", "Simulator", "compile_rows", "run", "skeleton", "trace"]
 
 _NOT_BLOCKED = -1
-WAVE_STAGES = 6
-"""A shorter chain is simulated faster action by action."""
+# Microseconds of one core: only their ratios matter, and only to which simulator is asked.
+COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0
+COST_BEFORE = 250.0
+"""Of laying out what is simulated at once."""
 
 
 class _Run:
@@ -155,8 +159,8 @@ def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) 
 class Simulator:
     """Simulates candidates; programs that differ in their layers only are expanded once.
 
-    A long chain of stages whose replicas act alike needs no program: all stages are simulated at once. Where devices
-    share links, or computing and communicating slow each other, a program is interpreted event by event.
+    Large ones need no program: many actions are simulated at once, wherever that is quicker. Where devices share links,
+    or computing and communicating slow each other, a program is interpreted event by event.
     """
 
     def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
@@ -169,11 +173,28 @@ class Simulator:
         """Return a candidate's seconds per step."""
         times = durations(self.costs, candidate)
         traffic = self._traffic(candidate, times)
-        if traffic is None and len(candidate.stages) >= WAVE_STAGES:
+        if traffic is not None:
+            return run(self.rows_of(candidate), times, traffic)
+        needed = awaited(candidate, times)
+        step_s = self._at_once(candidate, needed)
+        if step_s is not None:
+            return step_s
+        pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in needed.message_s}
+        return run(self._rows_of(candidate, pairs), times)
+
+    def _at_once(self, candidate: Candidate, times: Durations) -> float | None:
+        """Simulate many actions at once; None where one by one is quicker."""
+        count, stages = candidate.micro_batches, candidate.stages
+        spare = COST_ACTION * count * 2 * (len(times.stage) + len(times.message_s)) - COST_BEFORE
+        if COST_TURN * (count + stages[0].warmup) < spare:
             wave = wave_of(candidate, times, self._tied(candidate))
             if wave is not None:
                 return ride(wave)
-        return run(self.rows_of(candidate), times, traffic)
+        beats = beats_of(candidate) if COST_BEAT * 2 * count < spare else None
+        # Beats without actions cost nothing.
+        if beats is not None and COST_BEAT * min(beats.total, 2 * count * len(stages)) < spare:
+            return march(candidate, times, self._tied(candidate), beats)
+        return None
 
     def _tied(self, candidate: Candidate) -> list[tuple[int, ...]]:
         return [holders for _, holders in self.costs.tied_between(candidate.stages)]
@@ -191,22 +212,26 @@ class Simulator:
 
     def rows_of(self, candidate: Candidate) -> Rows:
         """Return a candidate's program."""
+        return self._rows_of(candidate)
+
+    def _rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
+        """Return a candidate's program, of messages between some pairs of stages only."""
         stages = candidate.stages
+        exchanges = self.costs.flows.exchanges([stage.stop for stage in stages])
         flows = tuple(
             (producer, consumer, flow.gradients > 0)
-            for producer, sending in enumerate(stages)
-            for consumer in range(producer + 1, len(stages))
-            if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
+            for producer, consumer, flow in exchanges
+            if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
         )
         tied = tuple(holders for _, holders in self.costs.tied_between(stages))
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
-            self._rows[key] = rows_of(_skeleton(candidate, flows, tied))
+            self._rows[key] = rows_of(skeleton(candidate, flows, tied))
         return self._rows[key]
 
 
-def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Plan:
+def skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Plan:
     """Return a candidate as a plan with one tensor per pair of stages; a message bundles its tensors anyway."""
     return Plan.model_construct(
         schedule=candidate.schedule,
