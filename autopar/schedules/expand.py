@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.formats.plan import Plan, turns
@@ -79,6 +80,7 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return every message that micro-batches cause, by producer, consumer, sender, receiver."""
     found = []
+    starts = [0, *accumulate(stage.replicas for stage in plan.stages)]
     pairs: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(plan.tensors):
         for consumer in tensor.consumers:
@@ -86,7 +88,7 @@ def messages(plan: Plan) -> list[Message]:
     for (producer, consumer), tensors in sorted(pairs.items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         for route in routes(plan.stages[producer], plan.stages[consumer]):
-            sender, receiver = rank_of(plan, producer, route.sender), rank_of(plan, consumer, route.receiver)
+            sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
             rows = int(route.start), -int(-route.stop // 1)
             bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
             found.append(Message(producer, consumer, sender, receiver, *bundle))
