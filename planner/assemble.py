@@ -14,9 +14,9 @@ from autopar.planner.durations import Durations, durations
 from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Traffic
-from autopar.planner.simulate import Simulator, action_count, trace
+from autopar.planner.simulate import Simulator, trace
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import action_count, expand
 
 __all__ = ["MOST_ACTIONS", "assemble", "candidate_of", "crossings", "shared", "timeline_of"]
 
@@ -34,8 +34,8 @@ def assemble(
 ) -> Plan:
     """Return the plan of a candidate, its program checked and its step simulated.
 
-    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is the search's, its bubble counts computing as
-    long as it takes alone, and the check is left to who runs it (``autopar run`` checks every program before it starts).
+    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it, its bubble
+    counts computing as long as it takes alone, and the check is left to who runs it, which ``autopar run`` does first.
     """
     profile = costs.profile
     plan = Plan(
@@ -57,10 +57,9 @@ def assemble(
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
-    times = durations(costs, candidate)
-    if action_count(candidate, times) > MOST_ACTIONS:
+    if action_count(plan) > MOST_ACTIONS:
         step_s = Simulator(costs).step_s(candidate)
-        bubble = _bubble(candidate, times, step_s)
+        bubble = _bubble(candidate, durations(costs, candidate), step_s)
     else:
         check(expand(plan), plan)
         timeline = timeline_of(plan, costs)

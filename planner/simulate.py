@@ -29,7 +29,7 @@ from autopar.planner.rows import (
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.wave import ride, wave_of
 
-__all__ = ["Rows", "Simulator", "action_count", "compile_rows", "run", "skeleton", "trace"]
+__all__ = ["Rows", "Simulator", "compile_rows", "run", "skeleton", "trace"]
 
 _NOT_BLOCKED = -1
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
@@ -156,15 +156,6 @@ def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) 
     return timeline
 
 
-def action_count(candidate: Candidate, times: Durations) -> int:
-    """Return how many forwards, backwards, sends and receives a candidate's program has."""
-    count = candidate.micro_batches
-    computed = sum(stage.turns(replica, count) for stage in candidate.stages for replica in range(len(stage.devices)))
-    taken = (times.turns.get(pair, (0, 1)) for pair in times.message_s)
-    sent = sum(len(range(first, count, period)) for first, period in taken) if times.turns else count * len(times.message_s)
-    return 2 * (computed + sent)
-
-
 class Simulator:
     """Simulates candidates; programs that differ in their layers only are expanded once.
 
@@ -194,7 +185,10 @@ class Simulator:
     def _at_once(self, candidate: Candidate, times: Durations) -> float | None:
         """Simulate many actions at once; None where one by one is quicker."""
         count, stages = candidate.micro_batches, candidate.stages
-        spare = COST_ACTION * action_count(candidate, times) - COST_BEFORE
+        # Twice a forward for a backward, and a send for a receive; replicas in turn do so many among them.
+        taken = sum(1 / times.turns[pair][1] if pair in times.turns else 1 for pair in times.message_s)
+        computed = sum(len(stage.devices) if stage.division == "split" else 1 for stage in stages)
+        spare = COST_ACTION * 2 * count * (computed + taken) - COST_BEFORE
         if COST_TURN * (count + stages[0].warmup) < spare:
             wave = wave_of(candidate, times, self._tied(candidate))
             if wave is not None:

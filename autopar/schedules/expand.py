@@ -24,7 +24,7 @@ from autopar.formats.program import (
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import routes
 
-__all__ = ["Entry", "Message", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
+__all__ = ["Entry", "Message", "action_count", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
 
 
 Entry = tuple[str, int, int, int]
@@ -108,6 +108,19 @@ def expand(plan: Plan) -> Program:
             for stage, entries in zip(stages, entries_of(plan), strict=True)
         )
     )
+
+
+def action_count(plan: Plan) -> int:
+    """Return how many actions the program of a plan has, without expanding it."""
+    count = sum(1 + (stage.replicas > 1) for stage in plan.stages for _ in range(stage.replicas))
+    count += sum(plan.stages[stage].replicas for tied in plan.tied for stage in tied.stages)
+    for stage in plan.stages:
+        own = (turns(stage.division, stage.replicas, replica, plan.micro_batches) for replica in range(stage.replicas))
+        count += 2 * sum(map(len, own))
+    for message in messages(plan):
+        carried = len(range(message.first, plan.micro_batches, message.period))
+        count += 2 * carried * (2 if message.gradients else 1)
+    return count
 
 
 def entries_of(plan: Plan) -> Iterator[Iterator[Entry]]:
