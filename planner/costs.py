@@ -253,13 +253,10 @@ class CostModel:
     def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
             sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-            known: set[tuple[float, Level]] = set()
             for route in routes(sending, receiving):
                 ends = sending.devices[route.sender], receiving.devices[route.receiver]
                 size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                known.add((size, self.links.level(ends)))
-            for each in sorted(known):
-                yield self.links.message_provenance(*each)
+                yield self.links.message_provenance(size, self.links.level(ends))
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
@@ -169,12 +170,22 @@ class Simulator:
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
 
-    def step_s(self, candidate: Candidate) -> float:
-        """Return a candidate's seconds per step."""
+    def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
+        """Return a candidate's seconds per step.
+
+        Where they are not below ``below_s``, a lower bound may be returned that is not, either: contention never
+        shortens a step, and what nothing slows is soon simulated.
+        """
         times = durations(self.costs, candidate)
         traffic = self._traffic(candidate, times)
-        if traffic is not None:
-            return run(self.rows_of(candidate), times, traffic)
+        if traffic is None or below_s < math.inf:
+            alone_s = self._alone_s(candidate, times)
+            if traffic is None or alone_s >= below_s:
+                return alone_s
+        return run(self.rows_of(candidate), times, traffic)
+
+    def _alone_s(self, candidate: Candidate, times: Durations) -> float:
+        """Return the seconds of a step that nothing slows."""
         needed = awaited(candidate, times)
         step_s = self._at_once(candidate, needed)
         if step_s is not None:
