@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import Program
@@ -157,6 +158,17 @@ def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) 
     return timeline
 
 
+class _Laid(NamedTuple):
+    """What of a candidate does not depend on depths."""
+
+    times: Durations
+    needed: Durations
+    """Without messages that nobody waits for."""
+    tied: list[tuple[int, ...]]
+    """The stages of every shared parameter."""
+    traffic: Traffic | None
+
+
 class Simulator:
     """Simulates candidates; programs that differ in their layers only are expanded once.
 
@@ -169,6 +181,7 @@ class Simulator:
         self.costs = costs
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
+        self._latest: tuple[Candidate, _Laid] | None = None
 
     def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
         """Return a candidate's seconds per step.
@@ -176,24 +189,33 @@ class Simulator:
         Where they are not below ``below_s``, a lower bound may be returned that is not, either: contention never
         shortens a step, and what nothing slows is soon simulated.
         """
-        times = durations(self.costs, candidate)
-        traffic = self._traffic(candidate, times)
-        if traffic is None or below_s < math.inf:
-            alone_s = self._alone_s(candidate, times)
-            if traffic is None or alone_s >= below_s:
+        laid = self._lay(candidate)
+        if laid.traffic is None or below_s < math.inf:
+            alone_s = self._alone_s(candidate, laid)
+            if laid.traffic is None or alone_s >= below_s:
                 return alone_s
-        return run(self.rows_of(candidate), times, traffic)
+        return run(self.rows_of(candidate), laid.times, laid.traffic)
 
-    def _alone_s(self, candidate: Candidate, times: Durations) -> float:
+    def _lay(self, candidate: Candidate) -> _Laid:
+        """Return what candidates that differ in depths have in common; the last one is remembered."""
+        stages = tuple(stage._replace(warmup=0) for stage in candidate.stages)
+        key = candidate._replace(stages=stages)
+        if self._latest is None or self._latest[0] != key:
+            times = durations(self.costs, candidate)
+            laid = _Laid(times, awaited(candidate, times), self._tied(candidate), self._traffic(candidate, times))
+            self._latest = key, laid
+        return self._latest[1]
+
+    def _alone_s(self, candidate: Candidate, laid: _Laid) -> float:
         """Return the seconds of a step that nothing slows."""
-        needed = awaited(candidate, times)
-        step_s = self._at_once(candidate, needed)
+        step_s = self._at_once(candidate, laid.needed, laid.tied)
         if step_s is not None:
             return step_s
-        pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in needed.message_s}
+        times = laid.times
+        pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in laid.needed.message_s}
         return run(self._rows_of(candidate, pairs), times)
 
-    def _at_once(self, candidate: Candidate, times: Durations) -> float | None:
+    def _at_once(self, candidate: Candidate, times: Durations, tied: Sequence[tuple[int, ...]]) -> float | None:
         """Simulate many actions at once; None where one by one is quicker."""
         count, stages = candidate.micro_batches, candidate.stages
         # Twice a forward for a backward, and a send for a receive; replicas in turn do so many among them.
@@ -201,13 +223,13 @@ class Simulator:
         computed = sum(len(stage.devices) if stage.division == "split" else 1 for stage in stages)
         spare = COST_ACTION * 2 * count * (computed + taken) - COST_BEFORE
         if COST_TURN * (count + stages[0].warmup) < spare:
-            wave = wave_of(candidate, times, self._tied(candidate))
+            wave = wave_of(candidate, times, tied)
             if wave is not None:
                 return ride(wave)
         beats = beats_of(candidate) if COST_BEAT * 2 * count < spare else None
         # Beats without actions cost nothing.
         if beats is not None and COST_BEAT * min(beats.total, 2 * count * len(stages)) < spare:
-            return march(candidate, times, self._tied(candidate), beats)
+            return march(candidate, times, tied, beats)
         return None
 
     def _tied(self, candidate: Candidate) -> list[tuple[int, ...]]:
