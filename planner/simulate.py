@@ -38,6 +38,8 @@ _NOT_BLOCKED = -1
 COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0
 COST_BEFORE = 250.0
 """Of laying out what is simulated at once."""
+MOST_KEPT = 2**21
+"""Actions of expanded programs that are kept, some hundred bytes each."""
 
 
 class _Run:
@@ -181,6 +183,7 @@ class Simulator:
         self.costs = costs
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
+        self._kept = 0
         self._latest: tuple[Candidate, _Laid] | None = None
 
     def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
@@ -263,7 +266,12 @@ class Simulator:
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
-            self._rows[key] = rows_of(skeleton(candidate, flows, tied))
+            rows = rows_of(skeleton(candidate, flows, tied))
+            self._kept += sum(map(len, rows))
+            if self._kept > MOST_KEPT:
+                self._rows.clear()
+                self._kept = sum(map(len, rows))
+            self._rows[key] = rows
         return self._rows[key]
 
 
