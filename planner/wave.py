@@ -148,9 +148,9 @@ def applies(candidate: Candidate, times: Durations) -> bool:
 def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | None:
     """Return a candidate as a wave, or None where no replica of a stage is always the last one.
 
-    A stage's *leaders* compute as long as its slowest replica, and wait for a message that takes as long as the slowest
-    between the two stages and comes from a leader, both of activations and of gradients. By induction over the
-    program's actions, none of a stage's replicas is ever behind its leaders, which act alike: the wave is theirs. Each
+    A stage's *laggards* compute as long as its slowest replica, and wait for a message that takes as long as the
+    slowest between the two stages and comes from a laggard, both of activations and of gradients. By induction over the
+    program's actions, none of a stage's replicas is ever behind its laggards, which act alike: the wave is theirs. Each
     replica must take part in every micro-batch, and messages pass between neighbours only.
     """
     depths = tuple(min(stage.warmup, candidate.micro_batches) for stage in candidate.stages)
@@ -165,11 +165,11 @@ def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | Non
         for column in (times.forward_s, times.backward_s, times.update_s)
     )
     slowest = ((times.forward_s, forward_s), (times.backward_s, backward_s))
-    leaders = [
+    laggards = [
         {rank for rank in mine if all(column[rank] == most[index] for column, most in slowest)}
         for index, mine in enumerate(ranks)
     ]
-    exposed_s = _exposed(times, ranks, leaders, backward_s) if _agree(leaders, times, *messages) else None
+    exposed_s = _exposed(times, ranks, laggards, backward_s) if _agree(laggards, times, *messages) else None
     if exposed_s is None:
         return None
     shared = tuple(zip(tied, times.tied_s, strict=True))
@@ -203,8 +203,8 @@ def _messages(times: Durations, stages: int) -> tuple[Numbers, Numbers] | None:
     return activation_s, gradient_s
 
 
-def _agree(leaders: list[set[int]], times: Durations, activation_s: Numbers, gradient_s: Numbers) -> bool:
-    """Leave only those that the slowest messages of leaders reach; return whether every stage has some."""
+def _agree(laggards: list[set[int]], times: Durations, activation_s: Numbers, gradient_s: Numbers) -> bool:
+    """Leave only those that the slowest messages of laggards reach; return whether every stage has some."""
     senders: dict[tuple[int, int], list[int]] = {}
     """Of the slowest messages, by (receiving rank, sending stage)."""
     for (sender, receiver), seconds in times.message_s.items():
@@ -212,33 +212,33 @@ def _agree(leaders: list[set[int]], times: Durations, activation_s: Numbers, gra
         slowest = activation_s if after > before else gradient_s
         if seconds == slowest[min(before, after)]:
             senders.setdefault((receiver, before), []).append(sender)
-    stages = len(leaders)
+    stages = len(laggards)
     heard = [[index - 1] if index and np.isfinite(activation_s[index - 1]) else [] for index in range(stages)]
     for index in np.flatnonzero(np.isfinite(gradient_s)).tolist():
         heard[index].append(index + 1)
     count = -1
-    while count != (count := sum(map(len, leaders))):
+    while count != (count := sum(map(len, laggards))):
         for index in (*range(stages), *reversed(range(stages))):
             for stage in heard[index]:
-                reached = leaders[stage]
-                leaders[index] = {
-                    rank for rank in leaders[index] if not reached.isdisjoint(senders.get((rank, stage), ()))
+                reached = laggards[stage]
+                laggards[index] = {
+                    rank for rank in laggards[index] if not reached.isdisjoint(senders.get((rank, stage), ()))
                 }
-    return all(leaders)
+    return all(laggards)
 
 
 def _exposed(
-    times: Durations, ranks: Sequence[range], leaders: Sequence[set[int]], backward_s: Numbers
+    times: Durations, ranks: Sequence[range], laggards: Sequence[set[int]], backward_s: Numbers
 ) -> Numbers | None:
-    """Return what is left of every stage's reduction behind its leaders' last backward.
+    """Return what is left of every stage's reduction behind its laggards' last backward.
 
-    All replicas begin it at the latest when the leaders do. None where the reduction may wait for another one, which
+    All replicas begin it at the latest when the laggards do. None where the reduction may wait for another one, which
     computes less and whose gradients are reduced for longer.
     """
     found = np.zeros(len(ranks))
     for index, mine in enumerate(ranks):
         if len(mine) > 1:
-            found[index] = max(times.exposed_s[rank] for rank in leaders[index])
+            found[index] = max(times.exposed_s[rank] for rank in laggards[index])
             latest = max(times.backward_s[rank] + times.exposed_s[rank] for rank in mine)
             if latest > (backward_s[index] + found[index]) * (1 + ROUNDING):
                 return None
