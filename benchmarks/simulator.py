@@ -1,11 +1,13 @@
-"""How long does a step of 1,024 ranks take to simulate? All stages at once, action by action, and with contention.
+"""How long does a step of 1,024 ranks take to simulate? Many actions at once, action by action, and with contention.
 
     python benchmarks/simulator.py --json benchmarks/results/simulator.json
 
-Chains of lognormal stages on 128 nodes of eight H100 with 400 Gbit/s each. `network` is that cluster, whose nodes share
-a port among eight; in `everywhere`, links inside nodes are half-duplex besides, so that every message may meet others;
-`overlap` adds slow-downs of computing and communicating. Every case runs in a process of its own. Seconds are of the
-process' own CPU time on one core.
+Chains of lognormal stages on 128 nodes of eight H100 with 400 Gbit/s each, with as many replicas each, or drawn from
+one to eight with unequal shares. `wave` takes all stages at once, where it applies, `beats` all actions of a beat, both
+with what lays them out; `plain` goes action by action, once the program is expanded. `network` is that cluster, whose
+nodes share a port among eight; in `everywhere`, links inside nodes are half-duplex besides, so that every message may
+meet others; `overlap` adds slow-downs of computing and communicating. Every case runs in a process of its own. Seconds
+are of the process' own CPU time on one core.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -25,20 +27,23 @@ from typing import TypeVar
 from autopar.formats.cluster import Cluster, Overlap
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.beats import beats_of, march
+from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.durations import Durations
 from autopar.planner.links import LinkModel
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.simulate import compile_rows, run
-from autopar.planner.wave import ride, wave_of
+from autopar.planner.wave import applies, ride, wave_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
-from autopar.schedules.route import even_shares
+from autopar.schedules.route import routes
 
 T = TypeVar("T")
 ROWS = 8
 FORWARD_S = 1e-3
-SHAPES = ((1024, 1, "PA"), (1024, 1, "PB"), (128, 8, "PA"), (128, 8, "PB"))
+RANKS = 1024
+SHAPES = ((1, "PA"), (1, "PB"), (8, "PA"), (8, "PB"), (0, "PA"), (0, "PB"))
+"""Replicas of every stage, 0 where they are drawn; and depths."""
 
 
 def main() -> None:
@@ -68,18 +73,22 @@ def _apart(index: int, micro_batches: int) -> dict[str, object]:
     return found
 
 
-def _case(stages: int, replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
-    cluster = cluster_named(f"{stages * replicas // 8}x8xH100:400Gbps")
-    candidate = _candidate(stages, replicas, depth, micro_batches)
+def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
+    cluster = cluster_named(f"{RANKS // 8}x8xH100:400Gbps")
+    candidate = _candidate(_widths(replicas), depth, micro_batches)
     times = _durations(candidate, LinkModel(cluster, cluster.devices))
     program, expanded_s = _timed(lambda: expand(_plan(candidate)))
     rows, compiled_s = _timed(lambda: compile_rows(program))
-    wave = wave_of(candidate, times, [])
-    assert wave is not None
-    found: dict[str, object] = {"stages": stages, "replicas": replicas, "depth": depth, "micro_batches": micro_batches}
-    found |= {"actions": sum(map(len, rows)), "expand_s": round(expanded_s + compiled_s, 2)}
-    devices = tuple(range(stages * replicas))
-    ways: dict[str, Callable[[], float]] = {"wave": lambda: ride(wave), "plain": lambda: run(rows, times)}
+    found: dict[str, object] = {"stages": len(candidate.stages), "replicas": replicas or "1 to 8", "depth": depth}
+    found |= {"micro_batches": micro_batches, "actions": sum(map(len, rows))}
+    found |= {"expand_s": round(expanded_s + compiled_s, 2)}
+    devices = tuple(range(RANKS))
+    ways: dict[str, Callable[[], float]] = {
+        "beats": lambda: _march(candidate, times),
+        "plain": lambda: run(rows, times),
+    }
+    if applies(candidate, times):
+        ways["wave"] = lambda: _ride(candidate, times)
     for name, shared in _clusters(cluster).items():
         traffic = Traffic(Sharing.of(shared, cluster.devices), devices)
         ways[name] = lambda traffic=traffic: run(rows, times, traffic)
@@ -87,6 +96,19 @@ def _case(stages: int, replicas: int, depth: str, micro_batches: int) -> dict[st
         step_s, seconds = _timed(way)
         found |= {f"{name}_s": round(seconds, 3), f"{name}_step_s": step_s}
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def _march(candidate: Candidate, times: Durations) -> float:
+    beats = beats_of(candidate)
+    step_s = None if beats is None else march(candidate, times, (), beats)
+    assert step_s is not None
+    return step_s
+
+
+def _ride(candidate: Candidate, times: Durations) -> float:
+    wave = wave_of(candidate, times, ())
+    assert wave is not None
+    return ride(wave)
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:
@@ -105,19 +127,24 @@ def _clusters(cluster: Cluster) -> dict[str, Cluster]:
     return {"network": cluster, "everywhere": everywhere, "overlap": overlapping}
 
 
-def _candidate(stages: int, replicas: int, depth: str, micro_batches: int) -> Candidate:
-    depths = SCHEDULES["1f1b"].warmups(stages, micro_batches)[depth]
-    placed = tuple(
-        Placed(
-            index, index + 1, tuple(range(index * replicas, (index + 1) * replicas)), even_shares(ROWS, replicas), each
-        )
-        for index, each in enumerate(depths)
-    )
-    return Candidate(micro_batches, ROWS, "1f1b", placed)
+def _widths(replicas: int) -> list[int]:
+    if replicas:
+        return [replicas] * (RANKS // replicas)
+    rng = random.Random(0)
+    found: list[int] = []
+    while sum(found) < RANKS:
+        found.append(min(rng.randint(1, 8), RANKS - sum(found)))
+    return found
+
+
+def _candidate(widths: Sequence[int], depth: str, micro_batches: int) -> Candidate:
+    family = Family(micro_batches, ROWS, "1f1b")
+    depths = SCHEDULES["1f1b"].warmups(len(widths), micro_batches)[depth]
+    return with_depths(family, place(family, range(1, len(widths) + 1), widths), depths)
 
 
 def _durations(candidate: Candidate, links: LinkModel) -> Durations:
-    """Lognormal stages, all replicas of which take as long; messages as the cluster's curves say."""
+    """Lognormal stages, replicas of which take as long as their shares are large; messages as the curves say."""
     rng = random.Random(0)
     times = Durations(0.0)
     for index, stage in enumerate(candidate.stages):
@@ -125,12 +152,17 @@ def _durations(candidate: Candidate, links: LinkModel) -> Durations:
         level, count = links.level(stage.devices), len(stage.devices)
         # A ring's, of two rounds.
         reduce_s = links.message_s(2 * (count - 1) * reduced_bytes // count, level) if count > 1 else 0.0
-        columns = (times.stage, times.forward_s, times.backward_s, times.exposed_s, times.reduce_s, times.update_s)
-        for column, value in zip(columns, (index, forward_s, 2 * forward_s, reduce_s / 4, reduce_s, 1e-4), strict=True):
-            column.extend([value] * count)  # type: ignore[list-item]
+        columns = (times.forward_s, times.backward_s, times.exposed_s, times.reduce_s, times.update_s)
+        for share in stage.shares:
+            own_s = forward_s * share / max(stage.shares)
+            times.stage.append(index)
+            for column, seconds in zip(columns, (own_s, 2 * own_s, reduce_s / 4, reduce_s, 1e-4), strict=True):
+                column.append(seconds)
     for before, after in pairwise(candidate.stages):
-        size_bytes = rng.randint(4, 16) * 2**20 * ROWS // len(before.devices)
-        for ends in zip(before.devices, after.devices, strict=True):
+        bytes_per_sample = rng.randint(4, 16) * 2**20
+        for route in routes(before, after):
+            ends = before.devices[route.sender], after.devices[route.receiver]
+            size_bytes = bytes_per_sample * (route.stop - route.start)
             times.message_s[ends] = times.message_s[ends[::-1]] = links.message_s(size_bytes, links.level(ends))
     return times
 

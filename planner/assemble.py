@@ -10,15 +10,18 @@ from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
-from autopar.planner.durations import durations
+from autopar.planner.durations import Durations, durations
 from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Traffic
-from autopar.planner.simulate import trace
+from autopar.planner.simulate import Simulator, trace
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import action_count, expand
 
-__all__ = ["assemble", "candidate_of", "crossings", "shared", "timeline_of"]
+__all__ = ["MOST_ACTIONS", "assemble", "candidate_of", "crossings", "shared", "timeline_of"]
+
+MOST_ACTIONS = 2**16
+"""Programs above take long to expand, check and trace, action by action."""
 
 
 def assemble(
@@ -29,7 +32,11 @@ def assemble(
     alternatives: Iterable[Alternative],
     notes: Iterable[str],
 ) -> Plan:
-    """Return the plan of a candidate, its program checked and its step simulated."""
+    """Return the plan of a candidate, its program checked and its step simulated.
+
+    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it, its bubble
+    counts computing as long as it takes alone, and the check is left to who runs it, which ``autopar run`` does first.
+    """
     profile = costs.profile
     plan = Plan(
         model=profile.model,
@@ -50,11 +57,27 @@ def assemble(
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
-    check(expand(plan), plan)
-    timeline = timeline_of(plan, costs)
-    step_s = timeline.end_s
-    predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), timeline.bubble())
+    if action_count(plan) > MOST_ACTIONS:
+        step_s = Simulator(costs).step_s(candidate)
+        bubble = _bubble(candidate, durations(costs, candidate), step_s)
+    else:
+        check(expand(plan), plan)
+        timeline = timeline_of(plan, costs)
+        step_s, bubble = timeline.end_s, timeline.bubble()
+    predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), bubble)
     return plan.model_copy(update={"predicted": predicted})
+
+
+def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
+    """Return the share of the ranks' time in which they compute nothing."""
+    own = [
+        stage.turns(replica, candidate.micro_batches)
+        for stage in candidate.stages
+        for replica in range(len(stage.devices))
+    ]
+    columns = zip(own, times.forward_s, times.backward_s, times.update_s, strict=True)
+    busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
+    return max(0.0, 1.0 - busy_s / (len(own) * step_s)) if step_s > 0 else 0.0
 
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:

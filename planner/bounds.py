@@ -114,12 +114,15 @@ def bound(costs: CostModel, candidate: Candidate) -> float:
 
 def stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
     """Return one stage's terms."""
-    replicas = range(len(stage.devices))
+    turns = [stage.turns(at, micro_batches) for at in range(len(stage.devices))]
+    kinds = (costs.kind_of[device] for device in stage.devices)
+    # Of replicas that are alike, one stands for all.
+    replicas = {each: at for at, each in enumerate(zip(stage.shares, kinds, turns, strict=True))}.values()
     forward = [costs.forward_s(stage, replica) for replica in replicas]
     backward = [costs.backward_s(stage, replica, micro_batches) for replica in replicas]
     exposed = min(costs.replica_exposed_s(stage, replica) for replica in replicas)
-    work = max((forward[at] + backward[at]) * stage.turns(at, micro_batches) for at in replicas)
-    rate = stage.turns(0, micro_batches) / stage.warmup
+    work = max((f + b) * turns[at] for f, b, at in zip(forward, backward, replicas, strict=True))
+    rate = turns[0] / stage.warmup
     return StageTerms(min(forward), min(backward), work, exposed + costs.update_s(stage), rate)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 
@@ -250,13 +251,12 @@ class CostModel:
         return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
 
     def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
-        for producer, sending in enumerate(candidate.stages):
-            for receiving in candidate.stages[producer + 1 :]:
-                flow = self.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)
-                for route in routes(sending, receiving) if flow.tensors else ():
-                    ends = sending.devices[route.sender], receiving.devices[route.receiver]
-                    size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                    yield self.links.message_provenance(size, self.links.level(ends))
+        for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
+            sending, receiving = candidate.stages[producer], candidate.stages[consumer]
+            for route in routes(sending, receiving):
+                ends = sending.devices[route.sender], receiving.devices[route.receiver]
+                size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
+                yield self.links.message_provenance(size, self.links.level(ends))
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:
@@ -284,13 +284,11 @@ class CostModel:
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
+        stops = [stage.stop for stage in stages]
         found = []
         for tied in self.flows.tied:
-            holders = tuple(
-                index
-                for index, stage in enumerate(stages)
-                if any(stage.first <= layer < stage.stop for layer in tied.layers)
-            )
+            held = (layer for layer in tied.layers if stages[0].first <= layer < stops[-1])
+            holders = tuple(sorted({bisect_right(stops, layer) for layer in held}))
             if tied.trainable and len(holders) > 1:
                 found.append((tied.number, holders))
         return found

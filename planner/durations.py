@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs import CostModel
@@ -28,6 +29,8 @@ class Durations:
     """By (sending rank, receiving rank)."""
     tied_s: list[float] = field(default_factory=list)
     """By index into the plan's shared parameters."""
+    turns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(first, period) of the micro-batches that a pair's messages carry; only where not all do."""
 
 
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
@@ -35,13 +38,18 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     found = Durations(costs.profile.step_overhead_s)
     for index, stage in enumerate(candidate.stages):
         reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
-        for replica in range(len(stage.devices)):
-            found.stage.append(index)
-            found.forward_s.append(costs.forward_s(stage, replica))
-            found.backward_s.append(costs.backward_s(stage, replica, candidate.micro_batches))
-            found.exposed_s.append(costs.replica_exposed_s(stage, replica))
-            found.reduce_s.append(reduce_s)
-            found.update_s.append(update_s)
+        alike: dict[tuple[float, int], tuple[float, float, float]] = {}
+        for replica, key in enumerate(zip(stage.shares, map(costs.kind_of.__getitem__, stage.devices), strict=True)):
+            if key not in alike:
+                backward_s = costs.backward_s(stage, replica, candidate.micro_batches)
+                alike[key] = costs.forward_s(stage, replica), backward_s, costs.replica_exposed_s(stage, replica)
+            columns = (found.forward_s, found.backward_s, found.exposed_s)
+            for column, seconds in zip(columns, alike[key], strict=True):
+                column.append(seconds)
+        width = len(stage.devices)
+        found.stage.extend([index] * width)
+        found.reduce_s.extend([reduce_s] * width)
+        found.update_s.extend([update_s] * width)
     _price_messages(costs, candidate, found)
     for tied, holders in costs.tied_between(candidate.stages):
         devices = [device for index in holders for device in candidate.stages[index].devices]
@@ -50,18 +58,17 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
 
 
 def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) -> None:
-    starts = [0]
-    for stage in candidate.stages:
-        starts.append(starts[-1] + len(stage.devices))
-    for producer, sending in enumerate(candidate.stages):
-        for consumer in range(producer + 1, len(candidate.stages)):
-            receiving = candidate.stages[consumer]
-            flow = costs.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)
-            for route in routes(sending, receiving) if flow.tensors else ():
-                sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
-                devices = sending.devices[route.sender], receiving.devices[route.receiver]
-                size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                found.message_s[sender, receiver] = costs.message_s(size, *devices)
-                if flow.gradients:
-                    size = costs.message_bytes(route, candidate.micro_batch_size, flow.gradient_bytes_per_sample)
-                    found.message_s[receiver, sender] = costs.message_s(size, *devices[::-1])
+    stages = candidate.stages
+    starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages]):
+        sending, receiving = stages[producer], stages[consumer]
+        for route in routes(sending, receiving):
+            pair = starts[producer] + route.sender, starts[consumer] + route.receiver
+            devices = sending.devices[route.sender], receiving.devices[route.receiver]
+            size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
+            found.message_s[pair] = costs.message_s(size, *devices)
+            if flow.gradients:
+                size = costs.message_bytes(route, candidate.micro_batch_size, flow.gradient_bytes_per_sample)
+                found.message_s[pair[::-1]] = costs.message_s(size, *devices[::-1])
+            if route.period > 1:
+                found.turns[pair] = found.turns[pair[::-1]] = route.first, route.period

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from autopar.formats.profile import Profile
 
-__all__ = ["NO_FLOW", "Flow", "FlowTensor", "Flows", "TiedLayers"]
+__all__ = ["NO_FLOW", "Exchange", "Flow", "FlowTensor", "Flows", "TiedLayers"]
 
 
 class Flow(NamedTuple):
@@ -20,6 +23,14 @@ class Flow(NamedTuple):
 
 
 NO_FLOW = Flow(0, 0, 0, 0)
+
+
+class Exchange(NamedTuple):
+    """Two stages, the first of which makes what the second reads."""
+
+    producer: int
+    consumer: int
+    flow: Flow
 
 
 class FlowTensor(NamedTuple):
@@ -65,6 +76,9 @@ class Flows:
             for index, tied in enumerate(profile.tied)
         ]
         self._between: dict[tuple[int, int, int, int], Flow] = {}
+        pairs = [(number, each.producer, to) for number, each in enumerate(self.crossing) for to in each.consumers]
+        self._numbers, self._producers, self._consumers = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
+        """Of every tensor and layer that reads it."""
 
     def made_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer makes and another reads."""
@@ -80,11 +94,29 @@ class Flows:
         if key not in self._between:
             found = [
                 tensor
-                for tensor in self.crossing
-                if first <= tensor.producer < stop
-                and any(next_first <= consumer < next_stop for consumer in tensor.consumers)
+                for layer in range(first, stop)
+                for tensor in self._made[layer]
+                if any(next_first <= consumer < next_stop for consumer in tensor.consumers)
             ]
-            back = [tensor.bytes_per_sample for tensor in found if tensor.gradient]
-            total = sum(tensor.bytes_per_sample for tensor in found)
-            self._between[key] = Flow(len(found), total, len(back), sum(back)) if found else NO_FLOW
+            self._between[key] = _flow(found) if found else NO_FLOW
         return self._between[key]
+
+    def exchanges(self, stops: Sequence[int]) -> list[Exchange]:
+        """Return what travels between stages that end before the layers ``stops``, by producer and consumer."""
+        stage_of = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
+        made, read = stage_of[self._producers], stage_of[self._consumers]
+        crosses = np.flatnonzero(made != read)
+        # A stage is sent a tensor once, however many of its layers read it.
+        keys = np.unique((made[crosses] * len(stops) + read[crosses]) * len(self.crossing) + self._numbers[crosses])
+        groups: dict[int, list[int]] = {}
+        for key in keys.tolist():
+            groups.setdefault(key // len(self.crossing), []).append(key % len(self.crossing))
+        return [
+            Exchange(*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
+            for pair, numbers in groups.items()
+        ]
+
+
+def _flow(tensors: Sequence[FlowTensor]) -> Flow:
+    back = [tensor.bytes_per_sample for tensor in tensors if tensor.gradient]
+    return Flow(len(tensors), sum(tensor.bytes_per_sample for tensor in tensors), len(back), sum(back))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from autopar.planner.candidate import Candidate
@@ -32,12 +33,16 @@ class Best:
         return self.found.step_s if self.found else float("inf")
 
     def judge(self, simulator: Simulator, candidate: Candidate) -> float | None:
-        """Simulate a candidate; return its seconds per step, or None where it does not fit."""
+        """Simulate a candidate; return its seconds per step, or None where it does not fit.
+
+        Of one that is not the best of its number of stages, the seconds may be a lower bound.
+        """
         short = max(simulator.costs.shortfalls(candidate))
         if short > 0:
             self.miss(short, candidate)
             return None
-        found = Found(simulator.step_s(candidate), candidate)
+        rival = self.by_stages.get(len(candidate.stages))
+        found = Found(simulator.step_s(candidate, math.inf if rival is None else rival.step_s), candidate)
         self.consider(found)
         return found.step_s
 

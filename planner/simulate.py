@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
+from autopar.planner.awaited import awaited
+from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate
 from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
@@ -27,11 +31,15 @@ from autopar.planner.rows import (
 from autopar.planner.sharing import Sharing, Traffic
 from autopar.planner.wave import ride, wave_of
 
-__all__ = ["Rows", "Simulator", "compile_rows", "run", "trace"]
+__all__ = ["Rows", "Simulator", "compile_rows", "run", "skeleton", "trace"]
 
 _NOT_BLOCKED = -1
-WAVE_STAGES = 6
-"""A shorter chain is simulated faster action by action."""
+# Microseconds of one core: only their ratios matter, and only to which simulator is asked.
+COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0
+COST_BEFORE = 250.0
+"""Of laying out what is simulated at once."""
+MOST_KEPT = 2**21
+"""Actions of expanded programs that are kept, some hundred bytes each."""
 
 
 class _Run:
@@ -152,11 +160,22 @@ def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) 
     return timeline
 
 
+class _Laid(NamedTuple):
+    """What of a candidate does not depend on depths."""
+
+    times: Durations
+    needed: Durations
+    """Without messages that nobody waits for."""
+    tied: list[tuple[int, ...]]
+    """The stages of every shared parameter."""
+    traffic: Traffic | None
+
+
 class Simulator:
     """Simulates candidates; programs that differ in their layers only are expanded once.
 
-    A long chain of stages whose replicas act alike needs no program: all stages are simulated at once. Where devices
-    share links, or computing and communicating slow each other, a program is interpreted event by event.
+    Large ones need no program: many actions are simulated at once, wherever that is quicker. Where devices share links,
+    or computing and communicating slow each other, a program is interpreted event by event.
     """
 
     def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
@@ -164,16 +183,57 @@ class Simulator:
         self.costs = costs
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
+        self._kept = 0
+        self._latest: tuple[Candidate, _Laid] | None = None
 
-    def step_s(self, candidate: Candidate) -> float:
-        """Return a candidate's seconds per step."""
-        times = durations(self.costs, candidate)
-        traffic = self._traffic(candidate, times)
-        if traffic is None and len(candidate.stages) >= WAVE_STAGES:
-            wave = wave_of(candidate, times, self._tied(candidate))
+    def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
+        """Return a candidate's seconds per step.
+
+        Where they are not below ``below_s``, a lower bound may be returned that is not, either: contention never
+        shortens a step, and what nothing slows is soon simulated.
+        """
+        laid = self._lay(candidate)
+        if laid.traffic is None or below_s < math.inf:
+            alone_s = self._alone_s(candidate, laid)
+            if laid.traffic is None or alone_s >= below_s:
+                return alone_s
+        return run(self.rows_of(candidate), laid.times, laid.traffic)
+
+    def _lay(self, candidate: Candidate) -> _Laid:
+        """Return what candidates that differ in depths have in common; the last one is remembered."""
+        stages = tuple(stage._replace(warmup=0) for stage in candidate.stages)
+        key = candidate._replace(stages=stages)
+        if self._latest is None or self._latest[0] != key:
+            times = durations(self.costs, candidate)
+            laid = _Laid(times, awaited(candidate, times), self._tied(candidate), self._traffic(candidate, times))
+            self._latest = key, laid
+        return self._latest[1]
+
+    def _alone_s(self, candidate: Candidate, laid: _Laid) -> float:
+        """Return the seconds of a step that nothing slows."""
+        step_s = self._at_once(candidate, laid.needed, laid.tied)
+        if step_s is not None:
+            return step_s
+        times = laid.times
+        pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in laid.needed.message_s}
+        return run(self._rows_of(candidate, pairs), times)
+
+    def _at_once(self, candidate: Candidate, times: Durations, tied: Sequence[tuple[int, ...]]) -> float | None:
+        """Simulate many actions at once; None where one by one is quicker."""
+        count, stages = candidate.micro_batches, candidate.stages
+        # Twice a forward for a backward, and a send for a receive; replicas in turn do so many among them.
+        taken = sum(1 / times.turns[pair][1] if pair in times.turns else 1 for pair in times.message_s)
+        computed = sum(len(stage.devices) if stage.division == "split" else 1 for stage in stages)
+        spare = COST_ACTION * 2 * count * (computed + taken) - COST_BEFORE
+        if COST_TURN * (count + stages[0].warmup) < spare:
+            wave = wave_of(candidate, times, tied)
             if wave is not None:
                 return ride(wave)
-        return run(self.rows_of(candidate), times, traffic)
+        beats = beats_of(candidate) if COST_BEAT * 2 * count < spare else None
+        # Beats without actions cost nothing.
+        if beats is not None and COST_BEAT * min(beats.total, 2 * count * len(stages)) < spare:
+            return march(candidate, times, tied, beats)
+        return None
 
     def _tied(self, candidate: Candidate) -> list[tuple[int, ...]]:
         return [holders for _, holders in self.costs.tied_between(candidate.stages)]
@@ -191,22 +251,31 @@ class Simulator:
 
     def rows_of(self, candidate: Candidate) -> Rows:
         """Return a candidate's program."""
+        return self._rows_of(candidate)
+
+    def _rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
+        """Return a candidate's program, of messages between some pairs of stages only."""
         stages = candidate.stages
+        exchanges = self.costs.flows.exchanges([stage.stop for stage in stages])
         flows = tuple(
             (producer, consumer, flow.gradients > 0)
-            for producer, sending in enumerate(stages)
-            for consumer in range(producer + 1, len(stages))
-            if (flow := self.costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])).tensors
+            for producer, consumer, flow in exchanges
+            if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
         )
         tied = tuple(holders for _, holders in self.costs.tied_between(stages))
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
         if key not in self._rows:
-            self._rows[key] = rows_of(_skeleton(candidate, flows, tied))
+            rows = rows_of(skeleton(candidate, flows, tied))
+            self._kept += sum(map(len, rows))
+            if self._kept > MOST_KEPT:
+                self._rows.clear()
+                self._kept = sum(map(len, rows))
+            self._rows[key] = rows
         return self._rows[key]
 
 
-def _skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Plan:
+def skeleton(candidate: Candidate, flows: Sequence[tuple[int, int, bool]], tied: Sequence[tuple[int, ...]]) -> Plan:
     """Return a candidate as a plan with one tensor per pair of stages; a message bundles its tensors anyway."""
     return Plan.model_construct(
         schedule=candidate.schedule,

@@ -1,4 +1,4 @@
-"""Wave: all stages simulated at once, where every stage's replicas act alike; the quick judge of large candidates."""
+"""Wave: all stages simulated at once, where some replicas of a stage are always its last; for long chains."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ ABSENT_S = float("-inf")
 """Seconds of a message that is never sent: who would receive it waits for nothing."""
 SLIVER = 1e-6
 """Share of a micro-batch that is rounding, where its rows divide freely."""
+ROUNDING = 1e-13
+"""Share of a backward and its reduction that is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """A chain of stages, by stage in order; every number holds for each of a stage's replicas."""
+    """A chain of stages, by stage in order; every number is that of the stage's slowest replicas."""
 
     micro_batches: int
     overhead_s: float
@@ -144,33 +146,35 @@ def applies(candidate: Candidate, times: Durations) -> bool:
 
 
 def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | None:
-    """Return a candidate as a wave, or None where its replicas may drift apart.
+    """Return a candidate as a wave, or None where no replica of a stage is always the last one.
 
-    Replicas of a stage act alike if their forwards and backwards take the same time and if the slowest of the messages
-    that each receives does: then all of them begin and end together, whatever their number in the stages beside. Each
-    must take part in every micro-batch, and messages pass between neighbours only.
+    A stage's *laggards* compute as long as its slowest replica, and wait for a message that takes as long as the
+    slowest between the two stages and comes from a laggard, both of activations and of gradients. By induction over the
+    program's actions, none of a stage's replicas is ever behind its laggards, which act alike: the wave is theirs. Each
+    replica must take part in every micro-batch, and messages pass between neighbours only.
     """
     depths = tuple(min(stage.warmup, candidate.micro_batches) for stage in candidate.stages)
     if any(before < after for before, after in pairwise(depths)) or not _split(candidate):
         return None
     ranks = _ranks(candidate)
-    forward_s, backward_s = (_common(column, ranks) for column in (times.forward_s, times.backward_s))
-    messages = _messages(times, ranks)
-    if forward_s is None or backward_s is None or messages is None:
+    messages = _messages(times, len(ranks))
+    if messages is None:
         return None
-    exposed_s = [max(times.exposed_s[rank] for rank in mine) if len(mine) > 1 else 0.0 for mine in ranks]
-    update_s = [max(times.update_s[rank] for rank in mine) for mine in ranks]
-    return Wave(
-        candidate.micro_batches,
-        times.overhead_s,
-        depths,
-        forward_s,
-        backward_s,
-        *messages,
-        np.array(exposed_s),
-        np.array(update_s),
-        tuple(zip(tied, times.tied_s, strict=True)),
+    forward_s, backward_s, update_s = (
+        np.array([max(column[mine.start : mine.stop]) for mine in ranks])
+        for column in (times.forward_s, times.backward_s, times.update_s)
     )
+    slowest = ((times.forward_s, forward_s), (times.backward_s, backward_s))
+    laggards = [
+        {rank for rank in mine if all(column[rank] == most[index] for column, most in slowest)}
+        for index, mine in enumerate(ranks)
+    ]
+    exposed_s = _exposed(times, ranks, laggards, backward_s) if _agree(laggards, times, *messages) else None
+    if exposed_s is None:
+        return None
+    shared = tuple(zip(tied, times.tied_s, strict=True))
+    columns = (forward_s, backward_s, *messages, exposed_s, update_s)
+    return Wave(candidate.micro_batches, times.overhead_s, depths, *columns, shared)
 
 
 def _split(candidate: Candidate) -> bool:
@@ -187,24 +191,55 @@ def _ranks(candidate: Candidate) -> list[range]:
     return found
 
 
-def _common(seconds: Sequence[float], ranks: Sequence[range]) -> Numbers | None:
-    """Return what all ranks of a stage take, by stage; None where they differ."""
-    found = [seconds[mine[0]] for mine in ranks]
-    alike = all(seconds[rank] == stage_s for mine, stage_s in zip(ranks, found, strict=True) for rank in mine)
-    return np.array(found) if alike else None
-
-
-def _messages(times: Durations, ranks: Sequence[range]) -> tuple[Numbers, Numbers] | None:
-    """Return the seconds of activations and gradients between neighbours; None where receivers would drift apart."""
-    slowest: dict[int, dict[int, float]] = {}
+def _messages(times: Durations, stages: int) -> tuple[Numbers, Numbers] | None:
+    """Return the seconds of the slowest activation and gradient across every boundary; None if some skip a stage."""
+    activation_s, gradient_s = np.full(stages - 1, ABSENT_S), np.full(stages - 1, ABSENT_S)
     for (sender, receiver), seconds in times.message_s.items():
-        step = times.stage[receiver] - times.stage[sender]
-        if abs(step) != 1:
+        before, after = times.stage[sender], times.stage[receiver]
+        if abs(after - before) != 1:
             return None
-        into = slowest.setdefault(step, {})
-        into[receiver] = max(into.get(receiver, 0.0), seconds)
-    into, back = slowest.get(1, {}), slowest.get(-1, {})
-    every_s = [into.get(rank, ABSENT_S) for rank in range(len(times.stage))]
-    activation_s = _common(every_s, ranks)
-    gradient_s = _common([back.get(rank, ABSENT_S) for rank in range(len(times.stage))], ranks)
-    return None if activation_s is None or gradient_s is None else (activation_s[1:], gradient_s[:-1])
+        slowest = activation_s if after > before else gradient_s
+        slowest[min(before, after)] = max(slowest[min(before, after)], seconds)
+    return activation_s, gradient_s
+
+
+def _agree(laggards: list[set[int]], times: Durations, activation_s: Numbers, gradient_s: Numbers) -> bool:
+    """Leave only those that the slowest messages of laggards reach; return whether every stage has some."""
+    senders: dict[tuple[int, int], list[int]] = {}
+    """Of the slowest messages, by (receiving rank, sending stage)."""
+    for (sender, receiver), seconds in times.message_s.items():
+        before, after = times.stage[sender], times.stage[receiver]
+        slowest = activation_s if after > before else gradient_s
+        if seconds == slowest[min(before, after)]:
+            senders.setdefault((receiver, before), []).append(sender)
+    stages = len(laggards)
+    heard = [[index - 1] if index and np.isfinite(activation_s[index - 1]) else [] for index in range(stages)]
+    for index in np.flatnonzero(np.isfinite(gradient_s)).tolist():
+        heard[index].append(index + 1)
+    count = -1
+    while count != (count := sum(map(len, laggards))):
+        for index in (*range(stages), *reversed(range(stages))):
+            for stage in heard[index]:
+                reached = laggards[stage]
+                laggards[index] = {
+                    rank for rank in laggards[index] if not reached.isdisjoint(senders.get((rank, stage), ()))
+                }
+    return all(laggards)
+
+
+def _exposed(
+    times: Durations, ranks: Sequence[range], laggards: Sequence[set[int]], backward_s: Numbers
+) -> Numbers | None:
+    """Return what is left of every stage's reduction behind its laggards' last backward.
+
+    All replicas begin it at the latest when the laggards do. None where the reduction may wait for another one, which
+    computes less and whose gradients are reduced for longer.
+    """
+    found = np.zeros(len(ranks))
+    for index, mine in enumerate(ranks):
+        if len(mine) > 1:
+            found[index] = max(times.exposed_s[rank] for rank in laggards[index])
+            latest = max(times.backward_s[rank] + times.exposed_s[rank] for rank in mine)
+            if latest > (backward_s[index] + found[index]) * (1 + ROUNDING):
+                return None
+    return found

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "predict"]
 
+MOST_ACTIONS = 2**22
+"""About 2 GiB of timeline, and a minute."""
+MANY_ACTIONS = 2**17
+"""Some seconds."""
+
 
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
@@ -61,13 +66,32 @@ def predict(plan: Path, profile: Path | None = None, cluster: str | None = None)
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        UsageError: the program is too long to be listed action by action.
     """
     from autopar.formats.plan import Plan
     from autopar.planner import simulate
 
     planned = Plan.load(plan)
+    _check_length(planned, plan)
     measured = _profile(planned, plan, profile)
     return simulate(planned, measured, _cluster(planned, plan, cluster, measured))
+
+
+def _check_length(planned: Plan, plan: Path) -> None:
+    """Refuse a program whose timeline fits no ordinary memory; say so where it takes a while."""
+    from rich.console import Console
+
+    from autopar.schedules.expand import action_count
+
+    count = action_count(planned)
+    size = f"{count:,} actions of {len(planned.devices):,} ranks"
+    if count > MOST_ACTIONS:
+        raise UsageError(
+            f"{plan}: a timeline of {size} is not listed, only of up to {MOST_ACTIONS:,}; the plan holds what is "
+            f"predicted of the step (`autopar show {plan}`), and one of fewer --micro-batches or --gpus can be listed"
+        )
+    if count > MANY_ACTIONS:
+        Console(stderr=True).print(f"Simulating {size}, one by one ...", highlight=False, markup=False)
 
 
 def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from autopar.formats.document import least_certain
 from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import new_table
+from autopar.report.table import fill, new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from autopar.formats.plan import Plan, Stage
 
 __all__ = ["render"]
+
+MOST_STAGES = 24
+"""Of an alternative, in full."""
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -44,6 +47,7 @@ def _stages(plan: Plan) -> Table:
     known = set(predicted.compute)
     title = f"Stages (times of one micro-batch{f', {min(known)}' if len(known) == 1 else ''})"
     table = new_table(title, (*columns, "known") if len(known) > 1 else columns, folded="layers")
+    rows: list[tuple[str, ...]] = []
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
@@ -51,7 +55,8 @@ def _stages(plan: Plan) -> Table:
         numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
         numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
         row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
-        table.add_row(*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ()))
+        rows.append((*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
+    fill(table, rows)
     return table
 
 
@@ -90,6 +95,19 @@ def _layers(stage: Stage) -> str:
     return f"{stage.layers[0]} .. {stage.layers[-1]}"
 
 
+def _few(stages: str) -> str:
+    """Return an alternative's stages; of many the first and the last ones.
+
+    >>> _few("0-1:1,2:4"), _few(",".join(f"{layer}:1" for layer in range(100)))
+    ('0-1:1,2:4', '0:1,1:1,2:1, ... 94 more ..., 97:1,98:1,99:1')
+    """
+    each = stages.split(",")
+    if len(each) <= MOST_STAGES:
+        return stages
+    ends = (",".join(part) for part in (each[:3], each[-3:]))
+    return f", ... {len(each) - 6} more ..., ".join(ends)
+
+
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
     table = new_table("Predicted", ("", ""))
@@ -117,6 +135,6 @@ def _alternatives(plan: Plan) -> Table:
             continue
         slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
         count = "" if each.micro_batches is None else str(each.micro_batches)
-        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, each.stages or "")
+        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, _few(each.stages or ""))
         table.add_row(*map(escape, row))
     return table

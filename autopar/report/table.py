@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.table import Table
 
-__all__ = ["new_table"]
+__all__ = ["fill", "new_table"]
+
+MOST_ROWS = 40
+LAST_ROWS = 10
+"""How many of the last ones are among them."""
 
 
 def new_table(title: str, columns: tuple[str, ...], *, folded: str = "", footer: bool = False) -> Table:
@@ -28,3 +34,17 @@ def new_table(title: str, columns: tuple[str, ...], *, folded: str = "", footer:
         justify = "right" if name.startswith(">") else "left"
         table.add_column(name.removeprefix(">"), justify=justify, overflow="fold", no_wrap=name != folded)  # type: ignore[arg-type]
     return table
+
+
+def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
+    """Add rows to a table; of more than :data:`MOST_ROWS` the first and the last ones, and how many are between."""
+    if len(rows) <= MOST_ROWS:
+        for row in rows:
+            table.add_row(*row)
+        return
+    first = MOST_ROWS - LAST_ROWS
+    for row in rows[:first]:
+        table.add_row(*row)
+    table.add_row("...", f"{len(rows) - MOST_ROWS} more")
+    for row in rows[-LAST_ROWS:]:
+        table.add_row(*row)

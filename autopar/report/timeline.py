@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.report.quantity import duration, percentage
-from autopar.report.table import new_table
+from autopar.report.table import fill, new_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +41,8 @@ _LEGIBLE = 5.0  # points
 _LEAST_WIDTH = 1.2  # points
 _DIGIT = 0.64  # width of a digit over the font's size
 _POINTS = 72
+_MOST_INCHES = 100.0
+"""Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
 
 class _Row(NamedTuple):
@@ -91,11 +93,13 @@ def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step."""
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">bubble")
     table = new_table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
+    rows = []
     for row in _rows([timeline], [""]):
         spent = {kind: sum(e.end_s - e.start_s for e in row.events if e.action.kind == kind) for kind in _NAMES}
-        idle = timeline.end_s - sum(spent.values())
+        idle = row.end_s - sum(spent.values())
         times = [duration(seconds) for seconds in (*spent.values(), max(0.0, idle))]
-        table.add_row(str(row.rank), _stages(row.events), *times)
+        rows.append((str(row.rank), _stages(row.events), *times))
+    fill(table, rows)
     console.print(table)
     console.print(f"bubble: {percentage(timeline.bubble())} of the ranks' time", highlight=False)
 
@@ -108,8 +112,9 @@ def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:
         for event in timeline:
             events[index][event.rank].append(event)
     pitch = len(timelines) + _GROUP_AIR
+    ends_s = [timeline.end_s for timeline in timelines]
     return [
-        _Row(rank, label, rank * pitch + index, events[index][rank], timelines[index].end_s)
+        _Row(rank, label, rank * pitch + index, events[index][rank], ends_s[index])
         for rank in range(ranks)
         for index, label in enumerate(labels)
     ]
@@ -120,8 +125,8 @@ def _sheet(rows: list[_Row], end_s: float) -> _Sheet:
 
     busiest = max((sum(track_of(event.action.kind) == "compute" for event in row.events) for row in rows), default=0)
     width = min(12.0 + max(0, busiest - 64) * 0.06, 20.0)
-    row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8)
     height = rows[-1].top + 1 if rows else 1.0
+    row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8, _MOST_INCHES / height)
     left, right, above, below = 1.5 if any(row.label for row in rows) else 0.8, 0.3, 0.5, 0.85
     inches = height * row_inches
     figure = Figure(figsize=(width, inches + above + below), dpi=150)

@@ -38,10 +38,13 @@ def check(program: Program, plan: Plan) -> None:
     count = len(plan.devices)
     if len(program.ranks) != count:
         raise ProgramError(f"the program has {len(program.ranks)} ranks, the plan {count}")
-    all_messages = messages(plan)
+    own: list[list[Message]] = [[] for _ in range(count)]
+    for message in messages(plan):
+        own[message.sender].append(message)
+        own[message.receiver].append(message)
     for rank, actions in enumerate(program.ranks):
-        _check_complete(rank, actions, plan, all_messages)
         stage, _ = stage_of(plan, rank)
+        _check_complete(rank, stage, actions, plan, own[rank])
         depth, allowed = in_flight(actions), plan.stages[stage].warmup
         if depth > allowed:
             raise ProgramError(f"rank {rank} (stage {stage}) keeps {depth} micro-batches in flight, allowed {allowed}")
@@ -60,16 +63,18 @@ def in_flight(actions: RankProgram) -> int:
     return deepest
 
 
-def _check_complete(rank: int, actions: RankProgram, plan: Plan, all_messages: list[Message]) -> None:
-    """Every action that the plan asks of the rank is there once, and its own order makes sense."""
-    stage, _ = stage_of(plan, rank)
+def _check_complete(rank: int, stage: int, actions: RankProgram, plan: Plan, flowing: list[Message]) -> None:
+    """Every action that the plan asks of the rank is there once, and its own order makes sense.
+
+    ``flowing`` are the messages that the rank sends or receives.
+    """
     expected: Counter[Action] = Counter()
     before: dict[Action, list[Action]] = {}
     own = mine(plan, rank)
     for micro_batch in own:
         forward, backward = Action(FORWARD, stage, micro_batch), Action(BACKWARD, stage, micro_batch)
         before[backward], before[forward] = [forward], []
-        for message in all_messages:
+        for message in flowing:
             if not message.carries(micro_batch):
                 continue
             if message.receiver == rank:

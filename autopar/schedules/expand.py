@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.formats.plan import Plan, turns
@@ -23,7 +24,7 @@ from autopar.formats.program import (
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import routes
 
-__all__ = ["Entry", "Message", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
+__all__ = ["Entry", "Message", "action_count", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
 
 
 Entry = tuple[str, int, int, int]
@@ -79,6 +80,7 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return every message that micro-batches cause, by producer, consumer, sender, receiver."""
     found = []
+    starts = [0, *accumulate(stage.replicas for stage in plan.stages)]
     pairs: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(plan.tensors):
         for consumer in tensor.consumers:
@@ -86,7 +88,7 @@ def messages(plan: Plan) -> list[Message]:
     for (producer, consumer), tensors in sorted(pairs.items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         for route in routes(plan.stages[producer], plan.stages[consumer]):
-            sender, receiver = rank_of(plan, producer, route.sender), rank_of(plan, consumer, route.receiver)
+            sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
             rows = int(route.start), -int(-route.stop // 1)
             bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
             found.append(Message(producer, consumer, sender, receiver, *bundle))
@@ -106,6 +108,19 @@ def expand(plan: Plan) -> Program:
             for stage, entries in zip(stages, entries_of(plan), strict=True)
         )
     )
+
+
+def action_count(plan: Plan) -> int:
+    """Return how many actions the program of a plan has, without expanding it."""
+    count = sum(1 + (stage.replicas > 1) for stage in plan.stages for _ in range(stage.replicas))
+    count += sum(plan.stages[stage].replicas for tied in plan.tied for stage in tied.stages)
+    for stage in plan.stages:
+        own = (turns(stage.division, stage.replicas, replica, plan.micro_batches) for replica in range(stage.replicas))
+        count += 2 * sum(map(len, own))
+    for message in messages(plan):
+        carried = len(range(message.first, plan.micro_batches, message.period))
+        count += 2 * carried * (2 if message.gradients else 1)
+    return count
 
 
 def entries_of(plan: Plan) -> Iterator[Iterator[Entry]]:

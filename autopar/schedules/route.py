@@ -99,8 +99,19 @@ def routes(sending: Divided, receiving: Divided) -> list[Route]:
     1 1 2 4 1 2
     """
     found = []
+    receiving_spans = _spans(receiving)
+    split = receiving.division == "split"
+    reached = 0
     for sender, (begin, end) in enumerate(_spans(sending)):
-        for receiver, (other_begin, other_end) in enumerate(_spans(receiving)):
+        if sending.division == "round-robin":
+            reached = 0
+        # Spans of shares ascend: who ends before this sender begins has nothing of it, nor of those behind.
+        while split and reached < len(receiving_spans) and receiving_spans[reached][1] <= begin:
+            reached += 1
+        for receiver in range(reached, len(receiving_spans)):
+            other_begin, other_end = receiving_spans[receiver]
+            if split and other_begin >= end:
+                break
             start, stop = max(begin, other_begin), min(end, other_end)
             turn = _turn(sending, sender, receiving, receiver)
             if stop - start > SLIVER and turn is not None:
@@ -116,6 +127,8 @@ def _spans(stage: Divided) -> list[tuple[float, float]]:
 
 def _turn(sending: Divided, sender: int, receiving: Divided, receiver: int) -> tuple[int, int] | None:
     """(first, period) of the micro-batches that both replicas take part in; None where there are none."""
+    if sending.division == receiving.division == "split":
+        return 0, 1
     there = len(sending.shares) if sending.division == "round-robin" else 1
     here = len(receiving.shares) if receiving.division == "round-robin" else 1
     period = lcm(there, here)

@@ -7,7 +7,11 @@ from itertools import pairwise
 
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
-from autopar.schedules.route import even_shares
+from autopar.planner.durations import Durations
+from autopar.schedules.route import even_shares, routes
+
+Flows = list[tuple[int, int, bool]]
+"""(producer, consumer, whether a gradient returns)."""
 
 
 def shares_of(rng: random.Random, rows: int, replicas: int) -> tuple[int, ...]:
@@ -54,3 +58,55 @@ def _varied(rng: random.Random, stage: Placed, rows: int, micro_batches: int) ->
             turned = -(-stage.warmup // width)
             stage = stage._replace(division="round-robin", shares=(rows,) * width, warmup=turned)
     return stage
+
+
+def long_candidate(seed: int, turns: float = 0.3, skips: float = 0.05) -> tuple[Candidate, Durations, Flows]:
+    """Return a long candidate of any shape, with durations of any size; some take no time, some messages skip stages.
+
+    Replicas of some stages take as long as their shares are large, those of others anything, and so do messages.
+    """
+    rng = random.Random(seed)
+    micro_batches, rows = rng.randint(1, 24), rng.randint(2, 8)
+    allowed, stages, first = micro_batches, [], 0
+    for index in range(rng.randint(1, 24)):
+        stages.append(_long_stage(rng, index, first, rows, micro_batches, allowed, turns))
+        first += len(stages[-1].devices)
+        allowed = min(allowed, stages[-1].in_flight)
+    times = Durations(0.01)
+    wild = rng.choice([0.0, 0.0, 1.0])
+    for index, stage in enumerate(stages):
+        base_s = [rng.choice([0.0, 1.0, 1.0]) * rng.lognormvariate(0.0, 1.0) for _ in range(4)]
+        for share in stage.shares:
+            times.stage.append(index)
+            times.reduce_s.append(1.0)
+            for column, each in zip((times.forward_s, times.backward_s, times.exposed_s), base_s, strict=False):
+                column.append(each * (share + wild * rng.random()))
+            times.update_s.append(base_s[3])
+    flows = [
+        (producer, consumer, rng.random() < 0.9)
+        for producer in range(len(stages))
+        for consumer in range(producer + 1, len(stages))
+        if rng.random() < (0.9 if consumer == producer + 1 else skips)
+    ]
+    for producer, consumer, gradient in flows:
+        base_s = [rng.lognormvariate(-2.0, 1.0), rng.lognormvariate(-2.0, 1.0)]
+        for route in routes(stages[producer], stages[consumer]):
+            pair = stages[producer].devices[route.sender], stages[consumer].devices[route.receiver]
+            for ends, each in list(zip((pair, pair[::-1]), base_s, strict=True))[: 1 + gradient]:
+                times.message_s[ends] = each * (route.stop - route.start + wild * rng.random())
+                if route.period > 1:
+                    times.turns[ends] = route.first, route.period
+    return Candidate(micro_batches, rows, "1f1b", tuple(stages)), times, flows
+
+
+def _long_stage(
+    rng: random.Random, index: int, first: int, rows: int, micro_batches: int, allowed: int, turns: float
+) -> Placed:
+    """A stage that keeps no more in flight than the stage before."""
+    width = rng.randint(1, min(4, rows))
+    devices = tuple(range(first, first + width))
+    in_flight = max(1, allowed - rng.choice([0, 0, 1, 2, 7]))
+    if 1 < width <= min(micro_batches, in_flight) and rng.random() < turns:
+        depth = min(in_flight // width, -(-micro_batches // width))
+        return Placed(index, index + 1, devices, (rows,) * width, depth, division="round-robin")
+    return Placed(index, index + 1, devices, shares_of(rng, rows, width), in_flight)

@@ -191,3 +191,20 @@ def test_the_searchs_simulator_heeds_sharing_only_where_something_can_slow() -> 
         contended = Simulator(case.costs, case.sharing).step_s(case.candidate)
         times = durations(case.costs, case.candidate)
         assert contended == pytest.approx(run(case.rows, times, Traffic(case.sharing, case.devices)), rel=1e-12)
+
+
+def test_a_step_that_is_not_below_a_limit_may_be_a_lower_bound_that_is_not_either() -> None:
+    spared = 0
+    for seed in range(60):
+        case = _Case(seed)
+        simulator = Simulator(case.costs, case.sharing)
+        contended = simulator.step_s(case.candidate)
+        for factor in (0.5, 0.9, 1.1):
+            limit_s = factor * contended
+            found = simulator.step_s(case.candidate, limit_s)
+            if factor > 1:
+                assert found == contended
+            else:
+                assert limit_s <= found <= contended * (1 + 1e-12)
+            spared += found < contended * (1 - 1e-9)
+    assert spared > 10

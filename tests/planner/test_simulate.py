@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 import time
 from itertools import pairwise
 
@@ -25,6 +27,8 @@ from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 
 Times = dict[tuple[int, int], float]
+# The package's function of the same name hides the module.
+simulating = sys.modules["autopar.planner.simulate"]
 
 
 def _naive_ends(program: Program, times: Durations) -> list[float]:
@@ -84,6 +88,31 @@ def test_the_simulator_solves_the_programs_dependencies() -> None:
         assert step_s == pytest.approx(max(_naive_ends(program, times)), rel=1e-12)
         assert step_s == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)
         assert step_s == trace(program, times).end_s == made.predicted.step_s
+
+
+def test_whichever_simulator_is_asked_a_step_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 8)
+        profile = random_profile(seed, batches=(2, 6, 12), skips=rng.choice([0.0, 0.12, 0.5]))
+        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        candidate = random_candidate(rng, costs)
+        simulator = Simulator(costs)
+        expected = run(simulator.rows_of(candidate), durations(costs, candidate))
+        for action, turn, beat in ((0.0, 1.0, 1.0), (1e6, 0.0, 0.0), (1e6, math.inf, 0.0)):
+            monkeypatch.setattr(simulating, "COST_ACTION", action)
+            monkeypatch.setattr(simulating, "COST_TURN", turn)
+            monkeypatch.setattr(simulating, "COST_BEAT", beat)
+            assert simulator.step_s(candidate) == pytest.approx(expected, rel=1e-12)
+
+
+def test_candidates_that_differ_in_depths_are_told_apart() -> None:
+    costs = CostModel(_chain(4, 32, 1.0, 2.0), _free_cluster(4), PlanOptions())
+    family = Family(32, 1, "1f1b")
+    frame = place(family, range(1, 5), (1,) * 4)
+    simulator = Simulator(costs)
+    steps = [simulator.step_s(with_depths(family, frame, depths)) for depths in ((4, 3, 2, 1), (1,) * 4, (4, 3, 2, 1))]
+    assert steps == [pytest.approx(105.0), pytest.approx(32 * 12.0), pytest.approx(105.0)]
 
 
 def _chain(layers: int, batch: int, forward_s: float, backward_s: float) -> Profile:

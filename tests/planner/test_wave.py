@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drawn import random_candidate
+from drawn import long_candidate, random_candidate
 from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
@@ -15,7 +15,8 @@ from autopar.planner import PlanOptions
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
-from autopar.planner.simulate import Simulator, run
+from autopar.planner.rows import rows_of
+from autopar.planner.simulate import Simulator, run, skeleton
 from autopar.planner.wave import ABSENT_S, Wave, applies, ride, wave_of
 
 
@@ -122,23 +123,53 @@ def _two_stages(shares: tuple[tuple[int, ...], tuple[int, ...]], rows: int) -> t
     return Candidate(4, rows, "1f1b", tuple(stages)), times
 
 
-def test_replicas_of_unequal_number_are_a_wave_where_the_slowest_message_of_each_takes_the_same() -> None:
+def test_replicas_are_a_wave_where_the_slowest_messages_pass_between_the_slowest() -> None:
     candidate, times = _two_stages(((2, 2), (1, 2, 1)), 4)
-    alike = {(0, 2): 0.5, (0, 3): 0.25, (1, 3): 0.5, (1, 4): 0.5}
-    back = {(receiver, sender): 0.5 for sender, receiver in alike}
-    assert applies(candidate, replace(times, message_s=alike | back))
-    assert not applies(candidate, replace(times, message_s={**alike, (1, 3): 0.25} | back))
+    forth = {(0, 2): 0.25, (0, 3): 0.25, (1, 3): 0.5, (1, 4): 0.25}
+    back = {(receiver, sender): 0.5 for sender, receiver in forth}
+    rows = rows_of(skeleton(candidate, [(0, 1, True)], ()))
+    for message_s, column in (
+        (forth | back, {}),
+        (forth | back, {"forward_s": [1.0, 2.0, 1.0, 3.0, 2.0]}),
+        (forth | back, {"exposed_s": [0.5, 0.25, 1.0, 1.0, 1.0], "backward_s": [0.5, 1.0, 1.0, 1.0, 1.0]}),
+    ):
+        played = replace(times, message_s=message_s, **column)
+        wave = wave_of(candidate, played, ())
+        assert wave is not None
+        assert ride(wave) == pytest.approx(run(rows, played), rel=1e-12)
 
 
 def test_what_may_drift_apart_is_no_wave() -> None:
     candidate, times = _two_stages(((2, 2), (2, 2)), 4)
-    message_s = {(0, 2): 0.5, (1, 3): 0.5}
-    assert applies(candidate, replace(times, message_s=message_s))
-    assert not applies(candidate, replace(times, message_s=message_s, forward_s=[1.0, 1.0, 1.0, 2.0]))
+    forth = {(0, 2): 0.5, (1, 3): 0.5}
+    back = {(2, 0): 0.5, (3, 1): 0.5}
+    times = replace(times, message_s=forth | back)
+    assert applies(candidate, times)
+    # One replica computes longer forwards, the other longer backwards.
+    assert not applies(candidate, replace(times, forward_s=[1.0, 1.0, 1.0, 2.0], backward_s=[1.0, 1.0, 2.0, 1.0]))
+    # The slower replicas of two stages do not hear of each other.
+    assert not applies(candidate, replace(times, forward_s=[1.0, 2.0, 2.0, 1.0]))
+    # The slowest activation and the slowest gradient travel between different replicas.
+    assert not applies(candidate, replace(times, message_s={**forth, (0, 2): 0.6} | {**back, (3, 1): 0.6}))
+    # The replica that is done first begins a longer reduction.
+    assert not applies(candidate, replace(times, backward_s=[1.0, 2.0, 1.0, 1.0], exposed_s=[3.0, 1.0, 1.0, 1.0]))
     turns = candidate._replace(stages=tuple(stage._replace(shares=(4, 4)) for stage in candidate.stages))
-    assert not applies(turns, replace(times, message_s=message_s))
+    assert not applies(turns, times)
     deeper = candidate._replace(stages=(candidate.stages[0]._replace(warmup=1), candidate.stages[1]._replace(warmup=2)))
-    assert not applies(deeper, replace(times, message_s=message_s))
+    assert not applies(deeper, times)
+
+
+def test_long_chains_of_unequal_shares_take_as_long_as_their_programs() -> None:
+    applied = unequal = 0
+    for seed in range(200):
+        candidate, times, flows = long_candidate(seed, turns=0.0, skips=0.0)
+        wave = wave_of(candidate, times, ())
+        if wave is not None:
+            applied += 1
+            unequal += any(len(set(stage.shares)) > 1 for stage in candidate.stages)
+            expected = run(rows_of(skeleton(candidate, flows, ())), times)
+            assert ride(wave) == pytest.approx(expected, rel=1e-12)
+    assert min(applied, unequal) > 30
 
 
 def test_a_message_that_skips_a_stage_is_no_wave() -> None:

@@ -10,6 +10,7 @@ from played import small_plan
 from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
+from autopar.formats.plan import Alternative
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
 from autopar.report import plan as plan_tables
@@ -149,3 +150,20 @@ def test_a_cluster_table_shows_both_bandwidths_and_every_size_where_asked() -> N
         assert "15 GB/s" in text
         assert "1.25 x" in text
     assert "1.5 GB/s" in texts[1]
+
+
+def test_a_table_of_many_stages_shows_the_first_and_the_last_ones() -> None:
+    plan = small_plan((1,) * 60, 2)
+    predicted = plan.predicted.model_copy(
+        update={"compute": (), "forward_s": (), "backward_s": (), "peak_bytes": (1,) * 60, "limit_bytes": ()}
+    )
+    stages = ",".join(f"{stage}:1" for stage in range(60))
+    other = Alternative(name="equal split", step_s=1.0, stages=stages, micro_batches=2, schedule="1f1b")
+    stream = io.StringIO()
+    plan = plan.model_copy(update={"predicted": predicted, "alternatives": (other,)})
+    plan_tables.render(plan, Console(file=stream, width=200))
+    lines = stream.getvalue().splitlines()
+    shown = [line.split()[0] for line in lines if line.split() and line.split()[0].isdigit()]
+    assert shown == [str(stage) for stage in (*range(30), *range(50, 60))]
+    assert any("20 more" in line for line in lines)
+    assert any("0:1,1:1,2:1, ... 54 more ..., 57:1,58:1,59:1" in line for line in lines)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from played import play, small_plan
 from rich.console import Console
 
+from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
 from autopar.report.timeline import draw, draw_over, render
 
@@ -89,3 +90,24 @@ def test_the_table_sums_what_each_rank_computes() -> None:
     render(play(small_plan((1, 1), 4)), Console(file=stream, width=120))
     rows = [line.split() for line in stream.getvalue().splitlines()]
     assert ["0", "0", "40", "ms", "80", "ms", "2", "ms", "38", "ms"] in rows
+
+
+def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None:
+    timeline = Timeline("simulated")
+    for rank in range(1024):
+        timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
+    figure = draw(timeline)
+    width, height = figure.get_size_inches() * figure.dpi
+    assert max(width, height) < 2**15
+    assert _bars(figure) == 2 * 1024
+
+
+def test_a_table_of_a_thousand_ranks_shows_the_first_and_the_last_ones() -> None:
+    timeline = Timeline("simulated")
+    for rank in range(1024):
+        timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
+    stream = io.StringIO()
+    render(timeline, Console(file=stream, width=200))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert [int(line[0]) for line in lines if line and line[0].isdigit()] == [*range(30), *range(1014, 1024)]
+    assert ["...", "984", "more"] in lines
