@@ -14,7 +14,7 @@ from typing import Literal
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["GPUS", "Architecture", "Gpu", "find"]
+__all__ = ["GPUS", "Architecture", "Gpu", "find", "known_as"]
 
 Architecture = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
@@ -230,6 +230,16 @@ def find(name: str) -> Gpu:
     nearest = dict.fromkeys(_BY_NAME[key].name for key in difflib.get_close_matches(_plain(name), _BY_NAME, n=9))
     known = f"the nearest are {', '.join(list(nearest)[:3])}" if nearest else f"known are {_all_names()}"
     raise UsageError(f"no GPU called {name!r} is known; {known} (`autopar cluster list`)")
+
+
+def known_as(name: str) -> str:
+    """Return the name by which a device is known here, or its own where it is not.
+
+    >>> known_as("NVIDIA A100-SXM4-80GB"), known_as("my accelerator")
+    ('A100-SXM-80G', 'my accelerator')
+    """
+    found = _BY_NAME.get(_plain(name))
+    return name if found is None else found.name
 
 
 def _plain(name: str) -> str:

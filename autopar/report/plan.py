@@ -48,8 +48,12 @@ def _stages(plan: Plan) -> Table:
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
-        numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
-        numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
+        kinds = "".join(f"\n{name}" for name in stage.types)
+        numbers = (
+            _ranges(stage.devices) + escape(kinds),
+            f"{_shares(stage.shares)}{_manner(stage)}",
+            str(stage.warmup),
+        )
         row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
         table.add_row(*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ()))
     return table
