@@ -87,12 +87,16 @@ def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices]) -> Peer
 def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
     name = "HetPipe"
-    planned = planned_counts(prices, hetpipe.work)
+    given = hetpipe.dealt(prices[0], prices[-1].micro_batches)
+    if isinstance(given, str):
+        return Peer(name, None, given)
+    work = hetpipe.work(given, prices[0].layer_count)
+    planned = planned_counts(prices, lambda _: work)
     if not planned:
         return Peer(name, None, _too_long(prices[0]))
-    found = hetpipe.best(simulator, planned)
-    if isinstance(found, str):
-        return Peer(name, None, found)
+    found = hetpipe.best(simulator, planned, given)
+    if found is None:
+        return Peer(name, None, "no partition of its virtual workers fits the memory")
     at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
     step_s = found.step_s if found.candidate is None else None
     return Peer(name, found.candidate, None, hetpipe.described(at, found.workers), step_s, at.micro_batches)

@@ -47,8 +47,8 @@ class Dealt(NamedTuple):
         return max(map(len, self.allocation.workers))
 
 
-def dealt(prices: Prices) -> list[Dealt]:
-    """Return the allocations of the devices that are planned for."""
+def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
+    """Return the allocations with a layer for every device of a virtual worker; or why there are none."""
     costs = prices.costs
     nodes = []
     for server in prices.servers:
@@ -61,23 +61,28 @@ def dealt(prices: Prices) -> list[Dealt]:
     by_kind = {kind: float(partitioner.stage_s(kind, whole)[0, -1]) for kind in set(costs.kind_of)}
     found = []
     for allocation in allocations(nodes, [by_kind[kind] for kind in costs.kind_of]):
+        if max(map(len, allocation.workers)) > costs.layer_count or len(allocation.workers) > most_workers:
+            continue
         made = [makeup_of(costs, devices) for devices in allocation.workers]
         found.append(Dealt(allocation, tuple(makeup for makeup, _ in made), tuple(sorts for _, sorts in made)))
-    return found
+    if found:
+        return found
+    return (
+        f"its virtual workers would have more devices than the {costs.layer_count} layers, or be more than the "
+        f"{most_workers} micro-batches"
+    )
 
 
-def work(prices: Prices) -> int:
+def work(given: Sequence[Dealt], layers: int) -> int:
     """Return how many array elements the partitions take, were three depths tried."""
-    makeups = {makeup for each in dealt(prices) for makeup in each.makeups if sum(makeup.counts) <= prices.layer_count}
-    return 3 * sum(partition_work(makeup, prices.layer_count) for makeup in makeups)
+    return 3 * sum(partition_work(makeup, layers) for makeup in {makeup for each in given for makeup in each.makeups})
 
 
-def best(simulator: Simulator, planned: Sequence[Prices]) -> Found | str:
-    """Return the fastest of the virtual workers over policies, micro-batch counts and depths; or why there are none."""
+def best(simulator: Simulator, planned: Sequence[Prices], given: Sequence[Dealt]) -> Found | None:
+    """Return the fastest of the virtual workers that fit, over policies, micro-batch counts and depths."""
     costs = simulator.costs
-    every = dealt(planned[0])
     partitioners = [Partitioner(prices) for prices in planned]
-    partitions = (workers for at in partitioners for each in every for workers in partitioned(at, each))
+    partitions = (workers for at in partitioners for each in given for workers in partitioned(at, each))
     choices = [(workers, candidate_of(workers)) for workers in partitions]
     bounds = [bound_s(costs, own) if plan is None else bound(costs, plan) for own, plan in choices]
     found: Found | None = None
@@ -89,15 +94,7 @@ def best(simulator: Simulator, planned: Sequence[Prices]) -> Found | str:
             seconds = step_s(costs, own) if plan is None else simulator.step_s(plan)
             if found is None or seconds < found.step_s:
                 found = Found(seconds, own, plan)
-    if found is not None:
-        return found
-    fewest = min(each.stages for each in every)
-    if fewest > costs.layer_count:
-        return f"its virtual workers have at least {fewest} devices, for {costs.layer_count} layers"
-    counts = {len(each.allocation.workers) for each in every}
-    if min(counts) > max(prices.micro_batches for prices in planned):
-        return f"there are at least {min(counts)} virtual workers, for fewer micro-batches"
-    return "no partition of its virtual workers fits the memory"
+    return found
 
 
 def partitioned(partitioner: Partitioner, given: Dealt) -> Iterator[Workers]:
@@ -109,15 +106,17 @@ def partitioned(partitioner: Partitioner, given: Dealt) -> Iterator[Workers]:
     fewest = _partitions(partitioner, given, Pipelined(1, turns, count))
     if fewest is None:
         return
-    least_s = max(each.slowest_s for each in fewest)
+    least_s, known_s = max(each.slowest_s for each in fewest), float("inf")
     for in_flight in range(min(2 * given.stages - 1, turns), 0, -1):
         pipelined = Pipelined(in_flight, turns, count)
         partitions = _partitions(partitioner, given, pipelined)
-        if partitions is not None:
+        slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
+        if partitions and slowest_s < known_s:
             workers = tuple(_worker(*each) for each in zip(partitions, given.sorts, strict=True))
             yield Workers(given.allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
-            if max(each.slowest_s for each in partitions) <= least_s:
-                return
+            known_s = slowest_s
+        if slowest_s <= least_s:
+            return
 
 
 def _partitions(partitioner: Partitioner, given: Dealt, pipelined: Pipelined) -> list[Partition] | None:
