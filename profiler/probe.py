@@ -72,6 +72,7 @@ class Measured(TypedDict):
     nodes: list[int]
     """Of every rank."""
     memory_bytes: list[int]
+    names: list[str]
     """Of every rank's device."""
     notes: list[str]
 
@@ -145,10 +146,12 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
 
 
 def _measure(context: RankContext, probe: Probe) -> Measured:
+    device = describe(context.device, 1)
     own = {
         "host": socket.gethostname(),
         "index": context.local_rank,
-        "memory": describe(context.device, 1).memory_bytes,
+        "memory": device.memory_bytes,
+        "name": device.name,
     }
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
@@ -176,6 +179,7 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
         overlaps=_merged([each["overlaps"] for each in every]),
         nodes=nodes,
         memory_bytes=[each["memory"] for each in ranks],
+        names=[each["name"] for each in ranks],
         notes=_notes(context),
     )
 

@@ -15,6 +15,7 @@ from autopar.cli.kinds import Origin, joined
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind, Noise, Profile
+from autopar.hardware.gpus import Gpu, find
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
 
@@ -251,3 +252,63 @@ def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: 
     assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
     code, _, err = run("plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
     assert code == 0, err
+
+
+def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopar.profiler.estimate import estimate
+    from autopar.profiler.options import ProfileOptions, Progress
+    from autopar.profiler.subject import Subject
+
+    order = []
+
+    def estimated(subject: Subject, gpu: Gpu, options: ProfileOptions, *_: object) -> Profile:
+        order.append(gpu.name)
+        return estimate(subject, gpu, options)
+
+    def measured(subject: Subject, options: ProfileOptions, progress: Progress) -> Profile:
+        order.append(options.device)
+        found = estimate(subject, find("H100"), options)
+        device = found.device.model_copy(update={"name": "NVIDIA H100 80GB HBM3"})
+        return found.model_copy(update={"device": device, "notes": ("measured",)})
+
+    monkeypatch.setattr("autopar.profiler.device.choose", lambda name: name)
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measured", measured)
+    monkeypatch.setattr("autopar.cli.estimating.estimated", estimated)
+    Path("m.py").write_text(MODEL)
+    assert run("profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")[0] == 0
+    # What is measured comes last, as the model moves to the device, and first in the file.
+    assert order == ["A100-SXM-80G", "cuda"]
+    profile = Profile.load("profile.json")
+    assert [profile.device.name, *(other.device.name for other in profile.others)] == [
+        "NVIDIA H100 80GB HBM3",
+        "A100-SXM-80G",
+    ]
+    assert profile.notes[0] == "measured"
+    assert [device.type for device in Cluster.load("cluster.json").devices] == ["H100-SXM"] * 4 + ["A100-SXM-80G"] * 4
+    assert run("plan")[0] == 0
+    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "cuda,H100")
+    assert code == 4
+    assert "which --device cuda has costs for; name every kind of device once" in err
+
+
+def test_hetpipes_virtual_workers_are_shown_and_put_on_stdout(run: Run) -> None:
+    assert run("import", "profiles", "quick.json", "slow.json")[0] == 0
+    mixed("slow", "quick", "slow", "quick").save("cluster.json")
+    code, out, err = run("compare", "--json")
+    assert code == 0, err
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert [name for name, row in rows.items() if row["virtual_workers"] is not None] == ["HetPipe"]
+    found = rows["HetPipe"]["virtual_workers"]
+    assert list(found) == ["policy", "in_flight", "workers", "samples_per_s"]
+    assert "HetPipe's virtual workers" in err
+    devices = [stage["device"] for worker in found["workers"] for stage in worker["stages"]]
+    assert sorted(devices) == [0, 1, 2, 3]
+    for worker in found["workers"]:
+        assert worker["stages"][0]["layers"].startswith("0")
+        assert {stage["type"] for stage in worker["stages"]} <= {"quick", "slow"}
+        assert worker["samples_per_s"] * len(found["workers"]) >= found["samples_per_s"] * (1 - 1e-12)
+    # Reducing gradients, filling the pipelines and waiting for each other is what a step takes longer.
+    assert rows["HetPipe"]["step_s"] >= 8 / found["samples_per_s"]
