@@ -147,12 +147,8 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
 
 def _measure(context: RankContext, probe: Probe) -> Measured:
     device = describe(context.device, 1)
-    own = {
-        "host": socket.gethostname(),
-        "index": context.local_rank,
-        "memory": device.memory_bytes,
-        "name": device.name,
-    }
+    place = {"host": socket.gethostname(), "index": context.local_rank}
+    own = {**place, "memory": device.memory_bytes, "name": device.name}
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes, probe.quick)

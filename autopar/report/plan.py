@@ -30,6 +30,8 @@ def render(plan: Plan, console: Console) -> None:
     )
     console.print(title, highlight=False, markup=False)
     console.print(_stages(plan))
+    if any(stage.types for stage in plan.stages):
+        console.print(_kinds(plan), highlight=False, markup=False)
     console.print(_prediction(plan))
     if plan.alternatives:
         console.print(_alternatives(plan))
@@ -48,15 +50,19 @@ def _stages(plan: Plan) -> Table:
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
-        kinds = "".join(f"\n{name}" for name in stage.types)
-        numbers = (
-            _ranges(stage.devices) + escape(kinds),
-            f"{_shares(stage.shares)}{_manner(stage)}",
-            str(stage.warmup),
-        )
+        numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
+        numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
         row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
         table.add_row(*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ()))
     return table
+
+
+def _kinds(plan: Plan) -> str:
+    """Return which stages are on which kind of device."""
+    stages: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        stages.setdefault(" and ".join(stage.types), []).append(index)
+    return "; ".join(f"on {kinds}: stage {_ranges(tuple(each))}" for kinds, each in stages.items())
 
 
 def _manner(stage: Stage) -> str:
