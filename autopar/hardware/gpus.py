@@ -16,7 +16,7 @@ from autopar.formats.profile import Precision
 
 __all__ = ["GPUS", "Architecture", "Gpu", "find", "known_as"]
 
-Architecture = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,23 @@ GPUS: tuple[Gpu, ...] = (
         source="rates: copies of the datasheet (xenon.com.au, developer.nvidia.com); memory and NVLink: Dell EMC Ready "
         "Solutions for AI, reference guide; peers are joined by one or two links, one is assumed; bus bandwidth: "
         "measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
+    ),
+    Gpu(
+        name="T4",
+        aliases=("T4-16G", "Tesla T4", "NVIDIA T4"),
+        architecture="turing",
+        fp32_flops_per_s=8.1e12,
+        fp16_flops_per_s=65e12,
+        bf16_flops_per_s=None,
+        # With error correction, of 16 GB.
+        memory_bytes=15_800_000_000,
+        memory_bytes_per_s=320e9,
+        nvlink_bytes_per_s=0.0,
+        peer_bytes_per_s=_PCIE3,
+        pcie_bytes_per_s=_PCIE3,
+        collective_bytes_per_s=None,
+        source="sysrqmts.com/en/gpus/nvidia/tesla/t4, geektopia.es (Nvidia's announcement); memory left by error "
+        f"correction: {_UNVERIFIED}; nobody stated NCCL's bus bandwidth",
     ),
     Gpu(
         name="A100-SXM-80G",

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["render"]
 
+_ESTIMATE = (
+    "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "
+    "and the reduction of gradients behind it"
+)
+
 
 def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> None:
     """Print the plans of a comparison against the one that takes ``own_step_s``."""
@@ -39,6 +44,8 @@ def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> Non
     for row in rows:
         if row.virtual_workers is not None:
             console.print(_workers(row.name, row.virtual_workers))
+            if row.stages is None:
+                console.print(_ESTIMATE, highlight=False, markup=False)
 
 
 def _workers(name: str, found: VirtualWorkers) -> Table:
