@@ -180,6 +180,14 @@ def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() ->
         assert step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
 
 
+def fitting(costs: CostModel, found: Workers) -> bool:
+    return all(
+        peak <= costs.limits_bytes[device]
+        for at, worker in enumerate(found.workers)
+        for peak, device in zip(peaks(costs, found, at), worker.devices, strict=True)
+    )
+
+
 def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is_above_its_step() -> None:
     plans = others = apart = 0
     for seed in range(100):
@@ -195,18 +203,14 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
             for each in given:
                 for found in hetpipe.partitioned(Partitioner(prices), each):
                     plan = candidate_of(found)
-                    fits = [
-                        peak <= costs.limits_bytes[device]
-                        for at, worker in enumerate(found.workers)
-                        for peak, device in zip(peaks(costs, found, at), worker.devices, strict=True)
-                    ]
+                    fits = fitting(costs, found)
                     priced = step_s(costs, found)
                     assert bound_s(costs, found) <= priced * (1 + 1e-9)
                     if plan is not None:
-                        assert (max(costs.shortfalls(plan)) <= 0) == all(fits)
+                        assert (max(costs.shortfalls(plan)) <= 0) == fits
                         priced = simulator.step_s(plan)
                     apart += plan is None
-                    steps += [priced] if all(fits) else []
+                    steps += [priced] if fits else []
         if best is None:
             assert not steps
             continue
