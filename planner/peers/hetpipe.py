@@ -26,6 +26,10 @@ from autopar.planner.simulate import Simulator
 __all__ = ["Dealt", "Found", "best", "dealt", "described", "partitioned", "work"]
 
 
+MOST_WORK = 10**9
+"""Array elements that one virtual worker's partition may take."""
+
+
 class Found(NamedTuple):
     """The virtual workers whose step is fastest, and the plan that they are, if they cut the layers alike."""
 
@@ -48,7 +52,13 @@ class Dealt(NamedTuple):
 
 
 def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
-    """Return the allocations with a layer for every device of a virtual worker; or why there are none."""
+    """Return the allocations with a layer for every device of a virtual worker, and a micro-batch for every worker.
+
+    Where a partition would take more than about a second, the allocation is left out.
+
+    Returns:
+        Them, or why there are none.
+    """
     costs = prices.costs
     nodes = []
     for server in prices.servers:
@@ -64,12 +74,14 @@ def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
         if max(map(len, allocation.workers)) > costs.layer_count or len(allocation.workers) > most_workers:
             continue
         made = [makeup_of(costs, devices) for devices in allocation.workers]
+        if max(partition_work(makeup, costs.layer_count) for makeup, _ in made) > MOST_WORK:
+            continue
         found.append(Dealt(allocation, tuple(makeup for makeup, _ in made), tuple(sorts for _, sorts in made)))
     if found:
         return found
     return (
-        f"its virtual workers would have more devices than the {costs.layer_count} layers, or be more than the "
-        f"{most_workers} micro-batches"
+        f"its virtual workers would have more devices than the {costs.layer_count} layers, be more than the "
+        f"{most_workers} micro-batches, or take too long to partition"
     )
 
 

@@ -30,6 +30,8 @@ __all__ = ["Makeup", "Partition", "Partitioner", "Pipelined", "depths", "makeup_
 
 Counts = tuple[int, ...]
 Indices = npt.NDArray[np.int64]
+OVERHEAD = 50_000
+"""What numpy's calls for one entry of the tables take, in the time of array elements."""
 END = -1
 """In place of the sort that follows the last stage's."""
 
@@ -227,4 +229,4 @@ def _least(ahead: Sequence[tuple[int, Array, Array]], whole_s: Array) -> _Best:
 def work(makeup: Makeup, layers: int) -> int:
     """Return how many array elements a partition takes."""
     sorts = len(makeup.counts)
-    return prod(count + 1 for count in makeup.counts) * sorts**3 * (layers + 1) ** 2
+    return prod(count + 1 for count in makeup.counts) * sorts**2 * (OVERHEAD + sorts * (layers + 1) ** 2)

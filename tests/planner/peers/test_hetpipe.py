@@ -265,9 +265,9 @@ def test_little_memory_lets_fewer_micro_batches_into_the_pipeline() -> None:
         (
             (4, 5),
             {},
-            "its virtual workers would have more devices than the 3 layers, or be more than the 16 micro-batches",
+            "its virtual workers would have more devices than the 3 layers, be more than the 16 micro-batches",
         ),
-        ((2, 2), {"micro_batches": 1}, "than the 3 layers, or be more than the 1 micro-batches"),
+        ((2, 2), {"micro_batches": 1}, "than the 3 layers, be more than the 1 micro-batches, or take too long"),
     ],
 )
 def test_where_there_are_no_virtual_workers_the_row_says_why(
@@ -279,3 +279,17 @@ def test_where_there_are_no_virtual_workers_the_row_says_why(
     assert found.candidate is None
     assert found.reason is not None
     assert reason in found.reason
+
+
+def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
+    profile, cluster = two_kinds(gpt_profile(blocks=62), random_cluster(1, 64), 1)
+    devices = tuple(
+        each.model_copy(update={"node": at // 8, "type": ("test", "other")[at // 32]})
+        for at, each in enumerate(cluster.devices)
+    )
+    costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
+    given = hetpipe.dealt(Prices(costs, 16), 16)
+    assert not isinstance(given, str)
+    dealt = [(each.allocation.policy, len(each.allocation.workers)) for each in given]
+    # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
+    assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
