@@ -50,7 +50,7 @@ def assemble(
         schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
-        stages=tuple(_stage(profile, stage) for stage in candidate.stages),
+        stages=tuple(_stage(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
         predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
@@ -105,7 +105,8 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
 
 
-def _stage(profile: Profile, stage: Placed) -> Stage:
+def _stage(costs: CostModel, stage: Placed) -> Stage:
+    profile = costs.profile
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
     return Stage(
         layers=names,
@@ -115,6 +116,7 @@ def _stage(profile: Profile, stage: Placed) -> Stage:
         warmup=stage.warmup,
         recompute=tuple(profile.layers[layer].name for layer in stage.recompute),
         shard=stage.shard,
+        types=costs.types(stage.devices),
     )
 
 

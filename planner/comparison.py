@@ -32,7 +32,8 @@ class Comparison(NamedTuple):
 def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
     """Return autopar's plan and those of its peers, all judged by autopar's costs, memory and simulator.
 
-    autopar's search starts from the peers' plans, so that it is never slower than one of them.
+    autopar's search starts from the peers' plans, so that it is never slower than one of them; virtual workers that cut
+    the layers differently are no plan.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -50,11 +51,15 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
 
 
 def _row(simulator: Simulator, peer: Peer) -> Compared:
-    candidate = peer.candidate
-    if candidate is None:
+    candidate, workers = peer.candidate, peer.virtual_workers
+    if candidate is not None:
+        step_s = simulator.step_s(candidate) if peer.reason is None else None
+        row = _compared(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+        return row._replace(virtual_workers=workers)
+    if workers is None:
         return Compared(peer.name, infeasible=peer.reason)
-    step_s = simulator.step_s(candidate) if peer.reason is None else None
-    return _compared(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
+    return Compared(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
 
 
 def _own(own: Plan, costs: CostModel) -> Compared:

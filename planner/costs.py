@@ -11,6 +11,7 @@ from autopar.formats.cluster import Cluster, Device
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
+from autopar.hardware.gpus import known_as
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
@@ -37,7 +38,9 @@ class CostModel:
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
         limit = options.memory_bytes
         self.kinds = (profile.device, *(other.device for other in profile.others))
-        self.kind_of = [self._kind(device, index) for index, device in enumerate(self.devices)]
+        first_of = {device.type: index for index, device in reversed(list(enumerate(self.devices)))}
+        kinds = {name: self._kind(name, index) for name, index in sorted(first_of.items(), key=lambda each: each[1])}
+        self.kind_of = [kinds[device.type] for device in self.devices]
         """By device, the index of its kind."""
         reserved = [self.kinds[kind].reserved_bytes for kind in self.kind_of]
         limits = [device.memory_bytes if limit is None else limit for device in self.devices]
@@ -77,21 +80,30 @@ class CostModel:
             )
         return [listed[index % len(listed)] for index in range(count)]
 
-    def _kind(self, device: Device, index: int) -> int:
-        """Return which of the profile's kinds a device is; a cluster of a single, unknown type is taken for the first.
+    def _kind(self, name: str, index: int) -> int:
+        """Return which of the profile's kinds a type is; a cluster of a single, unknown type is taken for the first.
 
         Raises:
-            FileError: devices of several types, and the profile has no costs for this one.
+            FileError: devices of several types, and the profile has no costs for this one; or a type of several kinds.
         """
-        for number, kind in enumerate(self.kinds):
-            if device.type in (kind.name, kind.type):
-                return number
-        types = sorted({each.type for each in self.devices})
+        names = [known_as(kind.name) for kind in self.kinds]
+        if known_as(name) in names:
+            return names.index(known_as(name))
         known = ", ".join(kind.name for kind in self.kinds)
+        alike = [number for number, kind in enumerate(self.kinds) if kind.type == name]
+        if len(alike) > 1:
+            raise FileError(
+                f"$.devices[{index}].type: {name!r} may be any of {known}, which the profile has costs for; "
+                "write there which it is"
+            )
+        if alike:
+            return alike[0]
+        types = sorted({each.type for each in self.devices})
         if len(types) > 1 or len(self.kinds) > 1:
             raise FileError(
-                f"$.devices[{index}].type: the profile has no costs for {device.type!r}, only for {known}; "
-                "add what its layers take there to the profile ($.others), or plan for devices that it knows"
+                f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
+                "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
+                "profiles with `autopar import profiles`"
             )
         note = f"the profile is of {known}, but the cluster has {', '.join(types)}: times are {known}'s"
         if note not in self.notes:
@@ -108,6 +120,12 @@ class CostModel:
     def shares(self, rows: int, replicas: int, division: Division = "split") -> tuple[float, ...]:
         """Return the rows of a micro-batch that each replica takes."""
         return shares_of(rows, replicas, division, divisible=self.divisible)
+
+    def types(self, devices: Iterable[int]) -> tuple[str, ...]:
+        """Return the kinds of some devices, each once; none where the profile has costs for one kind only."""
+        if len(self.kinds) == 1:
+            return ()
+        return tuple(dict.fromkeys(self.kinds[self.kind_of[device]].name for device in devices))
 
     def limit_bytes(self, devices: Iterable[int]) -> int:
         """Return the memory of the smallest of some devices."""

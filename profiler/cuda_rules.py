@@ -71,7 +71,7 @@ def attention_kernel(
 ) -> AttentionKernel:
     """Return the kernel that scaled dot-product attention becomes.
 
-    Flash attention wants half precision, no mask, heads of at most 256 numbers, and an architecture after Volta;
+    Flash attention wants half precision, no mask, heads of at most 256 numbers, and an architecture after Turing;
     the memory-efficient one wants rows of 16 bytes; all else is computed step by step, with all weights in memory.
 
     >>> from autopar.hardware.gpus import find
@@ -83,7 +83,7 @@ def attention_kernel(
     'math'
     """
     half = dtype in (torch.float16, torch.bfloat16)
-    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture != "volta":
+    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture not in ("volta", "turing"):
         return "flash"
     aligned = all(size * dtype.itemsize % 16 == 0 for size in (head, value_head))
     return "efficient" if aligned and (half or dtype == torch.float32) else "math"

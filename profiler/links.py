@@ -81,8 +81,10 @@ def local_cluster(measured: Measured, kind: DeviceKind, count: int, name: str = 
 
 
 def measured_cluster(measured: Measured, device: DeviceType, name: str) -> Cluster:
-    """Return what was measured as a cluster with a device per rank, in rank order."""
-    places = zip(measured["nodes"], measured["memory_bytes"], strict=True)
+    """Return what was measured as a cluster with a device per rank, in rank order; GPUs that differ by their names."""
+    several = device == "cuda" and len(set(measured["names"])) > 1
+    types = [name if several else device for name in measured["names"]]
+    places = zip(types, measured["nodes"], measured["memory_bytes"], strict=True)
     overlaps = [
         Overlap(level=each["level"], compute=each["compute"], communication=each["communication"])
         for each in measured["overlaps"]
@@ -90,7 +92,7 @@ def measured_cluster(measured: Measured, device: DeviceType, name: str) -> Clust
     return Cluster(
         name=name,
         backend="nccl" if device == "cuda" else "gloo",
-        devices=tuple(Device(type=device, memory_bytes=memory, node=node) for node, memory in places),
+        devices=tuple(Device(type=kind, memory_bytes=memory, node=node) for kind, node, memory in places),
         links=_links(measured["curves"]),
         curves=tuple(map(_curve, measured["curves"])),
         overlaps=tuple(overlaps),

@@ -72,6 +72,7 @@ class Measured(TypedDict):
     nodes: list[int]
     """Of every rank."""
     memory_bytes: list[int]
+    names: list[str]
     """Of every rank's device."""
     notes: list[str]
 
@@ -145,11 +146,9 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
 
 
 def _measure(context: RankContext, probe: Probe) -> Measured:
-    own = {
-        "host": socket.gethostname(),
-        "index": context.local_rank,
-        "memory": describe(context.device, 1).memory_bytes,
-    }
+    device = describe(context.device, 1)
+    place = {"host": socket.gethostname(), "index": context.local_rank}
+    own = {**place, "memory": device.memory_bytes, "name": device.name}
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes, probe.quick)
@@ -176,6 +175,7 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
         overlaps=_merged([each["overlaps"] for each in every]),
         nodes=nodes,
         memory_bytes=[each["memory"] for each in ranks],
+        names=[each["name"] for each in ranks],
         notes=_notes(context),
     )
 

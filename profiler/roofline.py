@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from autopar.formats.profile import Precision
-from autopar.hardware.gpus import Gpu
+from autopar.hardware.gpus import Architecture, Gpu
 from autopar.profiler.kernels import Kernel
 
 __all__ = ["Constants", "KernelTable", "default_constants", "seconds"]
@@ -60,9 +60,18 @@ def default_constants(gpu: Gpu) -> Constants:
     """Return the constants to start from for a GPU.
 
     Data-centre GPUs reach three quarters of their peak in large products, those after Ampere less, for their units
-    have grown faster than what feeds them; consumer GPUs are clocked above the rate that they sustain.
+    have grown faster than what feeds them; consumer GPUs are clocked above the rate that they sustain, and a T4 above
+    the one that its 70 watts allow.
     """
-    share = {"volta": 0.7, "ampere": 0.75, "ada": 0.7, "hopper": 0.65, "blackwell": 0.6, "cdna3": 0.5}
+    share: dict[Architecture, float] = {
+        "volta": 0.7,
+        "turing": 0.5,
+        "ampere": 0.75,
+        "ada": 0.7,
+        "hopper": 0.65,
+        "blackwell": 0.6,
+        "cdna3": 0.5,
+    }
     return Constants(matmul_share=share[gpu.architecture])
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from autopar.formats.compared import Compared
 
 __all__ = ["command"]
 
@@ -32,7 +36,7 @@ def command(
     bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
-    """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream and DAPPLE, and with plain parallelism."""
+    """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
     from rich.console import Console
 
     from autopar.cli.machines import described_in, machines
@@ -58,8 +62,13 @@ def command(
     for note in (*planned_for.notes, *found.plan.notes):
         console.print(f"note: {note}", highlight=False, markup=False)
     if as_json:
-        rows = [{**row._asdict(), "over": _over(row.step_s, own_step_s)} for row in found.rows]
+        rows = [_fields(row, own_step_s) for row in found.rows]
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+
+
+def _fields(row: Compared, own_step_s: float) -> dict[str, object]:
+    workers = None if row.virtual_workers is None else asdict(row.virtual_workers)
+    return {**row._asdict(), "virtual_workers": workers, "over": _over(row.step_s, own_step_s)}
 
 
 def _over(step_s: float | None, own_step_s: float) -> float | None:

@@ -1,4 +1,4 @@
-"""``autopar import``: a profile that another system measured, as autopar's own."""
+"""``autopar import``: profiles that another system, or other machines, measured, as one of this machine's."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _OUTPUT = Path("profile.json")
-_FORMATS = ("pipedream", "piper")
+_KINDS = "profiles"
+_FORMATS = ("pipedream", "piper", _KINDS)
 
 
 def command(
     system: Annotated[
         str,
         typer.Argument(
-            metavar="FORMAT", help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON."
+            metavar="FORMAT",
+            help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
+            "one model on several kinds of devices.",
         ),
     ],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to read.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind."),
+    ],
     profiled_batch: Annotated[
         int | None,
         typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),
@@ -35,7 +41,7 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
-    """Read another system's profile, and write it as a profile of autopar's."""
+    """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
     from rich.console import Console
 
     from autopar.cli.references import check_output, rebased
@@ -44,30 +50,50 @@ def command(
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     if profiled_batch is not None and system != "pipedream":
         raise UsageError("--profiled-batch is for pipedream: Piper's files state how many micro-batches they are for")
-    if not file.exists():
-        raise FileError(f"{file}: no such file; name one that {system} wrote")
-    check_output(output, _OUTPUT, overwrite=overwrite, inputs=(file,))
-    read = _read(system, file, profiled_batch)
-    profile = read.model_copy(update={"model": rebased(read.model, file, output)})
+    _check_count(system, files)
+    for file in files:
+        if not file.exists():
+            wrote = "`autopar profile`" if system == _KINDS else system
+            raise FileError(f"{file}: no such file; name one that {wrote} wrote")
+    check_output(output, _OUTPUT, overwrite=overwrite, inputs=tuple(files))
+    read = _read(system, files, profiled_batch)
+    profile = read.model_copy(update={"model": rebased(read.model, files[0], output)})
     profile.save(output)
     console = Console(stderr=True)
     for note in profile.notes:
         console.print(f"Note: {note}", highlight=False, markup=False)
-    seconds = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers)
     console.print(
-        f"Written: {output}, {len(profile.layers)} layers of {seconds:.6g} s; `autopar plan {output}` plans for it",
-        highlight=False,
-        markup=False,
+        f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it", highlight=False, markup=False
     )
     if as_json:
         sys.stdout.write(profile.dumps())
 
 
-def _read(system: str, file: Path, profiled_batch: int | None) -> Profile:
+def _check_count(system: str, files: list[Path]) -> None:
+    if system == _KINDS and len(files) < 2:
+        raise UsageError(f"{files[0]} is the only profile; name one for each kind of device")
+    if system != _KINDS and len(files) > 1:
+        raise UsageError(f"{files[1]} is a second file; {system} profiles are read one at a time")
+
+
+def _content(profile: Profile) -> str:
+    kinds = [profile.device.name, *(other.device.name for other in profile.others)]
+    if len(kinds) > 1:
+        return f"{len(profile.layers)} layers on {', '.join(kinds)}"
+    seconds = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers)
+    return f"{len(profile.layers)} layers of {seconds:.6g} s"
+
+
+def _read(system: str, files: list[Path], profiled_batch: int | None) -> Profile:
+    from autopar.cli.kinds import Origin, joined
     from autopar.formats.document import read_text
+    from autopar.formats.profile import Profile
     from autopar.interop.pipedream import pipedream_profile
     from autopar.interop.piper import piper_profile
 
+    if system == _KINDS:
+        return joined([Origin(str(file), Profile.load(file)) for file in files])
+    file = files[0]
     if system == "piper":
         return piper_profile(read_text(file, "Piper"), file)
     return pipedream_profile(read_text(file, "PipeDream"), file, 1 if profiled_batch is None else profiled_batch)

@@ -34,7 +34,10 @@ def command(
     batch: Annotated[int, typer.Option(help="Samples per step; the largest micro-batch measured.", min=1)] = 64,
     device: Annotated[
         str,
-        typer.Option(help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`)."),
+        typer.Option(
+            help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds "
+            "of GPUs, such as H100,A100-80G or cuda,A100-80G."
+        ),
     ] = "auto",
     ranks: Annotated[
         int | None,
@@ -82,7 +85,7 @@ def command(
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    gpu = _gpu(device, threads, compile_layers, calibrate_with)
+    here, gpus = _kinds(device, threads, compile_layers, calibrate_with)
     source = path_of(model)
     inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=inputs)
@@ -95,17 +98,17 @@ def command(
     user = load(model, None if data is None else str(data))
     options = ProfileOptions(
         batch=batch,
-        device=device if gpu is None else "cpu",
+        device="cpu" if here is None else here,
         threads=threads or 1,
         seed=seed,
         precision=precision,
         compile=compile_layers,
     )
     with phases() as progress:
-        if gpu is None:
-            made, cluster = _measured(user, options, ranks, kept is None, progress)
+        if gpus:
+            made, cluster = _estimated(user, options, ranks, (here, gpus), calibrate_with, progress)
         else:
-            made, cluster = _estimated(user, options, ranks, gpu, calibrate_with, progress)
+            made, cluster = _measured(user, options, ranks, kept is None, progress)
     named = made.model.model_copy(update={"data": None if data is None else str(data)})
     made = made.model_copy(update={"model": rebased(named, _OUTPUT, output)})
     made.save(output)
@@ -116,22 +119,44 @@ def command(
         sys.stdout.write(made.dumps())
 
 
-def _gpu(device: str, threads: int | None, compiled: bool, runs: Path | None) -> Gpu | None:
-    """Return the GPU that is not there, if one is named; refuse what does not go with it, or without it."""
-    from autopar.hardware.gpus import find
+def _kinds(device: str, threads: int | None, compiled: bool, runs: Path | None) -> tuple[str | None, list[Gpu]]:
+    """Return the device that is measured, if one is, and the GPUs that are not there; refuse what does not go together.
 
-    if device in ("auto", "cpu", "cuda"):
+    Raises:
+        UsageError: a GPU is not known, a kind is named twice, or an option does not go with the kinds.
+    """
+    names = [name.strip() for name in device.split(",")]
+    here = [name for name in names if name in ("auto", "cpu", "cuda")]
+    gpus = [_gpu(device, name) for name in names if name not in here]
+    if len(names) == 1 and here:
         if runs is not None:
             raise UsageError(f"--calibrate-with {runs}: fits estimates; name a GPU that is not there with --device")
-        return None
-    try:
-        gpu = find(device)
-    except UsageError as error:
-        raise UsageError(f"--device {device}: none of auto, cpu and cuda, and {error}") from error
+        return here[0], []
+    if here not in ([], ["cuda"]):
+        raise UsageError(
+            f"--device {device}: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most is "
+            "measured here; name GPUs, and cuda for the one of this machine"
+        )
+    if len({gpu.name for gpu in gpus}) < len(gpus):
+        raise UsageError(f"--device {device}: the same GPU is named twice; name every kind once")
     if threads is not None or compiled:
         option = "--compile" if compiled else f"--threads {threads}"
         raise UsageError(f"{option}: says how to measure, but --device {device} is estimated; leave it out")
-    return gpu
+    if runs is not None and len(names) > 1:
+        raise UsageError(
+            f"--calibrate-with {runs}: the runs of one kind of GPU, but --device {device} names {len(names)}; profile "
+            "each with its own runs, and join the profiles with `autopar import profiles`"
+        )
+    return (here[0] if here else None), gpus
+
+
+def _gpu(device: str, name: str) -> Gpu:
+    from autopar.hardware.gpus import find
+
+    try:
+        return find(name)
+    except UsageError as error:
+        raise UsageError(f"--device {device}: none of auto, cpu and cuda, and {error}") from error
 
 
 def _measured(
@@ -151,14 +176,36 @@ def _measured(
 
 
 def _estimated(
-    user: UserModel, options: ProfileOptions, ranks: int | None, gpu: Gpu, runs: Path | None, progress: Progress
-) -> tuple[Profile, Cluster]:
+    user: UserModel,
+    options: ProfileOptions,
+    ranks: int | None,
+    kinds: tuple[str | None, list[Gpu]],
+    runs: Path | None,
+    progress: Progress,
+) -> tuple[Profile, Cluster | None]:
+    """Return the profile of GPUs that are not there, and of one that is if that is asked; and a node of each kind."""
     from autopar.cli.estimating import GPUS_PER_NODE, estimated
+    from autopar.cli.kinds import Origin, joined
     from autopar.hardware.clusters import cluster_named
+    from autopar.hardware.gpus import GPUS, known_as
+    from autopar.profiler.device import choose
     from autopar.profiler.subject import prepare
 
-    cluster = cluster_named(f"{GPUS_PER_NODE if ranks is None else ranks}x{gpu.name}")
-    return estimated(prepare(user, options, progress), gpu, options, runs, progress), cluster
+    here, gpus = kinds
+    if here is not None:
+        choose(here)
+    subject = prepare(user, options, progress)
+    found = [Origin(f"--device {gpu.name}", estimated(subject, gpu, options, runs, progress)) for gpu in gpus]
+    if here is not None:
+        from autopar.profiler.profile import measured
+
+        # Last, for measuring moves the model to the device.
+        found.insert(0, Origin(f"--device {here}", measured(subject, options, progress)))
+    names = [known_as(origin.profile.device.name) for origin in found]
+    cluster = None
+    if set(names) <= {gpu.name for gpu in GPUS}:
+        cluster = cluster_named("+".join(f"{GPUS_PER_NODE if ranks is None else ranks}x{name}" for name in names))
+    return joined(found), cluster
 
 
 def _ranks(asked: int | None, gpus: int | None) -> int:

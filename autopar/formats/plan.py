@@ -76,6 +76,9 @@ class Stage(Record):
     """What the replicas divide among them: each of ``optimizer`` (state), ``gradients`` and ``parameters`` stands for
     itself and those named before it."""
 
+    types: tuple[Name, ...] = ()
+    """Kinds of the devices, each once, as the profile names them; empty where it has costs for one kind only."""
+
     @property
     def replicas(self) -> int:
         """How many copies of the stage there are."""

@@ -1,8 +1,10 @@
 """Clusters: built-in ones by name, own ones from a file.
 
-    name    = [ nodes "x" ] gpus "x" GPU [ ":" bandwidth ]
+    name    = part { "+" part } [ ":" bandwidth ]
+    part    = [ nodes "x" ] gpus "x" GPU
     8xH100                      one node of eight
     4x8xA100-80G:200Gbps        four nodes of eight; each node sends 200 Gbit/s to the others
+    4xA100+2x4xV100:100Gbps     three nodes of four, two of them with other GPUs
 
 GPU is a name that :func:`autopar.hardware.gpus.find` knows; the bandwidth is a node's to the network, in one direction,
 in bits (``200Gbps``) or bytes (``25GB/s``) per second.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -28,12 +30,23 @@ from autopar.hardware.machines import Network, Node, cluster_of
 
 __all__ = ["EXAMPLES", "cluster_named", "described", "is_file", "read_cluster"]
 
-EXAMPLES = ("8xH100", "4x8xA100-80G:200Gbps", "2x4xV100", "2x8xB200:3200Gbps", "4xRTX4090")
-_GRAMMAR = "a name is [NODESx]GPUSxGPU[:BANDWIDTH], such as 8xH100 or 4x8xA100-80G:200Gbps"
-_NAME = re.compile(
-    r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:\s/\\][^:/\\]*)(?::(?P<bandwidth>[^:]+))?", re.IGNORECASE
+EXAMPLES = (
+    "8xH100",
+    "4x8xA100-80G:200Gbps",
+    "2x4xV100",
+    "2x8xB200:3200Gbps",
+    "4xRTX4090",
+    "8xH100+8xA100-80G:200Gbps",
 )
+_GRAMMAR = (
+    "a name is [NODESx]GPUSxGPU[:BANDWIDTH], such as 8xH100 or 4x8xA100-80G:200Gbps; nodes with other GPUs are added, "
+    "as in 8xH100+8xA100-80G:200Gbps"
+)
+_PART = re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:+\s/\\][^:+/\\]*)", re.IGNORECASE)
+_SAME_PART = re.sub(r"\?P<\w+>", "?:", _PART.pattern)
+_NAME = re.compile(rf"(?P<parts>{_SAME_PART}(?:\+{_SAME_PART})*)(?::(?P<bandwidth>[^:+]+))?", re.IGNORECASE)
 _ASSUMED_NETWORK = "100Gbps"
+_SLOWEST = "nodes differ: links in a node and over the network are those of the slowest"
 _Value = TypeVar("_Value")
 
 
@@ -61,19 +74,40 @@ def cluster_named(text: str) -> Cluster:
     match = _NAME.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"no cluster is called {text!r}, and no such file exists; {_GRAMMAR}")
+    nodes = [node for part in match["parts"].split("+") for node in _nodes(part, text)]
+    devices = sum(node.gpus for node in nodes)
+    if devices > MOST_RANKS:
+        raise UsageError(f"cluster {text!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
+    notes = [_origin(text.strip(), nodes)]
+    if len(nodes) == 1 and match["bandwidth"] is not None:
+        raise UsageError(f"cluster {text!r} is one node, which needs no network; leave out :{match['bandwidth']}")
+    if len(nodes) > 1 and match["bandwidth"] is None:
+        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {text.strip()}:200Gbps would say another")
+    if len({node.gpu.name for node in nodes}) > 1:
+        notes.append(_SLOWEST)
+    rate = parse_bandwidth(match["bandwidth"] or _ASSUMED_NETWORK, f"cluster {text!r}: bandwidth")
+    return cluster_of(text.strip(), nodes, Network(rate), notes)
+
+
+def _nodes(part: str, text: str) -> list[Node]:
+    """Return the nodes of a part of the name ``text``.
+
+    Raises:
+        UsageError: its GPU is not known, or there are too many or none.
+    """
+    match = _PART.fullmatch(part)
+    assert match is not None
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
     if nodes < 1 or gpus < 1:
-        raise UsageError(f"cluster {text!r} has no devices; {_GRAMMAR}")
+        raise UsageError(f"cluster {text!r} has no devices{f' in {part}' if part != text.strip() else ''}; {_GRAMMAR}")
     if nodes * gpus > MOST_RANKS:
         raise UsageError(f"cluster {text!r} has {nodes * gpus} devices; at most {MOST_RANKS} can be planned for")
-    gpu = find(match["gpu"])
-    notes = [f"links and collectives of {text.strip()} are estimated from what is published of {gpu.name}"]
-    if nodes == 1 and match["bandwidth"] is not None:
-        raise UsageError(f"cluster {text!r} is one node, which needs no network; leave out :{match['bandwidth']}")
-    if nodes > 1 and match["bandwidth"] is None:
-        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {text.strip()}:200Gbps would say another")
-    rate = parse_bandwidth(match["bandwidth"] or _ASSUMED_NETWORK, f"cluster {text!r}: bandwidth")
-    return cluster_of(text.strip(), [Node(gpu, gpus)] * nodes, Network(rate), notes)
+    return [Node(find(match["gpu"]), gpus)] * nodes
+
+
+def _origin(what: str, nodes: Iterable[Node]) -> str:
+    kinds = ", ".join(dict.fromkeys(node.gpu.name for node in nodes))
+    return f"links and collectives of {what} are estimated from what is published of {kinds}"
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -135,10 +169,9 @@ def _built(description: _Description, path: Path) -> Cluster:
         joined = Network(
             _parsed(parse_bandwidth, network.bandwidth, f"{path}: $.network.bandwidth:"), network.latency_s
         )
-    kinds = ", ".join(dict.fromkeys(node.gpu.name for node in nodes))
-    notes = [f"links and collectives of {path.name} are estimated from what is published of {kinds}"]
+    notes = [_origin(path.name, nodes)]
     if len({(node.gpu.name, node.bytes_per_s) for node in nodes}) > 1:
-        notes.append("nodes differ: links in a node and over the network are those of the slowest")
+        notes.append(_SLOWEST)
     return cluster_of(description.name or path.stem, nodes, joined, notes)
 
 

@@ -14,9 +14,9 @@ from typing import Literal
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["GPUS", "Architecture", "Gpu", "find"]
+__all__ = ["GPUS", "Architecture", "Gpu", "find", "known_as"]
 
-Architecture = Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,23 @@ GPUS: tuple[Gpu, ...] = (
         source="rates: copies of the datasheet (xenon.com.au, developer.nvidia.com); memory and NVLink: Dell EMC Ready "
         "Solutions for AI, reference guide; peers are joined by one or two links, one is assumed; bus bandwidth: "
         "measured by VIA-Research/vTrain (8 GPUs, 1 GB)",
+    ),
+    Gpu(
+        name="T4",
+        aliases=("T4-16G", "Tesla T4", "NVIDIA T4"),
+        architecture="turing",
+        fp32_flops_per_s=8.1e12,
+        fp16_flops_per_s=65e12,
+        bf16_flops_per_s=None,
+        # With error correction, of 16 GB.
+        memory_bytes=15_800_000_000,
+        memory_bytes_per_s=320e9,
+        nvlink_bytes_per_s=0.0,
+        peer_bytes_per_s=_PCIE3,
+        pcie_bytes_per_s=_PCIE3,
+        collective_bytes_per_s=None,
+        source="sysrqmts.com/en/gpus/nvidia/tesla/t4, geektopia.es (Nvidia's announcement); memory left by error "
+        f"correction: {_UNVERIFIED}; nobody stated NCCL's bus bandwidth",
     ),
     Gpu(
         name="A100-SXM-80G",
@@ -230,6 +247,16 @@ def find(name: str) -> Gpu:
     nearest = dict.fromkeys(_BY_NAME[key].name for key in difflib.get_close_matches(_plain(name), _BY_NAME, n=9))
     known = f"the nearest are {', '.join(list(nearest)[:3])}" if nearest else f"known are {_all_names()}"
     raise UsageError(f"no GPU called {name!r} is known; {known} (`autopar cluster list`)")
+
+
+def known_as(name: str) -> str:
+    """Return the name by which a device is known here, or its own where it is not.
+
+    >>> known_as("NVIDIA A100-SXM4-80GB"), known_as("my accelerator")
+    ('A100-SXM-80G', 'my accelerator')
+    """
+    found = _BY_NAME.get(_plain(name))
+    return name if found is None else found.name
 
 
 def _plain(name: str) -> str:

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from autopar.formats.compared import Compared
+from autopar.formats.compared import Compared, VirtualWorkers
 from autopar.report.quantity import duration, percentage, size
 from autopar.report.table import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["render"]
+
+_ESTIMATE = (
+    "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "
+    "and the reduction of gradients behind it"
+)
 
 
 def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> None:
@@ -32,9 +38,34 @@ def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> Non
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        ending = (row.schedule or "", count, peak, row.infeasible or row.stages or "")
+        ending = (row.schedule or "", count, peak, row.infeasible or row.stages or "cut differently, see below")
         table.add_row(*map(escape, (row.name, *_times(row, own_step_s), *ending)))
     console.print(table)
+    for row in rows:
+        if row.virtual_workers is not None:
+            console.print(_workers(row.name, row.virtual_workers))
+            if row.stages is None:
+                console.print(_ESTIMATE, highlight=False, markup=False)
+
+
+def _workers(name: str, found: VirtualWorkers) -> Table:
+    """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
+    each = f"{found.in_flight} micro-batch{'es' if found.in_flight > 1 else ''} in flight"
+    title = f"{name}'s virtual workers ({found.policy}, {each}, {found.samples_per_s:.4g} samples per second at most)"
+    columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in\nflight", ">stage\ntime", ">peak\nmemory")
+    table = new_table(title, columns, folded="devices")
+    groups: dict[object, list[int]] = {}
+    for index, worker in enumerate(found.workers):
+        groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
+    for members in groups.values():
+        for at, stage in enumerate(found.workers[members[0]].stages):
+            devices = ", ".join(str(found.workers[member].stages[at].device) for member in members)
+            first = (
+                (", ".join(map(str, members)), f"{found.workers[members[0]].samples_per_s:.4g}") if not at else ("", "")
+            )
+            times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
+            table.add_row(*first, str(at), stage.layers, escape(f"{devices} ({stage.type})"), *times)
+    return table
 
 
 def _times(row: Compared, own_step_s: float) -> tuple[str, str]:

@@ -33,6 +33,8 @@ def render(plan: Plan, console: Console) -> None:
     )
     console.print(title, highlight=False, markup=False)
     console.print(_stages(plan))
+    if any(stage.types for stage in plan.stages):
+        console.print(_kinds(plan), highlight=False, markup=False)
     console.print(_prediction(plan))
     if plan.alternatives:
         console.print(_alternatives(plan))
@@ -58,6 +60,14 @@ def _stages(plan: Plan) -> Table:
         rows.append((*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
     fill(table, rows)
     return table
+
+
+def _kinds(plan: Plan) -> str:
+    """Return which stages are on which kind of device."""
+    stages: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        stages.setdefault(" and ".join(stage.types), []).append(index)
+    return "; ".join(f"on {kinds}: stage {_ranges(tuple(each))}" for kinds, each in stages.items())
 
 
 def _manner(stage: Stage) -> str:

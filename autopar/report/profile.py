@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from autopar.formats.document import least_certain
 from autopar.report.quantity import duration, percentage, size
 from autopar.report.table import new_table
 
@@ -26,6 +27,8 @@ def render(profile: Profile, console: Console) -> None:
     """Print a profile's layers at the largest size that is known, totals, how sure its times are, and notes."""
     console.print(title_of(profile), highlight=False, markup=False)
     console.print(_layers(profile))
+    if profile.others:
+        console.print(_kinds(profile))
     if any(_halved(layer.costs[-1]) for layer in profile.layers):
         console.print(_parts(profile))
     console.print(_shares(profile))
@@ -42,14 +45,16 @@ def title_of(profile: Profile) -> str:
     device = profile.device
     threads = f", {device.threads} thread{'s' if device.threads > 1 else ''} per rank" if device.type == "cpu" else ""
     compiled = ", compiled" if profile.compiled else ""
-    return f"profile of {profile.model.source}: {profile.precision}{compiled} on {device.name}{threads}"
+    names = " and ".join((device.name, *(other.device.name for other in profile.others)))
+    return f"profile of {profile.model.source}: {profile.precision}{compiled} on {names}{threads}"
 
 
 def _layers(profile: Profile) -> Table:
     rows = profile.layers[0].costs[-1].micro_batch
     mixed = len({cost.provenance for layer in profile.layers for cost in layer.costs}) > 1
     columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
-    title = f"Layers (micro-batch of {rows}, each)"
+    where = f" on {profile.device.name}" if profile.others else ""
+    title = f"Layers (micro-batch of {rows}, each){where}"
     table = new_table(title, (*columns, "known") if mixed else columns, folded="layer", footer=True)
     crossing = profile.crossing_bytes()
     for first, last in _alike(profile):
@@ -67,6 +72,28 @@ def _layers(profile: Profile) -> Table:
         table.add_row(*row[: len(table.columns)])
     for column, footer in zip(table.columns, _totals(profile), strict=False):
         column.footer = footer
+    return table
+
+
+def _kinds(profile: Profile) -> Table:
+    """Return what all layers take on every kind of device."""
+    columns = ("device", ">memory", ">micro-\nbatch", ">forward", ">backward", ">times\nas long", "known")
+    table = new_table("All layers by kind of device", columns, folded="device")
+    first_s = sum(map(_seconds, profile.layers))
+    for device, layers in (
+        (profile.device, profile.layers),
+        *((other.device, other.layers) for other in profile.others),
+    ):
+        costs = [layer.costs[-1] for layer in layers]
+        table.add_row(
+            escape(device.name),
+            size(device.memory_bytes),
+            str(costs[0].micro_batch),
+            duration(sum(cost.forward_s for cost in costs)),
+            duration(sum(cost.backward_s for cost in costs)),
+            f"{sum(map(_seconds, layers)) / first_s:.2f}" if first_s else "",
+            least_certain(cost.provenance for cost in costs),
+        )
     return table
 
 

@@ -2,7 +2,8 @@
 
 One file per peer, each written from its paper. A peer's planner sees the same profile and the same links as autopar's,
 priced by the peer's own formulas (:mod:`autopar.planner.peers.prices`); what it proposes is then tried like any other
-plan (:mod:`autopar.planner.peers.trial`). None of them looks at memory, as none of the papers' planners does.
+plan (:mod:`autopar.planner.peers.trial`). None of them but HetPipe's looks at memory, as none of
+the papers' planners does.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from autopar.formats.compared import VirtualWorkers
 from autopar.planner.alternatives import references
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.peers import dapple, gpipe, pipedream, torchgpipe
+from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.peers.trial import counts_of, planned_counts, trial
@@ -30,6 +32,10 @@ class Peer(NamedTuple):
     candidate: Candidate | None
     reason: str | None
     """Why it cannot be run; None where it can."""
+    virtual_workers: VirtualWorkers | None = None
+    step_s: float | None = None
+    """Of virtual workers that are no plan, for they cut the layers differently; with their micro-batches."""
+    micro_batches: int | None = None
 
 
 class _Planner(NamedTuple):
@@ -65,15 +71,36 @@ def peers(costs: CostModel, simulator: Simulator, options: PlanOptions) -> list[
     ]
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]
-    return known + [_peer(simulator, planner, prices) for planner in _PLANNERS]
+    return [*known, *(_peer(simulator, planner, prices) for planner in _PLANNERS), _hetpipe(simulator, prices)]
 
 
 def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices]) -> Peer:
     planned = planned_counts(prices, planner.work)
     if not planned:
-        size = f"{len(prices[0].costs.devices)} devices"
-        return Peer(planner.name, None, f"its planner takes too long for {prices[0].layer_count} layers on {size}")
+        return Peer(planner.name, None, _too_long(prices[0]))
     proposals = dict.fromkeys(proposal for each in planned for proposal in planner.propose(each))
     counts = [each.micro_batches for each in prices]
     tried = trial(simulator, planner.schedule, counts, list(proposals))
     return Peer(planner.name, *tried)
+
+
+def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
+    """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
+    name = "HetPipe"
+    given = hetpipe.dealt(prices[0], prices[-1].micro_batches)
+    if isinstance(given, str):
+        return Peer(name, None, given)
+    work = hetpipe.work(given, prices[0].layer_count)
+    planned = planned_counts(prices, lambda _: work)
+    if not planned:
+        return Peer(name, None, _too_long(prices[0]))
+    found = hetpipe.best(simulator, planned, given)
+    if found is None:
+        return Peer(name, None, "no partition of its virtual workers fits the memory")
+    at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
+    step_s = found.step_s if found.candidate is None else None
+    return Peer(name, found.candidate, None, hetpipe.described(at, found.workers), step_s, at.micro_batches)
+
+
+def _too_long(prices: Prices) -> str:
+    return f"its planner takes too long for {prices.layer_count} layers on {prices.device_count} devices"

@@ -53,8 +53,8 @@ def test_rows_on_stdout_hold_what_plan_finds(run: Run) -> None:
     code, out, _ = run("compare", *asked, "--json")
     assert code == 0
     rows = json.loads(out)
-    keys = ["name", "stages", "micro_batches", "schedule", "step_s", "peak_bytes", "infeasible", "over"]
-    assert all(list(row) == keys for row in rows)
+    keys = ["name", "stages", "micro_batches", "schedule", "step_s", "peak_bytes", "infeasible", "virtual_workers"]
+    assert all(list(row) == [*keys, "over"] for row in rows)
     assert run("plan", *asked)[0] == 0
     plan = Plan.load("plan.json")
     own = next(row for row in rows if row["name"] == "autopar")

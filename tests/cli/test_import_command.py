@@ -81,7 +81,7 @@ def test_pipers_file_becomes_a_profile_with_options(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("onnx", "theirs/graph.txt"), 2, "FORMAT must be one of pipedream, piper; found 'onnx'"),
+        (("onnx", "theirs/graph.txt"), 2, "FORMAT must be one of pipedream, piper, profiles; found 'onnx'"),
         (("piper", "theirs/bert.json", "--profiled-batch", "4"), 2, "--profiled-batch is for pipedream"),
         (("pipedream", "theirs/graph.txt", "--profiled-batch", "0"), 2, "--profiled-batch must lie in 1.."),
         (("pipedream", "theirs/graph.txt", "-o", "theirs/graph.txt", "--overwrite"), 2, "is read by this command"),

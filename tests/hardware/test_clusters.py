@@ -65,6 +65,15 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node() -> None:
     assert cluster_named("4x8xA100-80G:25GB/s").links == cluster.links
 
 
+def test_a_name_adds_nodes_with_other_gpus() -> None:
+    cluster = cluster_named("2x4xA100+8xV100:100Gbps")
+    assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 8 + ["V100-SXM2-32G"] * 8
+    assert [device.node for device in cluster.devices] == [0] * 4 + [1] * 4 + [2] * 8
+    assert any("published of A100-SXM-80G, V100-SXM2-32G" in note for note in cluster.notes)
+    assert any("the slowest" in note for note in cluster.notes)
+    assert cluster_named("4xA100+4xA100:100Gbps").links == cluster_named("2x4xA100:100Gbps").links
+
+
 def test_a_network_that_is_not_stated_is_assumed_and_said_so() -> None:
     cluster = cluster_named("2x4xV100")
     assert "a network of 100Gbps per node is assumed; 2x4xV100:200Gbps would say another" in cluster.notes
@@ -84,6 +93,11 @@ def test_a_network_that_is_not_stated_is_assumed_and_said_so() -> None:
         ("2x8xH100:fast", "write bytes or bits per second, such as 25GB/s or 200Gbps"),
         ("2x8xH100:0Gbps", "must be at least 1"),
         ("", "no cluster is called ''"),
+        ("8xH100+", "no cluster is called '8xH100+'"),
+        ("8xH100:1Gbps+8xA100", "no cluster is called '8xH100:1Gbps+8xA100'"),
+        ("8xH100+0xA100", "cluster '8xH100+0xA100' has no devices in 0xA100"),
+        ("8xH100+8xA1000", "no GPU called 'A1000' is known; the nearest are A100"),
+        ("65536xH100+1xA100", "has 65537 devices; at most 65536"),
     ],
 )
 def test_what_is_no_cluster_gets_one_line(name: str, message: str) -> None:
@@ -146,6 +160,7 @@ def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_file("deep/cluster")
     assert not is_file("8xH100")
     assert not is_file("4x8xA100-80G:25GB/s")
+    assert not is_file("8xH100+8xA100-80G:25GB/s")
     assert is_file("4x8xA100/lab")
     assert is_file("C:\\lab")
     Path("8xH100").write_text("")

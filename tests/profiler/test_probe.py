@@ -41,8 +41,15 @@ def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> 
 
 def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
     curve = MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
-    measured = Measured(curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=[2**30, 2**31], notes=["seen"])
+    memory = [2**30, 2**31]
+    measured = Measured(
+        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
+    )
     cluster = measured_cluster(measured, "cpu", "two")
+    assert {device.type for device in cluster.devices} == {"cpu"}
+    assert [device.type for device in measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
+    measured["names"] = ["one", "one"]
+    assert {device.type for device in measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
     assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
     assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
     assert cluster.notes == ("seen",)
@@ -53,7 +60,8 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
     sizes = [1024, 10**6, 3 * 10**6]
     curves = [MeasuredCurve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds)]
     curves.append(MeasuredCurve(kind="all_reduce", ranks=4, level="node", sizes=sizes, seconds=seconds))
-    measured = Measured(curves=curves, overlaps=[], nodes=[0] * 4, memory_bytes=[2**30] * 4, notes=[])
+    same = {"nodes": [0] * 4, "memory_bytes": [2**30] * 4, "names": ["one"] * 4}
+    measured = Measured(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
     cluster = measured_cluster(measured, "cpu", "four")
     (link,) = cluster.links
     assert link.bytes_per_s < 2e9

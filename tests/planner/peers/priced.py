@@ -13,7 +13,7 @@ from autopar.planner.peers.prices import Prices
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
+from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile, two_kinds
 
 __all__ = [
     "cost",
@@ -24,6 +24,7 @@ __all__ = [
     "profile_of",
     "random_cluster",
     "random_profile",
+    "two_kinds",
 ]
 
 

@@ -1,0 +1,232 @@
+"""Partition: the layers of one virtual worker on its devices, so that the slowest stage is fastest.
+
+Park et al., 2020 (:mod:`autopar.planner.peers.allocation`), state this as an integer program: of all orders of the
+devices and all cuts, those whose stages fit the memory, at the micro-batches that each has in flight, and of these the
+one with the least of the longest stage, whose time is its computing and the receiving of its activations and gradients.
+Here it is a dynamic program over (devices taken, the last of them, the one that follows, layers placed):
+
+    A(D + d, d, n, j) = min over i < j, p in D of max( A(D, p, d, i),  c_p(i) + t_d(i, j) + c'_n(j) )
+
+with t_d(i, j) the forward and backward of layers i:j on d, c_p(i) and c'_n(j) the activations from p and the gradients
+from n. Devices that prices cannot tell apart count as one sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs import CostModel
+from autopar.planner.links import Level
+from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.peers.prices import Array, Prices
+
+__all__ = ["Makeup", "Partition", "Partitioner", "Pipelined", "depths", "makeup_of", "work"]
+
+Counts = tuple[int, ...]
+Indices = npt.NDArray[np.int64]
+OVERHEAD = 50_000
+"""What numpy's calls for one entry of the tables take, in the time of array elements."""
+END = -1
+"""In place of the sort that follows the last stage's."""
+
+
+class Makeup(NamedTuple):
+    """What a virtual worker is made of, sort by sort."""
+
+    kinds: tuple[int, ...]
+    limits_bytes: tuple[int, ...]
+    counts: Counts
+    levels: tuple[tuple[Level, ...], ...]
+    """Of the links between devices of two sorts."""
+
+
+class Pipelined(NamedTuple):
+    """What a stage's memory depends on besides its layers and device."""
+
+    in_flight: int
+    """Micro-batches of a virtual worker in its pipeline at once: the paper's Nm."""
+    turns: int
+    """Micro-batches of a step that a virtual worker is given."""
+    workers: int
+
+
+class Partition(NamedTuple):
+    """A virtual worker's stages: they end before the layers ``cuts`` and are on devices of the ``sorts``."""
+
+    slowest_s: float
+    cuts: tuple[int, ...]
+    sorts: tuple[int, ...]
+
+
+class _Best(NamedTuple):
+    """The best pipelines by the layers placed: their slowest stage, and where and behind which sort the last begins."""
+
+    slowest_s: Array
+    first: Indices
+    before: Indices
+
+
+def depths(stages: int, pipelined: Pipelined) -> tuple[int, ...]:
+    """Return the micro-batches in flight in each stage.
+
+    Between a micro-batch's forward in stage s of S and its backward there lie 2 (S - s) stages' work, in which as many
+    others may enter.
+
+    >>> depths(3, Pipelined(4, 8, 1)), depths(3, Pipelined(9, 8, 1))
+    ((4, 3, 1), (5, 3, 1))
+    """
+    most = min(pipelined.in_flight, pipelined.turns)
+    return tuple(min(most, 2 * behind + 1) for behind in range(stages - 1, -1, -1))
+
+
+def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[list[int]]]:
+    """Return what devices make up, and the devices of every sort: those that could change places unnoticed."""
+    sorts: list[list[int]] = []
+    for device in devices:
+        known = next((sort for sort in sorts if _alike(costs, sort[0], device, devices)), None)
+        if known is None:
+            sorts.append([device])
+        else:
+            known.append(device)
+    firsts = [sort[0] for sort in sorts]
+    links = costs.links
+    # A sort of one has no link of its own.
+    levels = tuple(tuple(links.level((one, sort[-1])) for sort in sorts) for one in firsts)
+    kinds, limits = (tuple(of[device] for device in firsts) for of in (costs.kind_of, costs.limits_bytes))
+    return Makeup(kinds, limits, tuple(map(len, sorts)), levels), sorts
+
+
+def _alike(costs: CostModel, one: int, other: int, devices: Sequence[int]) -> bool:
+    level = costs.links.level
+    return (
+        costs.kind_of[one] == costs.kind_of[other]
+        and costs.limits_bytes[one] == costs.limits_bytes[other]
+        and all(level((one, each)) == level((other, each)) for each in devices if each not in (one, other))
+    )
+
+
+class Partitioner:
+    """Partitions virtual workers at one micro-batch count."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.costs, self.rows = prices, prices.costs, prices.rows
+        self.layers = prices.layer_count
+        self._parts: dict[int, Parts] = {}
+        self._found: dict[tuple[Makeup, Pipelined], Partition | None] = {}
+
+    def partition(self, makeup: Makeup, pipelined: Pipelined) -> Partition | None:
+        """Return the partition whose slowest stage is fastest; none where no partition fits.
+
+        A stage's memory is reckoned with every tensor that it sends read by one stage.
+        """
+        key = (makeup, pipelined)
+        if key not in self._found:
+            self._found[key] = _Search(self, makeup, pipelined).go()
+        return self._found[key]
+
+    def stage_s(self, kind: int, pipelined: Pipelined) -> Array:
+        """Return the forward and backward of layers ``[first, stop]``; infinite where there are none."""
+        adding = self.costs.adding(pipelined.turns, pipelined.workers)
+        sums = np.array(self.costs.sums.forward(self.rows, kind=kind))
+        sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
+        some = np.tri(len(sums), k=-1, dtype=bool).T
+        return np.where(some, sums[None, :] - sums[:, None], np.inf)[:-1]
+
+    def fits(self, kind: int, limit_bytes: int, held: Held) -> npt.NDArray[np.bool_]:
+        """Return whether layers ``[first, stop]`` fit a device."""
+        if kind not in self._parts:
+            self._parts[kind] = self.costs.memory[kind].arrays(self.rows)
+        return np.asarray(peak_of(self._parts[kind], held) <= limit_bytes)
+
+
+class _Search:
+    def __init__(self, owner: Partitioner, makeup: Makeup, pipelined: Pipelined) -> None:
+        self.owner, self.makeup, self.pipelined = owner, makeup, pipelined
+        self.stages = sum(makeup.counts)
+        self.depths = depths(self.stages, pipelined)
+        self.sorts = range(len(makeup.counts))
+        self.seconds = [owner.stage_s(kind, pipelined) for kind in makeup.kinds]
+        self.best: dict[tuple[Counts, int, int], _Best] = {}
+
+    def go(self) -> Partition | None:
+        """Fill the tables, fewer devices first; return the best whole partition."""
+        if self.stages > self.owner.layers:
+            return None
+        ranges = (range(count + 1) for count in self.makeup.counts)
+        for taken in sorted(product(*ranges), key=lambda counts: (sum(counts), counts))[1:]:
+            for sort in self.sorts:
+                if taken[sort]:
+                    self._extend(taken, sort)
+        ends = [(float(self.best[self.makeup.counts, sort, END].slowest_s[-1]), sort) for sort in self.sorts]
+        slowest_s, sort = min(ends)
+        return None if np.isinf(slowest_s) else self._traced(slowest_s, sort)
+
+    def _extend(self, taken: Counts, sort: int) -> None:
+        """Find the best pipelines that end with a device of a sort."""
+        before = _less(taken, sort)
+        stage_s = self._fitting(sum(before), sort)
+        ahead = list(self._ahead(before, sort))
+        following = [each for each in self.sorts if taken[each] < self.makeup.counts[each]] or [END]
+        for after in following:
+            whole_s = stage_s + (0.0 if after == END else self._received(self.owner.prices.back_s, sort, after))
+            self.best[taken, sort, after] = _least(ahead, whole_s)
+
+    def _fitting(self, position: int, sort: int) -> Array:
+        """Return the seconds of stages ``[first, stop]`` at a position; infinite where they do not fit."""
+        lead = self.depths[position - 1] - self.depths[position] if position else 0
+        _, turns, workers = self.pipelined
+        held = Held(self.owner.rows, self.depths[position], turns, workers, lead)
+        fits = self.owner.fits(self.makeup.kinds[sort], self.makeup.limits_bytes[sort], held)
+        return np.where(fits, self.seconds[sort], np.inf)
+
+    def _ahead(self, before: Counts, sort: int) -> Iterator[tuple[int, Array, Array]]:
+        """Yield (sort before, slowest stage so far, seconds of receiving from it) by the layer that is next."""
+        layers = self.owner.layers
+        if not any(before):
+            yield END, np.where(np.arange(layers) == 0, 0.0, np.inf), np.zeros(layers)
+            return
+        for each in self.sorts:
+            if before[each]:
+                received = self._received(self.owner.prices.forth_s, sort, each)[:-1]
+                yield each, self.best[before, each, sort].slowest_s[:-1], received
+
+    def _received(self, of: Callable[[Level], Array], sort: int, other: int) -> Array:
+        return of(self.makeup.levels[sort][other])
+
+    def _traced(self, slowest_s: float, sort: int) -> Partition:
+        cuts: list[int] = []
+        sorts: list[int] = []
+        taken, after, stop = self.makeup.counts, END, self.owner.layers
+        while stop:
+            best = self.best[taken, sort, after]
+            cuts.insert(0, stop)
+            sorts.insert(0, sort)
+            taken, after = _less(taken, sort), sort
+            sort, stop = int(best.before[stop]), int(best.first[stop])
+        return Partition(slowest_s, tuple(cuts), tuple(sorts))
+
+
+def _less(counts: Counts, sort: int) -> Counts:
+    return tuple(count - (index == sort) for index, count in enumerate(counts))
+
+
+def _least(ahead: Sequence[tuple[int, Array, Array]], whole_s: Array) -> _Best:
+    """Return the best last stages ``[first, stop]``, the first sort and layer of equals."""
+    slowest = np.stack([np.maximum(known[:, None], whole_s + received[:, None]) for _, known, received in ahead])
+    every = slowest.reshape(-1, slowest.shape[-1])
+    chosen = every.argmin(axis=0)
+    sorts = np.array([sort for sort, _, _ in ahead], dtype=np.int64)
+    at = np.arange(every.shape[-1])
+    return _Best(every[chosen, at], chosen % slowest.shape[1], sorts[chosen // slowest.shape[1]])
+
+
+def work(makeup: Makeup, layers: int) -> int:
+    """Return how many array elements a partition takes."""
+    sorts = len(makeup.counts)
+    return prod(count + 1 for count in makeup.counts) * sorts**2 * (OVERHEAD + sorts * (layers + 1) ** 2)

@@ -1,0 +1,295 @@
+"""HetPipe's virtual workers against all orders of devices and all cuts, and their price against the simulator's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
+
+from autopar.formats.cluster import Cluster, Link
+from autopar.planner.costs import CostModel
+from autopar.planner.memory import Held
+from autopar.planner.options import PlanOptions
+from autopar.planner.peers import hetpipe, peers
+from autopar.planner.peers.allocation import allocations
+from autopar.planner.peers.partition import Partitioner, Pipelined, depths, makeup_of
+from autopar.planner.peers.prices import Prices
+from autopar.planner.peers.trial import counts_of
+from autopar.planner.peers.workers import Worker, Workers, bound_s, candidate_of, peaks, step_s
+from autopar.planner.simulate import Simulator
+
+MIB = 2**20
+
+
+def mixed(seed: int, devices: int, limited: bool = True) -> CostModel:
+    """Two kinds of devices in one or two nodes, with memory that may be too little for some stages, or for all."""
+    rng = random.Random(seed)
+    profile = random_profile(seed, most_layers=6, batches=(4, 6, 8), skips=0.0)
+    profile, cluster = two_kinds(profile, random_cluster(seed, devices), seed)
+    if seed % 2 and devices % 2 == 0:
+        # A node of each kind: of such, workers mostly cut differently.
+        of = [(2 * at // devices, ("test", "other")[2 * at // devices]) for at in range(devices)]
+        halves = tuple(
+            each.model_copy(update={"node": node, "type": kind})
+            for each, (node, kind) in zip(cluster.devices, of, strict=True)
+        )
+        cluster = cluster.model_copy(update={"devices": halves})
+    if limited:
+        whole = sum(4 * layer.parameters_bytes + layer.costs[-1].saved_bytes for layer in profile.layers)
+        sizes = {kind: max(1, int(whole * rng.choice([0.3, 0.6, 1.0, 2.0]))) for kind in ("test", "other")}
+        listed = tuple(each.model_copy(update={"memory_bytes": sizes[each.type]}) for each in cluster.devices)
+        cluster = cluster.model_copy(update={"devices": listed})
+    return CostModel(profile, cluster, PlanOptions(gpus=devices))
+
+
+def orders(costs: CostModel, devices: list[int], rows: int, pipelined: Pipelined) -> Iterator[tuple[float, Worker]]:
+    """Every order of the devices and every cut that fits, with its slowest stage."""
+    deep = depths(len(devices), pipelined)
+    for cuts in combinations(range(1, costs.layer_count), len(devices) - 1):
+        spans = list(pairwise((0, *cuts, costs.layer_count)))
+        for order in permutations(devices):
+            seconds = [0.0]
+            for at, ((first, stop), device) in enumerate(zip(spans, order, strict=True)):
+                kind = costs.kind_of[device]
+                lead = deep[at - 1] - deep[at] if at else 0
+                held = Held(rows, deep[at], pipelined.turns, pipelined.workers, lead)
+                behind = [end for _, end in spans[at + 1 :]]
+                if costs.memory[kind].peak(first, stop, held, behind) > costs.limits_bytes[device]:
+                    break
+                layers, adding = costs.layers[kind], costs.adding(pipelined.turns, pipelined.workers)
+                both = (layers.forward_sums(rows), layers.backward_sums(rows, adding))
+                stage_s = sum(sums[stop] - sums[first] for sums in both)
+                if at:
+                    flow = costs.flows.between(0, first, first, costs.layer_count)
+                    size = rows * flow.bytes_per_sample
+                    stage_s += costs.message_s(size, order[at - 1], device) if flow.tensors else 0.0
+                if at + 1 < len(order):
+                    flow = costs.flows.between(0, stop, stop, costs.layer_count)
+                    size = rows * flow.gradient_bytes_per_sample
+                    stage_s += costs.message_s(size, order[at + 1], device) if flow.gradients else 0.0
+                seconds.append(stage_s)
+            else:
+                yield max(seconds), Worker((*cuts, costs.layer_count), order)
+
+
+def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_fit() -> None:
+    found = none = binding = differing = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        costs = mixed(seed, rng.randint(1, 4))
+        count = rng.choice(counts_of(costs.batch, None))
+        workers = rng.choice([1, 1, 2])
+        pipelined = Pipelined(rng.randint(1, 7), -(-count // workers), workers)
+        partitioner = Partitioner(Prices(costs, count))
+        devices = list(range(len(costs.devices)))
+        makeup, sorts = makeup_of(costs, devices)
+        partition = partitioner.partition(makeup, pipelined)
+        fitting = list(orders(costs, devices, costs.batch // count, pipelined))
+        assert (partition is None) == (not fitting), f"seed {seed}"
+        if partition is None:
+            none += 1
+            continue
+        found += 1
+        least_s = min(slowest_s for slowest_s, _ in fitting)
+        assert partition.slowest_s == pytest.approx(least_s, rel=1e-9, abs=1e-15), f"seed {seed}"
+        left = [iter(sort) for sort in sorts]
+        own = Worker(partition.cuts, tuple(next(left[sort]) for sort in partition.sorts))
+        # Devices of a sort may change places: one of the orders is this one.
+        same = [slowest_s for slowest_s, worker in fitting if worker == own]
+        assert same == [pytest.approx(partition.slowest_s, rel=1e-9, abs=1e-15)], f"seed {seed}"
+        free = [each for each, _ in orders(_unlimited(costs), devices, costs.batch // count, pipelined)]
+        binding += min(free) < least_s * (1 - 1e-9)
+        differing += len(set(makeup.kinds)) > 1
+    assert found >= 60
+    assert none >= 20
+    assert binding >= 5
+    assert differing >= 30
+
+
+def _unlimited(costs: CostModel) -> CostModel:
+    devices = tuple(each.model_copy(update={"memory_bytes": 2**50}) for each in costs.devices)
+    link = (Link(level="node", latency_s=0.0, bytes_per_s=1e9), Link(level="network", latency_s=0.0, bytes_per_s=1e9))
+    free = CostModel(costs.profile, Cluster(devices=devices, links=link), PlanOptions(gpus=len(devices)))
+    free.links, free.batch = costs.links, costs.batch
+    return free
+
+
+def test_the_papers_cluster_is_dealt_as_the_paper_does() -> None:
+    # Four nodes of four: V is the quickest, then R, G and Q.
+    nodes = [[tuple(range(4 * node, 4 * node + 4))] for node in range(4)]
+    found = allocations(nodes, [float(1 + device // 4) for device in range(16)])
+    names = ["".join("VRGQ"[device // 4] for device in worker) for each in found for worker in each.workers]
+    policies = [(each.policy, len(each.workers)) for each in found]
+    assert policies == [("NP", 4), ("ED", 1), ("ED", 2), ("ED", 4), ("HD", 4)]
+    assert names[:4] == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert names[7:11] == ["VRGQ"] * 4
+    assert names[11:] == ["VVQQ", "VVQQ", "RRGG", "RRGG"]
+    for each in found:
+        assert sorted(device for worker in each.workers for device in worker) == list(range(16))
+
+
+def _free_links(costs: CostModel) -> CostModel:
+    links = (
+        Link(level="node", latency_s=0.0, bytes_per_s=1e18),
+        Link(level="network", latency_s=0.0, bytes_per_s=1e18),
+    )
+    cluster = Cluster(devices=tuple(costs.devices), links=links)
+    return CostModel(costs.profile, cluster, PlanOptions(gpus=len(costs.devices)))
+
+
+def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links_cost_nothing() -> None:
+    compared = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        costs = _free_links(mixed(seed, 4, limited=False))
+        stages = 2 if costs.layer_count > 1 else 1
+        if costs.profile.tied:
+            continue
+        count = rng.choice([each for each in counts_of(costs.batch, None) if each >= 2])
+        cut = rng.randint(1, max(1, costs.layer_count - 1))
+        cuts = (cut, costs.layer_count)[-stages:]
+        pipelined = Pipelined(rng.randint(1, 4), -(-count // 2), 2)
+        workers = (Worker(cuts, (0, 2)[:stages]), Worker(cuts, (1, 3)[:stages]))
+        found = Workers("ED", count, costs.batch // count, pipelined, workers)
+        plan = candidate_of(found)
+        assert plan is not None
+        assert step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), f"seed {seed}"
+        compared += 1
+    assert compared >= 40
+
+
+def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() -> None:
+    for seed in range(40):
+        costs = mixed(seed, 2, limited=False)
+        count = counts_of(costs.batch, None)[1]
+        rows, layers = costs.batch // count, costs.layer_count
+        pipelined = Pipelined(1, -(-count // 2), 2)
+        found = Workers("NP", count, rows, pipelined, (Worker((layers,), (0,)), Worker((layers,), (1,))))
+        done = []
+        for at, device in enumerate((0, 1)):
+            of = costs.layers[costs.kind_of[device]]
+            done.append(found.turns(at) * (of.forward_sums(rows)[-1] + of.backward_sums(rows, 1.0)[-1]))
+        size = sum(layer.trainable_bytes for layer in costs.profile.layers)
+        size -= sum(tied.bytes * (len(tied.layers) - 1) for tied in costs.profile.tied)
+        reduced_s = costs.links.collective_s("all_reduce", size, 2, costs.links.level((0, 1)))
+        updated_s = max(costs.layers[kind].update_sums[-1] for kind in set(costs.kind_of))
+        expected = costs.profile.step_overhead_s + max(done) + reduced_s + updated_s
+        assert step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+
+
+def fitting(costs: CostModel, found: Workers) -> bool:
+    return all(
+        peak <= costs.limits_bytes[device]
+        for at, worker in enumerate(found.workers)
+        for peak, device in zip(peaks(costs, found, at), worker.devices, strict=True)
+    )
+
+
+def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is_above_its_step() -> None:
+    plans = others = apart = 0
+    for seed in range(100):
+        costs = mixed(seed, (3, 4, 2, 4)[seed % 4], limited=seed % 3 == 0)
+        simulator = Simulator(costs)
+        planned = [Prices(costs, count) for count in counts_of(costs.batch, None)]
+        given = hetpipe.dealt(planned[0], planned[-1].micro_batches)
+        if isinstance(given, str):
+            continue
+        best = hetpipe.best(simulator, planned, given)
+        steps = []
+        for prices in planned:
+            for each in given:
+                for found in hetpipe.partitioned(Partitioner(prices), each):
+                    plan = candidate_of(found)
+                    fits = fitting(costs, found)
+                    priced = step_s(costs, found)
+                    assert bound_s(costs, found) <= priced * (1 + 1e-9)
+                    if plan is not None:
+                        assert (max(costs.shortfalls(plan)) <= 0) == fits
+                        priced = simulator.step_s(plan)
+                    apart += plan is None
+                    steps += [priced] if fits else []
+        if best is None:
+            assert not steps
+            continue
+        assert best.step_s == pytest.approx(min(steps), rel=1e-12), f"seed {seed}"
+        plans += best.candidate is not None
+        others += best.candidate is None
+    assert plans >= 15
+    assert others >= 1
+    assert apart >= 20
+
+
+def test_what_is_described_is_what_was_partitioned() -> None:
+    costs = mixed(8, 4, limited=False)
+    prices = Prices(costs, costs.batch)
+    given = hetpipe.dealt(prices, prices.micro_batches)
+    assert not isinstance(given, str)
+    found = hetpipe.best(Simulator(costs), [prices], given)
+    assert found is not None
+    described = hetpipe.described(prices, found.workers)
+    assert len(described.workers) == len(found.workers.workers)
+    for at, worker in enumerate(described.workers):
+        slowest_s = max(stage.stage_s for stage in worker.stages)
+        makeup, _ = makeup_of(costs, sorted(found.workers.workers[at].devices))
+        partition = Partitioner(prices).partition(makeup, found.workers.pipelined)
+        assert partition is not None
+        assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
+        assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
+        assert [stage.peak_bytes for stage in worker.stages] == peaks(costs, found.workers, at)
+        assert [stage.device for stage in worker.stages] == list(found.workers.workers[at].devices)
+    assert described.samples_per_s == len(described.workers) * min(each.samples_per_s for each in described.workers)
+
+
+def test_little_memory_lets_fewer_micro_batches_into_the_pipeline() -> None:
+    profile = gpt_profile(blocks=6)
+    flights = []
+    for limit in (2**34, 24 * MIB, 20 * MIB):
+        costs = CostModel(profile, local_cluster(4, limit), PlanOptions())
+        every = hetpipe.dealt(Prices(costs, 16), 16)
+        assert not isinstance(every, str)
+        (given,) = [each for each in every if len(each.allocation.workers) == 1]
+        found = list(hetpipe.partitioned(Partitioner(Prices(costs, 16)), given))
+        flights.append(max((each.pipelined.in_flight for each in found), default=0))
+        for each in found:
+            assert max(peaks(costs, each, 0)) <= limit
+    assert flights == [7, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "reason"),
+    [
+        ((3,), {"memory_bytes": 1}, "no partition of its virtual workers fits the memory"),
+        (
+            (4, 5),
+            {},
+            "its virtual workers would have more devices than the 3 layers, be more than the 16 micro-batches",
+        ),
+        ((2, 2), {"micro_batches": 1}, "than the 3 layers, be more than the 1 micro-batches, or take too long"),
+    ],
+)
+def test_where_there_are_no_virtual_workers_the_row_says_why(
+    nodes: tuple[int, ...], options: dict[str, int], reason: str
+) -> None:
+    asked = PlanOptions(**options)
+    costs = CostModel(gpt_profile(blocks=1), nodes_of(random_cluster(1, sum(nodes)), nodes), asked)
+    found = {each.name: each for each in peers(costs, Simulator(costs), asked)}["HetPipe"]
+    assert found.candidate is None
+    assert found.reason is not None
+    assert reason in found.reason
+
+
+def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
+    profile, cluster = two_kinds(gpt_profile(blocks=62), random_cluster(1, 64), 1)
+    devices = tuple(
+        each.model_copy(update={"node": at // 8, "type": ("test", "other")[at // 32]})
+        for at, each in enumerate(cluster.devices)
+    )
+    costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
+    given = hetpipe.dealt(Prices(costs, 16), 16)
+    assert not isinstance(given, str)
+    dealt = [(each.allocation.policy, len(each.allocation.workers)) for each in given]
+    # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
+    assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
