@@ -26,8 +26,8 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
 from autopar.interop.piper import piper_profile
-from autopar.planner.pipedream import PipeDreamPlan, pipedream_plan
-from autopar.planner.piper import PiperPlan, piper_plan
+from autopar.planner.objectives.pipedream import PipeDreamPlan, pipedream_plan
+from autopar.planner.objectives.piper import PiperPlan, piper_plan
 
 GIB = 2**30
 Plan = TypeVar("Plan", PipeDreamPlan, PiperPlan)
