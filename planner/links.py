@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -84,6 +85,12 @@ class LinkModel:
                 self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level]))
         self._collected: dict[tuple[Collective, int, int, Level], float] = {}
         self._sent: dict[tuple[float, Level], float] = {}
+
+    def among(self, devices: Sequence[int]) -> LinkModel:
+        """Return the prices between some of the devices, which are then counted from 0."""
+        other = copy(self)
+        other._nodes = [self._nodes[device] for device in devices]
+        return other
 
     def level(self, devices: Sequence[int]) -> Level:
         """Return the slowest level that connects these devices."""

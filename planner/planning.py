@@ -18,6 +18,8 @@ from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
+from autopar.planner.objectives.cost import cheapest_plan
+from autopar.planner.objectives.flags import check_flags
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
@@ -41,6 +43,7 @@ def plan(
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
     options = options or PlanOptions()
+    check_flags(options)
     dictated = None
     if options.stages is not None:
         dictated = parse(options.stages, [layer.name for layer in profile.layers])
@@ -57,6 +60,8 @@ def plan(
     every = families(costs.batch, options)
     if options.solver == "dp":
         _check_size(costs, every, options)
+    if options.objective == "cost":
+        return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)
     best, lower_bound_s = _search(simulator, every, options, compared, known)
@@ -88,8 +93,11 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """Return the predicted timeline of a plan.
 
     Raises:
+        UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
+    if plan.refusal is not None:
+        raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")
     placed = [name for stage in plan.stages for name in stage.layers]
     names = [layer.name for layer in profile.layers]
     if placed != names:
