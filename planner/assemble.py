@@ -18,7 +18,7 @@ from autopar.planner.simulate import trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["assemble", "candidate_of", "crossings", "shared", "timeline_of"]
+__all__ = ["assemble", "candidate_of", "crossings", "shared", "stage_record", "timeline_of"]
 
 
 def assemble(
@@ -43,7 +43,7 @@ def assemble(
         schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
-        stages=tuple(_stage(profile, stage) for stage in candidate.stages),
+        stages=tuple(stage_record(profile, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
         predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
@@ -82,7 +82,8 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
 
 
-def _stage(profile: Profile, stage: Placed) -> Stage:
+def stage_record(profile: Profile, stage: Placed) -> Stage:
+    """Return a stage as the plan file holds it."""
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
     return Stage(
         layers=names,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Plan
+from autopar.formats.plan import Alternative, Objective, Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
@@ -20,6 +20,8 @@ from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
+from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
+from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
@@ -29,6 +31,12 @@ from autopar.planner.tables import table_bytes
 __all__ = ["plan", "simulate"]
 
 MOST_TABLE_BYTES = 8 * 2**30
+_OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
+    "throughput": throughput_plan,
+    "pipedream": planned_by_pipedream,
+    "piper": planned_by_piper,
+}
+"""Objectives of which no program follows, or that other planners have."""
 
 
 def plan(
@@ -44,6 +52,8 @@ def plan(
     """
     options = options or PlanOptions()
     check_flags(options)
+    if options.objective in _OTHERS:
+        return _OTHERS[options.objective](profile, cluster, options)
     dictated = None
     if options.stages is not None:
         dictated = parse(options.stages, [layer.name for layer in profile.layers])
