@@ -27,8 +27,12 @@ from autopar.planner.pool import Pool
 
 __all__ = ["Quickest", "quickest"]
 
-MOST_WORK = 5 * 10**9
-"""Array elements; about twenty seconds."""
+MOST_WORK = 2 * 10**9
+"""Array elements; about ten seconds."""
+
+
+_LOOKING_UP = 500
+"""What finding a level takes, in the time of array elements."""
 
 
 class Quickest(NamedTuple):
@@ -87,6 +91,7 @@ class _Table:
         self.layers = self.costs.layer_count
         self.shapes = list(_shapes(prices, self.pool))
         self.lanes = len(self.costs.devices) + 1 if limited else 1
+        self.one_node = self.costs.links.level(range(len(self.costs.devices))) == "node"
         self._check()
         self.levels: list[Level] = []
         self.states = [self._states(shape) for shape in self.shapes]
@@ -196,6 +201,8 @@ class _Table:
     def _link_levels(self) -> npt.NDArray[np.int64]:
         """Return the slowest level between two stages, ``[state between, shape before, shape]``."""
         found = np.zeros((self.pool.states, len(self.shapes), len(self.shapes)), dtype=np.int64)
+        if self.one_node:
+            return found
         known: dict[tuple[int, ...], int] = {}
         own = {(at, shape): list(states) for at, (shape, states) in enumerate(self._each())}
         for (one, before), states in own.items():
@@ -232,6 +239,7 @@ class _Table:
     def _check(self) -> None:
         shapes, states = len(self.shapes), self.pool.states
         work = self.layers * states * shapes * self.lanes * (self.layers / 2 + shapes)
+        work += _LOOKING_UP * states * shapes**2 * (not self.one_node)
         if work > MOST_WORK:
             within = " within their memory" if self.limited else ""
             raise UsageError(
