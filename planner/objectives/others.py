@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan, Predicted, Stage
@@ -21,6 +21,9 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.shortfall import size
 
 __all__ = ["planned_by_pipedream", "planned_by_piper"]
+
+MOST_ROUTED = 5_000_000
+"""Micro-batches times pairs of neighbouring replicas, of a step that is simulated; about ten seconds."""
 
 
 def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -52,7 +55,7 @@ def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOption
 def planned_by_piper(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return Piper's plan: a synchronous pipeline whose replicas take turns, with its bottleneck and our price.
 
-    A plan whose layers are run by several devices together has Piper's own numbers alone.
+    A plan whose layers are run by several devices together, or whose step is very long, has Piper's own numbers alone.
 
     Raises:
         UsageError: layers have no options.
@@ -73,12 +76,27 @@ def planned_by_piper(profile: Profile, cluster: Cluster, options: PlanOptions) -
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle: Piper's formulas know no plan that is faster")
     notes.insert(0, f"slowest stage per micro-batch by Piper's formulas: {found.bottleneck_s:.6g} s")
-    if all(stage.tensor_parallel == 1 for stage in found.stages):
+    unpriced = _unpriced(candidate, found)
+    if unpriced is None:
         notes += _exceeding(costs.shortfalls(candidate), "by autopar's count")
         made = assemble(costs, candidate, options, 0.0, (), notes)
         predicted = made.predicted.model_copy(update={"objective_s": found.bottleneck_s})
         return made.model_copy(update={"objective": "piper", "predicted": predicted})
+    notes.append(f"{unpriced}: the step is the slowest stage's time for all micro-batches, memory is by Piper's rule")
     return _by_piper_alone(costs, candidate, found, options, notes)
+
+
+def _unpriced(candidate: Candidate, found: PiperPlan) -> str | None:
+    """Return why autopar does not price a plan of Piper's; none where it does."""
+    if any(stage.tensor_parallel > 1 for stage in found.stages):
+        return "several devices run a replica together, which autopar does not price"
+    widths = [len(stage.devices) for stage in candidate.stages]
+    routed = candidate.micro_batches * sum(before * after for before, after in pairwise(widths))
+    if routed > MOST_ROUTED:
+        return (
+            f"a step of {candidate.micro_batches} micro-batches on {found.devices} devices is too long to simulate here"
+        )
+    return None
 
 
 def _candidate(costs: CostModel, found: PiperPlan) -> Candidate:
@@ -133,8 +151,6 @@ def _by_piper_alone(
         notes=(
             *costs.notes,
             *notes,
-            "several devices run a replica together, which autopar does not price: the step is the slowest stage's "
-            "time for all micro-batches, and memory is by Piper's rule",
         ),
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs import CostModel
+from autopar.planner.objectives.others import _candidate, _shallower
 from autopar.planner.objectives.pipedream import pipedream_plan
-from autopar.planner.objectives.piper import piper_plan
+from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.simulate import Simulator
 from autopar.runtime.scope import check_scope
@@ -137,3 +141,42 @@ def test_pipers_micro_batches_and_memory_can_be_given() -> None:
     assert (made.batch, made.predicted.objective_s) == (6, own.bottleneck_s)
     with pytest.raises(UsageError, match="needs options of every layer"):
         plan(gpt_profile(), local_cluster(2), PlanOptions(objective="piper"))
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+def test_plans_of_published_profiles_are_no_worse_than_those_systems_own() -> None:
+    folder = Path(os.environ["AUTOPAR_DATA"])
+    with (folder / "reference_numbers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    compared = 0
+    for row in rows:
+        if row["planner"] == "pipedream" and row["setting"] == "16 flat (1GB/s default) PPcomm":
+            path = folder / "pipedream" / f"{row['model']}.txt"
+            profile, objective = pipedream_profile(path.read_text(), path), "pipedream"
+            cluster = _cluster(16, 16 * 10**9, 1e9)
+        elif row["planner"] == "piper" and int(row["setting"].split()[0][2:]) <= 8:
+            path = folder / "piper" / "bert32a100.json"
+            profile, objective = piper_profile(path.read_text(), path), "piper"
+            devices, memory = map(int, re.findall(r"\d+", row["setting"])[:2])
+            cluster = _cluster(devices, memory * 2**30, 25 * 2.0**30)
+        else:
+            continue
+        made = plan(profile, cluster, PlanOptions(objective=objective))  # type: ignore[arg-type]
+        assert made.predicted.objective_s is not None
+        # Piper's reference is rounded to eight digits.
+        assert made.predicted.objective_s <= float(row["value"]) * (1 + 5e-8), row
+        compared += 1
+    assert compared == 5
+
+
+def test_a_stage_has_no_more_in_flight_than_the_one_before() -> None:
+    def stage(first: int, stop: int, replicas: int, in_flight: int) -> PiperStage:
+        return PiperStage(first, stop, replicas, 1, ("vanilla",), (False,), in_flight, 1.0, 1)
+
+    # Behind the last two replicas, four of the first stages' take turns; one replica before them has 7 in flight.
+    found = PiperPlan((stage(0, 1, 1, 7), stage(1, 2, 4, 2), stage(2, 3, 2, 1)), 1.0)
+    costs = CostModel(_options(1, (1,), 3), _cluster(7, 10**6, 1e3), PlanOptions())
+    assert [placed.warmup for placed in _candidate(costs, found).stages] == [7, 1, 1]
+    assert list(_shallower(found, _candidate(costs, found))) == [
+        "stage 1: 1 in flight on each replica, and not Piper's 2: no stage may have more than the one before"
+    ]
