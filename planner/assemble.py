@@ -18,7 +18,7 @@ from autopar.planner.simulate import Simulator, trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 
-__all__ = ["MOST_ACTIONS", "assemble", "candidate_of", "crossings", "shared", "timeline_of"]
+__all__ = ["MOST_ACTIONS", "assemble", "candidate_of", "crossings", "shared", "stage_record", "timeline_of"]
 
 MOST_ACTIONS = 2**16
 """Programs above take long to expand, check and trace, action by action."""
@@ -50,7 +50,7 @@ def assemble(
         schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
-        stages=tuple(_stage(costs, stage) for stage in candidate.stages),
+        stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
         predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
@@ -105,7 +105,8 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
 
 
-def _stage(costs: CostModel, stage: Placed) -> Stage:
+def stage_record(costs: CostModel, stage: Placed) -> Stage:
+    """Return a stage as the plan file holds it."""
     profile = costs.profile
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
     return Stage(

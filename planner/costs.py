@@ -110,6 +110,16 @@ class CostModel:
             self.notes.append(note)
         return 0
 
+    def among(self, devices: Sequence[int]) -> CostModel:
+        """Return this model of some of its devices, which are then counted from 0."""
+        other = copy(self)
+        other.devices = [self.devices[device] for device in devices]
+        other.kind_of = [self.kind_of[device] for device in devices]
+        other.limits_bytes = [self.limits_bytes[device] for device in devices]
+        other.links = self.links.among(devices)
+        other.sharing = self.sharing.among(devices)
+        return other
+
     def retimed(self, layers: LayerCosts) -> CostModel:
         """Return this model with other times of the layers, of a single kind; memory stays as it was."""
         other = copy(self)

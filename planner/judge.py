@@ -21,7 +21,9 @@ class Found(NamedTuple):
 class Best:
     """The best candidates simulated so far, at large and by number of stages; the first of equals stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, cap_s: float = float("inf")) -> None:
+        """Begin with no candidate; only those quicker than ``cap_s`` are of interest."""
+        self._cap_s = cap_s
         self.found: Found | None = None
         self.by_stages: dict[int, Found] = {}
         self.closest: tuple[int, Candidate] | None = None
@@ -29,8 +31,8 @@ class Best:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the best candidate, infinite while there is none."""
-        return self.found.step_s if self.found else float("inf")
+        """Seconds of the best candidate, or of the cap while there is none."""
+        return self.found.step_s if self.found else self._cap_s
 
     def judge(self, simulator: Simulator, candidate: Candidate) -> float | None:
         """Simulate a candidate; return its seconds per step, or None where it does not fit.

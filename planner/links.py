@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -85,6 +86,12 @@ class LinkModel:
         self._collected: dict[tuple[Collective, int, int, Level], float] = {}
         self._sent: dict[tuple[float, Level], float] = {}
 
+    def among(self, devices: Sequence[int]) -> LinkModel:
+        """Return the prices between some of the devices, which are then counted from 0."""
+        other = copy(self)
+        other._nodes = [self._nodes[device] for device in devices]
+        return other
+
     def level(self, devices: Sequence[int]) -> Level:
         """Return the slowest level that connects these devices."""
         return "node" if len({self._nodes[device] for device in devices}) <= 1 else "network"
@@ -135,18 +142,28 @@ class LinkModel:
             sizes += [float(size) for size in self._lines[kind, nearest, level].sizes if size > 0]
         return min(self._collective_s(kind, int(size), ranks, level) / size for size in sizes)
 
+    def collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
+        """Return :meth:`collective_s` of many sizes."""
+        if ranks < 2:
+            return np.zeros(sizes_bytes.shape)
+        return np.where(sizes_bytes > 0, self._collectives_s(kind, sizes_bytes, ranks, level), 0.0)
+
     def _collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+        return float(self._collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
+
+    def _collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
         nearest = self._nearest(kind, ranks, level)
         if nearest is None:
             rounds = _ROUNDS[kind] * (ranks - 1)
-            return rounds / ranks * size_bytes / self._bytes_per_s[level] + rounds * self._latency_s[level]
+            return rounds / ranks * sizes_bytes / self._bytes_per_s[level] + rounds * self._latency_s[level]
         line = self._lines[kind, nearest, level]
-        seconds = float(line(np.array([float(size_bytes)]))[0])
+        seconds = line(sizes_bytes)
         if nearest == ranks:
             return seconds
         latency = float(line.seconds[0])
         bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
-        return latency * (ranks - 1) / (nearest - 1) + max(0.0, seconds - latency) * bytes_part
+        scaled: Numbers = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
+        return scaled
 
     def collective_note(self, kind: Collective, ranks: int, level: Level) -> str | None:
         """Return what is estimated about a collective, or None where it was measured."""

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
-from autopar.formats.plan import Shard
+from autopar.formats.plan import Objective, Shard
 from autopar.schedules import SCHEDULES
 
 __all__ = ["PlanOptions"]
@@ -34,6 +34,7 @@ class PlanOptions:
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
     schedule: str = "auto"
     micro_batches: int | None = None
+    objective: Objective = "step"
     gap: float = 0.02
     """Stop when the best plan is proved to be within this share of the best possible; 0 is exact."""
     stages: str | None = None
@@ -68,6 +69,9 @@ class PlanOptions:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
         if self.schedule not in ("auto", *SCHEDULES):
             raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
+        if self.objective not in get_args(Objective):
+            names = ", ".join(get_args(Objective))
+            raise UsageError(f"--objective must be one of {names}; found {self.objective!r}")
         if self.solver not in ("dp", "exhaustive"):
             raise UsageError(f"--solver must be dp or exhaustive, found {self.solver!r}")
         if self.recompute not in ("auto", "none", "full"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Plan
+from autopar.formats.plan import Alternative, Objective, Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
@@ -18,6 +18,10 @@ from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
+from autopar.planner.objectives.cost import cheapest_plan
+from autopar.planner.objectives.flags import check_flags
+from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
+from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
@@ -27,6 +31,12 @@ from autopar.planner.tables import table_bytes
 __all__ = ["plan", "simulate"]
 
 MOST_TABLE_BYTES = 8 * 2**30
+_OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
+    "throughput": throughput_plan,
+    "pipedream": planned_by_pipedream,
+    "piper": planned_by_piper,
+}
+"""Objectives of which no program follows, or that other planners have."""
 
 
 def plan(
@@ -41,6 +51,9 @@ def plan(
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
     options = options or PlanOptions()
+    check_flags(options)
+    if options.objective in _OTHERS:
+        return _OTHERS[options.objective](profile, cluster, options)
     dictated = None
     if options.stages is not None:
         dictated = parse(options.stages, [layer.name for layer in profile.layers])
@@ -57,6 +70,8 @@ def plan(
     every = families(costs.batch, options)
     if options.solver == "dp":
         _check_size(costs, every, options)
+    if options.objective == "cost":
+        return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)
     best, lower_bound_s = _search(simulator, every, options, compared, known)
@@ -88,8 +103,11 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """Return the predicted timeline of a plan.
 
     Raises:
+        UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
+    if plan.refusal is not None:
+        raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")
     placed = [name for stage in plan.stages for name in stage.layers]
     names = [layer.name for layer in profile.layers]
     if placed != names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.formats.cluster import Cluster, Device, Level, Link
@@ -67,6 +67,11 @@ class Sharing:
                 slowdowns.setdefault(each.level, Slowdown(each.compute, each.communication))
         nodes = tuple(device.node for device in devices)
         return cls(nodes, tuple(places), shared if bytes_per_s is None else {}, slowdowns)
+
+    def among(self, devices: Sequence[int]) -> Sharing:
+        """Return what some of the devices share, each at the port that it has."""
+        nodes, places = ([each[device] for device in devices] for each in (self.nodes, self.places))
+        return replace(self, nodes=tuple(nodes), places=tuple(places))
 
     def __bool__(self) -> bool:
         return bool(self.links or self.slowdowns)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.candidate import Family
 from autopar.planner.costs import CostModel
 
-__all__ = ["work_s"]
+__all__ = ["layers_work_s", "work_s"]
 
 ROUNDING = 1e-12
 
@@ -17,16 +18,20 @@ def work_s(costs: CostModel, family: Family) -> float:
 
     Replicas that take turns, sharding and recomputation only add to a layer's work.
     """
+    least = np.minimum.reduce([layers_work_s(costs, family, kind) for kind in sorted(set(costs.kind_of))])
+    return costs.profile.step_overhead_s + float(least.sum()) / len(costs.devices)
+
+
+def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np.float64]:
+    """Return the least work of a step, by layer, on any number of one kind of device, together."""
     least = np.full(costs.layer_count, np.inf)
-    for kind in sorted(set(costs.kind_of)):
-        count = costs.kind_of.count(kind)
-        most = count if costs.divisible else min(count, family.micro_batch_size)
-        for width in range(1, most + 1):
-            total = np.zeros(costs.layer_count)
-            adding = costs.adding(family.micro_batches, width)
-            for rows in costs.shares(family.micro_batch_size, width):
-                total += np.diff(costs.sums.forward(rows, kind=kind))
-                total += np.diff(costs.sums.backward(rows, adding, kind=kind))
-            least = np.minimum(least, total)
-    seconds = float(least.sum()) * family.micro_batches / len(costs.devices) * (1 - ROUNDING)
-    return costs.profile.step_overhead_s + seconds
+    count = costs.kind_of.count(kind)
+    most = count if costs.divisible else min(count, family.micro_batch_size)
+    for width in range(1, most + 1):
+        total = np.zeros(costs.layer_count)
+        adding = costs.adding(family.micro_batches, width)
+        for rows in costs.shares(family.micro_batch_size, width):
+            total += np.diff(costs.sums.forward(rows, kind=kind))
+            total += np.diff(costs.sums.backward(rows, adding, kind=kind))
+        least = np.minimum(least, total)
+    return least * family.micro_batches * (1 - ROUNDING)

@@ -72,10 +72,10 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
-    program = expand(plan)
-    check(program, plan)
     check_precision(plan)
     check_scope(plan)
+    program = expand(plan)
+    check(program, plan)
     _check_devices(plan)
     user_model = load(model, options.data)
     # The ranks start while this process captures the model.

@@ -65,10 +65,9 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
         FileError: the plan is not one of this model.
         TrainingError: as :func:`rehearse`.
     """
-    program = expand(plan)
-    check(program, plan)
-    user = load(model, data)
     check_scope(plan)
+    check(expand(plan), plan)
+    user = load(model, data)
     check_source(user, plan)
     progress("capturing the model")
     graph = _captured(user, plan.seed)

@@ -14,6 +14,8 @@ def check_scope(plan: Plan) -> None:
     Raises:
         UsageError: names what it is, and how to plan without it.
     """
+    if plan.refusal is not None:
+        raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without --divisible")
     for index, stage in enumerate(plan.stages):

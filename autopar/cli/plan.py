@@ -38,6 +38,13 @@ def command(
     schedule: Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")] = "auto",
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="step: least seconds per step; cost: cheapest training (the cluster prices its devices); throughput: "
+            "quickest asynchronous pipeline; pipedream, piper: what those planners call best."
+        ),
+    ] = "step",
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
     divisible: Annotated[
         bool, typer.Option("--divisible", help="Price as papers do: micro-batches divide freely. Cannot be run.")
@@ -77,6 +84,7 @@ def command(
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
         schedule=schedule,
         micro_batches=micro_batches,
+        objective=objective,  # type: ignore[arg-type]  # checked there
         gap=gap,
         stages=stages,
         min_stages=min_stages,
@@ -123,7 +131,7 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     plan.save(output)
     console = Console(stderr=True)
     render(plan, console)
-    runs = not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
+    runs = plan.refusal is None and not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:

@@ -27,8 +27,10 @@ __all__ = [
     "Crossing",
     "Division",
     "FileReference",
+    "Objective",
     "Plan",
     "Predicted",
+    "Price",
     "Shard",
     "SharedParameter",
     "Stage",
@@ -37,6 +39,9 @@ __all__ = [
 
 Division = Literal["split", "round-robin"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
+"""What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
+one; price per sample; and what PipeDream's and Piper's planners minimise."""
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
@@ -62,7 +67,10 @@ class Stage(Record):
 
     layers: tuple[Name, ...] = Field(min_length=1)
     devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
-    """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``."""
+    """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``, or on the ``i``-th ``tensor_parallel``
+    of them."""
+    tensor_parallel: Count = 1
+    """Devices that run a replica together, as Piper's plans may ask; such a plan can be neither simulated nor run."""
     division: Division = "split"
     """How a micro-batch meets the replicas: each takes its share of the rows of every one (``split``), or they take
     whole ones in turn (``round-robin``)."""
@@ -82,7 +90,7 @@ class Stage(Record):
     @property
     def replicas(self) -> int:
         """How many copies of the stage there are."""
-        return len(self.devices)
+        return len(self.devices) // self.tensor_parallel
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -123,12 +131,28 @@ class SharedParameter(Record):
     bytes: Bytes
 
 
+class Price(Record):
+    """What a step costs on the devices that are used, in the cluster's currency."""
+
+    per_hour: float = Field(gt=0)
+    per_step: float = Field(ge=0)
+    per_million_samples: float = Field(ge=0)
+    lower_bound_per_step: float = Field(ge=0)
+    """No plan that was searched, on any of the devices, costs less."""
+
+
 class Predicted(Record):
     """What the simulator says of the plan."""
 
     step_s: Seconds
+    """Of an asynchronous pipeline (``weight_policy`` ``stash``): seconds per mini-batch, once it is filled."""
     lower_bound_s: Seconds
-    """No plan that was searched, under any searched schedule, takes less."""
+    """No plan that was searched, under any searched schedule, takes less; 0 where nothing is proved of it. If the
+    objective is the price, what it may cost at least, in seconds of the plan's devices."""
+    objective_s: Seconds | None = None
+    """What ``pipedream`` (per mini-batch) or ``piper`` (per micro-batch) minimises, by its own formulas."""
+    price: Price | None = None
+    """If the objective is the price."""
     bubble: float = Field(ge=0, le=1)
     """Share of the ranks' time in a step in which they compute nothing."""
     peak_bytes: tuple[Bytes, ...]
@@ -186,7 +210,10 @@ class Plan(Document):
     divisible: bool = False
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
     schedule: Literal["gpipe", "1f1b"]
-    weight_policy: Literal["sync"] = "sync"
+    objective: Objective = "step"
+    weight_policy: Literal["sync", "stash"] = "sync"
+    """``stash``: mini-batches follow each other without a pause, each stage is updated after every one, and forward and
+    backward of a mini-batch see the weights that its forward began with."""
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -195,6 +222,16 @@ class Plan(Document):
     predicted: Predicted
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[Name, ...] = ()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the plan can be neither simulated nor run; None where a program follows from it."""
+        if self.weight_policy != "sync":
+            return "the plan is of an asynchronous pipeline; plan with --objective step or cost"
+        for index, stage in enumerate(self.stages):
+            if stage.tensor_parallel > 1:
+                return f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with --objective step"
+        return None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -233,6 +270,8 @@ class Plan(Document):
                 fault(f"{at}.shard", f"{stage.shard!r} needs several replicas")
             self._check_depth(stage, before, at)
             before = stage
+        if self.weight_policy == "stash" and (self.schedule, self.micro_batches) != ("1f1b", 1):
+            fault("weight_policy", "an asynchronous pipeline runs whole mini-batches by 1f1b")
         for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
@@ -241,8 +280,12 @@ class Plan(Document):
 
     def _check_shares(self, stage: Stage, at: str) -> None:
         rows = self.micro_batch_size
-        if len(stage.shares) != len(stage.devices):
-            fault(f"{at}.shares", f"{len(stage.shares)} shares for {len(stage.devices)} devices")
+        if len(stage.devices) % stage.tensor_parallel:
+            fault(
+                f"{at}.tensor_parallel", f"{len(stage.devices)} devices do not make groups of {stage.tensor_parallel}"
+            )
+        if len(stage.shares) != stage.replicas:
+            fault(f"{at}.shares", f"{len(stage.shares)} shares for {stage.replicas} replicas")
         if not self.divisible and not all(isinstance(share, int) for share in stage.shares):
             fault(f"{at}.shares", f"rows are whole, found {list(stage.shares)}")
         if stage.division == "round-robin":
@@ -252,6 +295,9 @@ class Plan(Document):
             fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
+        if self.weight_policy == "stash":
+            # Mini-batches of any number of steps are in flight.
+            return
         most = len(turns(stage.division, stage.replicas, 0, self.micro_batches))
         if stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from autopar.formats.plan import Plan, Stage
+    from autopar.formats.plan import Plan, Price, Stage
 
 __all__ = ["render"]
 
@@ -26,9 +26,10 @@ def render(plan: Plan, console: Console) -> None:
     """Print a plan's stages, its prediction, and the alternatives."""
     count = len(plan.stages)
     devices = len(plan.devices)
+    wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
     title = (
-        f"plan of {plan.model.source}: {count} stage{'s' if count > 1 else ''} on {devices} "
-        f"device{'s' if devices > 1 else ''}, {plan.schedule}, "
+        f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
+        f"device{'s' if devices > 1 else ''}, {plan.schedule}{_policy(plan)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
     )
     console.print(title, highlight=False, markup=False)
@@ -40,6 +41,10 @@ def render(plan: Plan, console: Console) -> None:
         console.print(_alternatives(plan))
     for note in plan.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _policy(plan: Plan) -> str:
+    return "" if plan.weight_policy == "sync" else " without a pause, with stashed weights"
 
 
 def _stages(plan: Plan) -> Table:
@@ -73,6 +78,8 @@ def _kinds(plan: Plan) -> str:
 def _manner(stage: Stage) -> str:
     """Return how a stage is run, where it is out of the ordinary."""
     found = ["in turns"] if stage.division == "round-robin" else []
+    if stage.tensor_parallel > 1:
+        found.append(f"{stage.tensor_parallel} devices each")
     if stage.recompute:
         every = len(stage.recompute) == len(stage.layers)
         found.append("recomputes " + ("all" if every else f"{len(stage.recompute)} of {len(stage.layers)}"))
@@ -121,12 +128,18 @@ def _few(stages: str) -> str:
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
     table = new_table("Predicted", ("", ""))
-    table.add_row("step", duration(predicted.step_s))
+    table.add_row("step" if plan.weight_policy == "sync" else "per mini-batch", duration(predicted.step_s))
+    if predicted.objective_s is not None:
+        unit = {"pipedream": "PipeDream's, per mini-batch", "piper": "Piper's, per micro-batch"}
+        table.add_row(f"slowest stage ({unit.get(plan.objective, plan.objective)})", duration(predicted.objective_s))
     if predicted.step_s > 0:
         table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
-    table.add_row("lower bound", duration(predicted.lower_bound_s))
-    if predicted.lower_bound_s > 0:
-        table.add_row("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1))
+    if predicted.price is not None:
+        _add_price(table, predicted.price)
+    elif predicted.lower_bound_s > 0 or plan.objective == "step":
+        table.add_row("lower bound", duration(predicted.lower_bound_s))
+        if predicted.lower_bound_s > 0:
+            table.add_row("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1))
     table.add_row("bubble", percentage(predicted.bubble))
     computing = least_certain(predicted.compute)
     if computing is not None:
@@ -134,6 +147,15 @@ def _prediction(plan: Plan) -> Table:
     if predicted.communication is not None:
         table.add_row("communication times", predicted.communication)
     return table
+
+
+def _add_price(table: Table, price: Price) -> None:
+    table.add_row("price of its devices per hour", f"{price.per_hour:.4g}")
+    table.add_row("cost of a step", f"{price.per_step:.4g}")
+    table.add_row("cost of a million samples", f"{price.per_million_samples:.4g}")
+    table.add_row("least that a step may cost", f"{price.lower_bound_per_step:.4g}")
+    if price.lower_bound_per_step > 0:
+        table.add_row("gap to it", percentage(price.per_step / price.lower_bound_per_step - 1))
 
 
 def _alternatives(plan: Plan) -> Table:

@@ -112,6 +112,8 @@ def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
         (("--gpus", "1", "--stages", "0-6:1,7-13:1"), 2, "--stages needs 2 devices, but --gpus is 1"),
         (("--stages", "0-6:1,8-13:1"), 2, "h.6 is in no stage"),
         (("--stages", "wte-hed:1"), 2, "no layer is called 'hed'"),
+        (("--objective", "speed"), 2, "--objective must be one of step, throughput, cost, pipedream, piper"),
+        (("--objective", "pipedream", "--memory", "1GiB"), 2, "--memory does not go with --objective pipedream"),
         (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp or exhaustive"),
         (("missing.json", "--gpus", "2"), 4, "missing.json: no such profile file"),
         (("--gpus", "2", "--cluster", "none.json"), 4, "none.json: no such cluster file"),
@@ -220,6 +222,41 @@ def test_an_existing_file_is_replaced_with_overwrite_and_the_default_one_without
     assert run("simulate", "--trace", "trace.json")[0] == 2
     assert Path("trace.json").read_text() == "old"
     assert run("simulate", "--trace", "trace.json", "--overwrite")[0] == 0
+
+
+def test_an_objective_is_planned_shown_and_recorded(run: Run) -> None:
+    cluster = local_cluster(2)
+    code, _, err = run("plan", "--objective", "cost")
+    assert (code, err.count("\n")) == (4, 1)
+    assert "$.devices[0].price_per_hour: --objective cost needs a price above 0 of every device" in err
+    devices = tuple(device.model_copy(update={"price_per_hour": 1.5}) for device in cluster.devices)
+    cluster.model_copy(update={"devices": devices}).save("cluster.json")
+    for objective, said, then in (
+        ("cost", ("cost of a million samples", "least that a step may cost"), "carries it out"),
+        ("throughput", ("without a pause, with stashed weights", "per mini-batch"), "but not run"),
+        ("pipedream", ("slowest stage (PipeDream's, per mini-batch)", "by PipeDream's formulas"), "but not run"),
+    ):
+        code, out, err = run("plan", "--objective", objective, "--json")
+        assert code == 0
+        assert (json.loads(out)["objective"], Plan.load("plan.json").objective) == (objective, objective)
+        shown = " ".join(err.split())
+        assert all(each in shown for each in (f"(objective {objective})", *said, then))
+        assert run("show", "plan.json")[0] == 0
+    code, _, err = run("simulate")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the plan is of an asynchronous pipeline" in err
+    assert run("plan", "--objective", "cost")[0] == run("simulate")[0] == 0
+
+
+def test_a_plan_without_an_objective_is_of_the_least_step(run: Run) -> None:
+    assert run("plan")[0] == 0
+    content = json.loads(Path("plan.json").read_text())
+    del content["objective"]
+    for stage in content["stages"]:
+        del stage["tensor_parallel"]
+    Path("plan.json").write_text(json.dumps(content))
+    assert Plan.load("plan.json").objective == "step"
+    assert run("simulate")[0] == 0
 
 
 def test_planning_and_simulating_import_neither_torch_nor_pandas_nor_matplotlib(tmp_path: Path) -> None:

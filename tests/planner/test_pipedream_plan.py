@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
-from autopar.planner.pipedream import PipeDreamPlan, pipedream_plan
+from autopar.planner.objectives.pipedream import PipeDreamPlan, pipedream_plan
 
 NODE, NETWORK = 7e9, 2e9
 

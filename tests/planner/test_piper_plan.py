@@ -19,8 +19,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.piper import piper_profile
-from autopar.planner.piper import PiperPlan, piper_plan
-from autopar.planner.piper_choice import Way, quickest
+from autopar.planner.objectives.piper import PiperPlan, piper_plan
+from autopar.planner.objectives.piper_choice import Way, quickest
 
 BANDWIDTH = 1e3
 

@@ -170,6 +170,8 @@ for seed in range(12):
     made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
     sys.stdout.write(made.dumps())
 sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
+for objective in ("throughput", "pipedream"):
+    sys.stdout.write(plan(gpt_profile(), local_cluster(4), PlanOptions(objective=objective)).dumps())
 assert not {"torch", "pandas", "matplotlib", "networkx"} & set(sys.modules), "the planner must stay light"
 """
 

@@ -10,9 +10,9 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.piper_moves import PiperMoves, in_flight
-from autopar.planner.piper_options import Task
-from autopar.planner.piper_stages import PiperStages, Stage
+from autopar.planner.objectives.piper_moves import PiperMoves, in_flight
+from autopar.planner.objectives.piper_options import Task
+from autopar.planner.objectives.piper_stages import PiperStages, Stage
 
 __all__ = ["PiperPlan", "PiperStage", "piper_plan"]
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.pipedream_graph import Numbers, PipeDreamGraph
+from autopar.planner.objectives.pipedream_graph import Numbers, PipeDreamGraph
 
 __all__ = ["Level", "LevelStage", "LevelTable", "data_parallel_s", "layer_seconds"]
 
@@ -62,14 +62,25 @@ def data_parallel_s(graph: PipeDreamGraph, levels: tuple[Level, ...]) -> float:
 class LevelTable:
     """The least bottleneck of layers on any number of a level's machines, all of them used."""
 
-    def __init__(self, graph: PipeDreamGraph, seconds: Numbers, level: Level, *, only_from_first: bool) -> None:
-        """Fill the table; ``seconds`` are those of layers on one machine, as ``[first, last]``."""
+    def __init__(
+        self, graph: PipeDreamGraph, seconds: Numbers, level: Level, *, only_from_first: bool, only_ends: bool = False
+    ) -> None:
+        """Fill the table; ``seconds`` are those of layers on one machine, as ``[first, last]``.
+
+        With ``only_from_first``, only for layers from the first one on. With ``only_ends``, only on all machines, and
+        for layers from the first one on or up to the last one: more is not asked of a level of which there are two.
+        """
         self._seconds, self._level = seconds, level
         self._parameters = _between(graph.parameters_bytes)
         self._sent = 2.0 * graph.outputs_bytes
         self._work = graph.seconds / level.inside
         self._firsts = 1 if only_from_first else len(self._sent)
         self._least: dict[int, Numbers] = {}
+        self._later: dict[int, Numbers] = {}
+        self._only_ends = only_ends
+        if only_ends:
+            self._least[level.machines] = self._ends()
+            return
         for machines in range(1, level.machines + 1):
             self._least[machines] = self._fill(machines)
 
@@ -90,23 +101,57 @@ class LevelTable:
         Of equals, those with the longer last stage on the fewer machines.
         """
         found: list[LevelStage] = []
+        rows = self._row(first) if self._only_ends else {count: table[first] for count, table in self._least.items()}
         while stop > first:
-            cut, used = self._last_stage(first, stop, machines)
+            cut, used = self._last_stage(rows, first, stop, machines)
             found.append(LevelStage(cut, stop, used))
             stop, machines = cut, machines - used
         return found[::-1]
 
-    def _last_stage(self, first: int, stop: int, machines: int) -> tuple[int, int]:
-        """Return where the last stage begins, and its machines."""
+    def _last_stage(self, rows: dict[int, Numbers], first: int, stop: int, machines: int) -> tuple[int, int]:
+        """Return where the last stage begins, and its machines; ``rows`` are the least of layers from the first on."""
         least, chosen = float(self._whole(machines)[first, stop - 1]), (first, machines)
         for used in range(1, machines if stop - first > 1 else 1):
-            before = self._least[machines - used][first, first : stop - 1]
+            before = rows[machines - used][first : stop - 1]
             behind = self._behind(used, slice(first + 1, stop), slice(stop - 1, stop))[:, 0]
             slowest = np.maximum(before, behind)
             cut = int(slowest.argmin())
             if slowest[cut] < least:
                 least, chosen = float(slowest[cut]), (first + 1 + cut, used)
         return chosen
+
+    def _ends(self) -> Numbers:
+        """Return the least on all machines, infinite for layers that neither begin nor end the model."""
+        count, machines = len(self._sent), self._level.machines
+        table = np.full((count, count), np.inf)
+        table[0] = self._row(0)[machines]
+        # From the last layer to the first: stages behind another one, then a first stage before them.
+        chains: dict[int, Numbers] = {}
+        for used in range(1, machines + 1):
+            chains[used] = self._behind_all(used)[:, -1].copy()
+            for own in range(1, used):
+                chains[used] = np.minimum(chains[used], _before(self._behind_all(own), chains[used - own]))
+        column = self._whole(machines)[:, -1]
+        for own in range(1, machines):
+            column = np.minimum(column, _before(self._whole(own), chains[machines - own]))
+        table[1:, -1] = column[1:]
+        return table
+
+    def _row(self, first: int) -> dict[int, Numbers]:
+        """Return the least of layers from one on, on any number of machines."""
+        rows: dict[int, Numbers] = {}
+        for machines in range(1, self._level.machines + 1):
+            rows[machines] = self._whole(machines)[first]
+            for used in range(1, machines):
+                before = rows[machines - used][:-1, np.newaxis]
+                slowest = np.maximum(before, self._behind_all(used)[1:])
+                rows[machines] = np.minimum(rows[machines], slowest.min(axis=0, initial=np.inf))
+        return rows
+
+    def _behind_all(self, machines: int) -> Numbers:
+        if machines not in self._later:
+            self._later[machines] = self._behind(machines, slice(None), slice(None))
+        return self._later[machines]
 
     def _fill(self, machines: int) -> Numbers:
         table = self._whole(machines)
@@ -153,6 +198,11 @@ class LevelTable:
     def _synchronised(self, machines: int, firsts: slice, lasts: slice) -> Numbers:
         share = 4.0 * (machines - 1) / (self._level.bytes_per_s * machines)
         return np.asarray(self._parameters[firsts, lasts] * share)
+
+
+def _before(stages: Numbers, chain: Numbers) -> Numbers:
+    """Return the least of a stage, ``[first, last]``, and a chain that begins behind it, by the stage's first layer."""
+    return np.asarray(np.maximum(stages[:, :-1], chain[1:]).min(axis=1, initial=np.inf))
 
 
 def _split(table: Numbers, before: Numbers, behind: Numbers, first: int, ranges: Sequence[tuple[int, int]]) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.pipedream_graph import pipedream_graph
-from autopar.planner.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
+from autopar.planner.objectives.pipedream_graph import pipedream_graph
+from autopar.planner.objectives.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
 
 __all__ = ["PipeDreamPlan", "PipeDreamStage", "pipedream_plan"]
 
@@ -72,7 +72,9 @@ def pipedream_plan(
     graph = pipedream_graph(profile)
     seconds, tables = layer_seconds(graph), []
     for level in levels:
-        tables.append(LevelTable(graph, seconds, level, only_from_first=level is levels[-1]))
+        last = level is levels[-1]
+        ends = not last and levels[-1].machines == 2
+        tables.append(LevelTable(graph, seconds, level, only_from_first=last, only_ends=ends))
         seconds = tables[-1].seconds
     return PipeDreamPlan(
         stages=tuple(_placed(tables, levels, len(profile.layers))),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.profile import Profile
 
-__all__ = ["Numbers", "PipeDreamGraph", "pipedream_graph"]
+__all__ = ["Numbers", "PipeDreamGraph", "mini_batch", "pipedream_graph"]
 
 Numbers = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
@@ -26,6 +26,18 @@ class PipeDreamGraph(NamedTuple):
     """What PipeDream's planner counts as crossing a cut behind the layer, once."""
 
 
+def mini_batch(profile: Profile) -> int:
+    """Return the largest number of samples that all layers were profiled with.
+
+    Raises:
+        UsageError: the layers were profiled with no size in common.
+    """
+    sizes = set.intersection(*({cost.micro_batch for cost in layer.costs} for layer in profile.layers))
+    if not sizes:
+        raise UsageError("the layers were profiled with no micro-batch size in common; profile the model again")
+    return max(sizes)
+
+
 def pipedream_graph(profile: Profile) -> PipeDreamGraph:
     """Sum up a profile at the largest mini-batch that all of its layers were profiled with.
 
@@ -36,10 +48,8 @@ def pipedream_graph(profile: Profile) -> PipeDreamGraph:
     Raises:
         UsageError: the layers were profiled with no size in common.
     """
-    sizes = set.intersection(*({cost.micro_batch for cost in layer.costs} for layer in profile.layers))
-    if not sizes:
-        raise UsageError("the layers were profiled with no micro-batch size in common; profile the model again")
-    costs = [next(cost for cost in layer.costs if cost.micro_batch == max(sizes)) for layer in profile.layers]
+    size = mini_batch(profile)
+    costs = [next(cost for cost in layer.costs if cost.micro_batch == size) for layer in profile.layers]
     outputs = np.array([cost.output_bytes for cost in costs], dtype=np.float64)
     return PipeDreamGraph(
         # PipeDream's planner leaves input nodes out.

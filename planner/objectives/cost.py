@@ -1,0 +1,210 @@
+"""Cost: the cheapest training, by the prices of the devices that are used.
+
+A step costs its seconds times the prices of its devices. Every set of devices is a search of its own, in the order of
+the least that it can cost; a set is searched only for steps that are cheaper than what is known already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import Plan, Price
+from autopar.planner.alternatives import record, references
+from autopar.planner.assemble import assemble
+from autopar.planner.candidate import Candidate, Family
+from autopar.planner.costs import CostModel
+from autopar.planner.judge import Best, Found
+from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
+from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
+from autopar.planner.search import search
+from autopar.planner.shortfall import infeasible
+from autopar.planner.simulate import Simulator
+from autopar.planner.work import layers_work_s
+
+__all__ = ["Cheapest", "cheapest", "cheapest_plan"]
+
+MOST_SETS = 100_000
+SEARCHED = 12
+"""Sets that are searched, where a gap is allowed; the bounds of the others hold for what they might cost."""
+_HOUR_S = 3600.0
+
+
+class _Set(NamedTuple):
+    """Devices that are all used; the order of fields is that of the search."""
+
+    least: float
+    """No step on them costs less."""
+    devices: tuple[int, ...]
+    price: float
+    """Per second."""
+
+
+class _Bounds(NamedTuple):
+    """Of a family."""
+
+    work_s: dict[int, Numbers]
+    """By layer, on each kind of device."""
+    steps_s: Numbers
+    """By the state of the pool that leaves the devices that are used."""
+
+
+class Cheapest(NamedTuple):
+    """The cheapest candidate that was found, and what is proved."""
+
+    found: Found
+    cost: float
+    """Of a step."""
+    lower_bound: float
+    """No step of any plan, on any of the devices, costs less."""
+    by_count: dict[int, Found]
+    """Cheapest of those sets of so many devices that were cheaper than what was known before."""
+
+
+def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Plan:
+    """Return the plan that trains most samples per unit of price, with a lower bound of what a step costs.
+
+    Raises:
+        FileError: the cluster does not price a device; names it.
+        UsageError: there are too many sets of devices.
+        InfeasibleError: nothing fits the memory.
+    """
+    prices = prices_of(costs)
+    best = cheapest(costs, families, options)
+    if best is None:
+        raise infeasible(costs, families, options, None)
+    candidate = best.found.candidate
+    price = sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
+    rows = [record(each.name, each.found, each.reason) for each in references(Simulator(costs), families, options)]
+    for count, found in sorted(best.by_count.items()):
+        rows.append(record(f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
+    made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
+    cost = made.predicted.step_s * price
+    priced = Price(
+        per_hour=price * _HOUR_S,
+        per_step=cost,
+        per_million_samples=cost / costs.batch * 1e6,
+        lower_bound_per_step=min(best.lower_bound, cost),
+    )
+    predicted = made.predicted.model_copy(update={"price": priced})
+    return made.model_copy(update={"objective": "cost", "predicted": predicted})
+
+
+def prices_of(costs: CostModel) -> list[float]:
+    """Return every device's price per hour.
+
+    Raises:
+        FileError: a device has none, or it is 0.
+    """
+    found = []
+    for index, device in enumerate(costs.devices):
+        if not device.price_per_hour:
+            said = "0" if device.price_per_hour == 0 else "no price"
+            raise FileError(
+                f"$.devices[{index}].price_per_hour: --objective cost needs a price above 0 of every device, and the "
+                f"cluster has {said} of this one ({device.type}); add it, or plan for the least step time"
+            )
+        found.append(device.price_per_hour)
+    return found
+
+
+def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Cheapest | None:
+    """Return the cheapest candidate; none if nothing fits."""
+    best: Found | None = None
+    cost = lower = float("inf")
+    by_count: dict[int, Found] = {}
+    for number, each in enumerate(_sets(costs, families, options)):
+        if cost <= (1 + options.gap) * each.least or (options.gap > 0 and number >= SEARCHED and best is not None):
+            lower = min(lower, each.least)
+            break
+        # What is no cheaper than the gap asks for would not be worth its search.
+        own = Best(cost / each.price / (1 + options.gap))
+        among = costs.among(each.devices)
+        asked = replace(options, gpus=len(each.devices), use_all=True)
+        lower = min(lower, each.price * search(Simulator(among), families, asked, own).lower_bound_s)
+        if own.found is not None:
+            best = Found(own.found.step_s, _moved(own.found.candidate, each.devices))
+            cost, by_count[len(each.devices)] = each.price * best.step_s, best
+    return None if best is None else Cheapest(best, cost, min(lower, cost), by_count)
+
+
+def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
+    """Yield sets of devices, first those that may be cheapest; of a kind and price, the first ones in the cluster."""
+    prices = prices_of(costs)
+    groups: dict[tuple[int, float], list[int]] = {}
+    for device, key in enumerate(zip(costs.kind_of, prices, strict=True)):
+        groups.setdefault(key, []).append(device)
+    counts = [[len(own)] if options.use_all else list(range(len(own) + 1)) for own in groups.values()]
+    if np.prod([float(len(each)) for each in counts]) > MOST_SETS:
+        raise UsageError(
+            f"--objective cost: more than {MOST_SETS} sets of {len(groups)} kinds and prices of devices; "
+            "narrow it with fewer --gpus"
+        )
+    pool, kinds = Pool(costs.kind_of), sorted(set(costs.kind_of))
+    bounds = [
+        _Bounds(
+            {kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool)
+        )
+        for family in families
+    ]
+    found = []
+    for taken in product(*counts):
+        own = {key: devices[:count] for (key, devices), count in zip(groups.items(), taken, strict=True) if count}
+        used = tuple(sorted(device for devices in own.values() for device in devices))
+        if len(used) >= options.min_stages:
+            price = sum(prices[device] for device in used) / _HOUR_S
+            idle_s = costs.profile.step_overhead_s
+            state = _state(costs, pool, used)
+            least = min(
+                max(each.steps_s[state] * price, idle_s * price + _least_busy(each.work_s, own, price))
+                for each in bounds
+            )
+            if least < float("inf"):
+                found.append(_Set(least, used, price))
+    return iter(sorted(found, key=lambda each: (each.least, len(each.devices), each.devices)))
+
+
+def _state(costs: CostModel, pool: Pool, used: Sequence[int]) -> int:
+    """Return the state in which as many devices of each kind are left as are used."""
+    state = 0
+    for kind in pool.kinds:
+        taken = sum(costs.kind_of[device] == kind for device in used)
+        state = pool.take(state, kind, pool.left(0, kind) - taken)
+    return state
+
+
+def _least_busy(
+    work: dict[int, Numbers],
+    own: dict[tuple[int, float], list[int]],
+    price: float,
+) -> float:
+    """Return what a family's step costs at least: all devices last as long, and each layer is paid for somewhere."""
+    count = sum(map(len, own.values()))
+    quickest = np.minimum.reduce([work[kind] for kind, _ in own])
+    paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
+    return max(float(quickest.sum()) / count * price, float(paid.sum()))
+
+
+def _moved(candidate: Candidate, devices: Sequence[int]) -> Candidate:
+    """Return a candidate on some of the devices with its devices counted among all."""
+    stages = (stage._replace(devices=tuple(devices[device] for device in stage.devices)) for stage in candidate.stages)
+    return candidate._replace(stages=tuple(stages))
+
+
+def _notes(costs: CostModel, best: Cheapest, options: PlanOptions) -> list[str]:
+    notes = []
+    idle = len(costs.devices) - sum(len(stage.devices) for stage in best.found.candidate.stages)
+    if idle:
+        notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (--use-all forbids this)")
+    if best.cost > (1 + options.gap) * best.lower_bound * (1 + 1e-9):
+        notes.append(
+            f"the search ended {best.cost / best.lower_bound - 1:.1%} above the least that a step may cost; "
+            "--gap 0 searches on"
+        )
+    return notes

@@ -1,0 +1,258 @@
+"""Throughput: the asynchronous pipeline that takes least per mini-batch, by dynamic programming; exact.
+
+With S what a stage takes per mini-batch by its layers first:stop, shape and devices, C what its messages to the next
+shape take, and N the lanes (:class:`Shape`) of it and all stages behind, from the last layer to the first:
+
+    F(first, devices left, shape, N) = min over stop of  max( S, E(stop, devices left then, shape, N - lanes) )
+    E(first, devices left, shape before, N) = min over shapes of  max( C, F(first, devices left, shape, N) )
+
+N gives a stage's mini-batches in flight, hence its memory. As memory often does not bind, the first table is without N;
+where what it finds does not fit, the whole one follows. Devices of a kind are taken in cluster order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import UsageError
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.links import Level
+from autopar.planner.objectives.stash import Numbers, Shape, StashCosts, depths
+from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
+
+__all__ = ["Quickest", "quickest"]
+
+MOST_WORK = 2 * 10**9
+"""Array elements; about ten seconds."""
+
+
+_LOOKING_UP = 500
+"""What finding a level takes, in the time of array elements."""
+
+
+class Quickest(NamedTuple):
+    """The best candidate, and what no plan takes less than per mini-batch, but for tied parameters' reductions."""
+
+    candidate: Candidate
+    least_s: float
+
+
+class _Chosen(NamedTuple):
+    first: int
+    stop: int
+    shape: Shape
+    devices: tuple[int, ...]
+
+
+class _Entry(NamedTuple):
+    """A place in the tables."""
+
+    first: int
+    state: int
+    shape: int
+    lanes: int
+
+
+def quickest(prices: StashCosts, options: PlanOptions) -> Quickest | None:
+    """Return the best candidate that fits; none if none does.
+
+    Raises:
+        UsageError: the tables would take too long.
+    """
+    levels = _recomputed(prices, options)
+    table = _Table(prices, options, levels[:1], limited=False)
+    found = table.best()
+    if found is None:
+        return None
+    if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in found.candidate.stages):
+        found = _Table(prices, options, levels, limited=True).best()
+    return found
+
+
+def _recomputed(prices: StashCosts, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
+    """Return the sets of layers to recompute, by kind: none, all that free memory, or both."""
+    costs = prices.costs
+    every = {kind: costs.recompute_levels(costs.batch, kind) for kind in sorted(set(costs.kind_of))}
+    ends = {"none": (0,), "full": (-1,), "auto": (0, -1)}[options.recompute]
+    return [{kind: levels[end] for kind, levels in every.items()} for end in ends]
+
+
+class _Table:
+    def __init__(
+        self, prices: StashCosts, options: PlanOptions, recompute: list[dict[int, frozenset[int]]], *, limited: bool
+    ) -> None:
+        self.prices, self.costs, self.recompute, self.limited = prices, prices.costs, recompute, limited
+        self.pool = Pool(self.costs.kind_of)
+        self.layers = self.costs.layer_count
+        self.shapes = list(_shapes(prices, self.pool))
+        self.lanes = len(self.costs.devices) + 1 if limited else 1
+        self.one_node = self.costs.links.level(range(len(self.costs.devices))) == "node"
+        self._check()
+        self.levels: list[Level] = []
+        self.states = [self._states(shape) for shape in self.shapes]
+        self.after = [self.pool.take(0, shape.kind, shape.width) + states for shape, states in self._each()]
+        self.stage_level = [
+            np.array([self._level(self.pool.devices(state, shape.kind, shape.width)) for state in states.tolist()])
+            for shape, states in self._each()
+        ]
+        self.link_level = self._link_levels()
+        self.rows, self.periods = self._messages()
+        self.depth = [self._depths(shape, states) for shape, states in self._each()] if limited else []
+        size = (self.layers, self.pool.states, len(self.shapes), self.lanes)
+        self.stages = np.full(size, np.inf)
+        """F."""
+        self.behind = np.full((self.layers + 1, *size[1:]), np.inf)
+        """E, by the shape before."""
+        ended = slice(self.pool.empty, None) if options.use_all else slice(None)
+        self.behind[self.layers, ended, :, 0] = 0.0
+        for first in reversed(range(self.layers)):
+            self._fill(first)
+
+    def best(self) -> Quickest | None:
+        """Return the best candidate; none if nothing fits."""
+        least = float(self.stages[0, 0].min())
+        if not np.isfinite(least):
+            return None
+        shape, lanes = np.unravel_index(int(self.stages[0, 0].argmin()), self.stages[0, 0].shape)
+        chosen = list(self._follow(_Entry(0, 0, int(shape), int(lanes))))
+        costs = self.costs
+        flights = depths([each.shape.lanes for each in chosen])
+        placed = []
+        for each, depth in zip(chosen, flights, strict=True):
+            shares = costs.shares(costs.batch, each.shape.width, each.shape.division)
+            stage = Placed(each.first, each.stop, each.devices, shares, depth, division=each.shape.division)
+            placed.append(self._recomputing(stage, each.shape.kind))
+        return Quickest(Candidate(1, costs.batch, "1f1b", tuple(placed)), least)
+
+    def _recomputing(self, stage: Placed, kind: int) -> Placed:
+        """Return a stage with the least recomputation that fits, or the first."""
+        ways = [
+            stage._replace(recompute=tuple(sorted(layer for layer in every[kind] if stage.first <= layer < stage.stop)))
+            for every in self.recompute
+        ]
+        limit = self.costs.limit_bytes(stage.devices)
+        return next((way for way in ways if self.prices.peak_bytes(way) <= limit), ways[0])
+
+    def _follow(self, entry: _Entry) -> Iterator[_Chosen]:
+        """Yield the stages that an entry stands for."""
+        while True:
+            first, state, number, lanes = entry
+            shape, at = self.shapes[number], int(np.searchsorted(self.states[number], state))
+            left = lanes - shape.lanes if self.limited else 0
+            stop = first + 1 + int(self._ending(first, number)[:, at, left].argmin())
+            yield _Chosen(first, stop, shape, self.pool.devices(state, shape.kind, shape.width))
+            if stop == self.layers:
+                return
+            after = int(self.after[number][at])
+            entry = _Entry(stop, after, int(self._joined(stop)[after, number, :, left].argmin()), left)
+
+    def _fill(self, first: int) -> None:
+        for number, shape in enumerate(self.shapes):
+            least = self._ending(first, number).min(axis=0)
+            own = self.stages[first, self.states[number], number]
+            if self.limited:
+                own[:, shape.lanes :] = least[:, : self.lanes - shape.lanes]
+            else:
+                own = least
+            self.stages[first, self.states[number], number] = own
+        self.behind[first] = self._joined(first).min(axis=2)
+
+    def _ending(self, first: int, number: int) -> Numbers:
+        """Return, for a stage from a layer on, ``[stop, state, lanes behind]``."""
+        shape, levels = self.shapes[number], self.stage_level[number]
+        behind = self.behind[first + 1 :, self.after[number], number]
+        stages = np.full(behind.shape if self.limited else (*behind.shape[:2], 1), np.inf)
+        reducing = np.stack([self.prices.reducing_s(shape, level, first) for level in self.levels])
+        for way, recompute in enumerate(self.recompute):
+            computing = self.prices.computing_s(shape, first, recompute[shape.kind])
+            own = np.maximum(computing, reducing)[levels].T[:, :, np.newaxis]
+            if self.limited:
+                needed = -(-(np.arange(self.lanes) + shape.lanes) // shape.lanes)
+                deepest = self.depth[number][way][:, first, first + 1 :].T[:, :, np.newaxis]
+                own = np.where(needed <= deepest, own, np.inf)
+            stages = np.minimum(stages, own)
+        return np.asarray(np.maximum(stages, behind))
+
+    def _joined(self, first: int) -> Numbers:
+        """Return, for all that begins with a layer, ``[state, shape before, shape, lanes]``."""
+        sent = np.stack([self.prices.sending_s(first, self.rows, self.periods, level) for level in self.levels])
+        shapes = np.arange(len(self.shapes))
+        between = sent[self.link_level, shapes[:, np.newaxis], shapes]
+        return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
+
+    def _each(self) -> Iterator[tuple[Shape, npt.NDArray[np.int64]]]:
+        return zip(self.shapes, self.states, strict=True)
+
+    def _states(self, shape: Shape) -> npt.NDArray[np.int64]:
+        """Return the states in which a shape's devices are left, ascending."""
+        return np.array([at for at in range(self.pool.states) if self.pool.left(at, shape.kind) >= shape.width])
+
+    def _level(self, devices: tuple[int, ...]) -> int:
+        level = self.costs.links.level(devices)
+        if level not in self.levels:
+            self.levels.append(level)
+        return self.levels.index(level)
+
+    def _link_levels(self) -> npt.NDArray[np.int64]:
+        """Return the slowest level between two stages, ``[state between, shape before, shape]``."""
+        found = np.zeros((self.pool.states, len(self.shapes), len(self.shapes)), dtype=np.int64)
+        if self.one_node:
+            return found
+        known: dict[tuple[int, ...], int] = {}
+        own = {(at, shape): list(states) for at, (shape, states) in enumerate(self._each())}
+        for (one, before), states in own.items():
+            for state, after in zip(states, self.after[one].tolist(), strict=True):
+                taken = self.pool.devices(state, before.kind, before.width)
+                for (other, shape), free in own.items():
+                    if self.pool.left(after, shape.kind) >= shape.width and len(free):
+                        devices = (*taken, *self.pool.devices(after, shape.kind, shape.width))
+                        if devices not in known:
+                            known[devices] = self._level(devices)
+                        found[after, one, other] = known[devices]
+        return found
+
+    def _messages(self) -> tuple[Numbers, Numbers]:
+        pairs = [[self.prices.message(before, after) for after in self.shapes] for before in self.shapes]
+        found = np.array(pairs, dtype=np.float64)
+        return found[..., 0], found[..., 1]
+
+    def _depths(self, shape: Shape, states: npt.NDArray[np.int64]) -> list[Numbers]:
+        """Return, for each way to recompute, the most in flight that fit, ``[state, first, stop]``."""
+        limits = np.array(
+            [self.costs.limit_bytes(self.pool.devices(state, shape.kind, shape.width)) for state in states.tolist()]
+        )
+        found = []
+        for recompute in self.recompute:
+            deepest = []
+            for rows in sorted(set(self.costs.shares(self.costs.batch, shape.width, shape.division))):
+                one, more = self.prices.all_held(rows, shape.kind, recompute[shape.kind])
+                room = limits[:, np.newaxis, np.newaxis] - one
+                deepest.append(np.where(room >= 0, 1 + np.maximum(0.0, room) // np.maximum(1.0, more), 0.0))
+            found.append(np.minimum.reduce(deepest))
+        return found
+
+    def _check(self) -> None:
+        shapes, states = len(self.shapes), self.pool.states
+        work = self.layers * states * shapes * self.lanes * (self.layers / 2 + shapes)
+        work += _LOOKING_UP * states * shapes**2 * (not self.one_node)
+        if work > MOST_WORK:
+            within = " within their memory" if self.limited else ""
+            raise UsageError(
+                f"--objective throughput: {self.layers} layers on {len(self.costs.devices)} devices{within} take "
+                f"tables of {work:.0e} numbers, more than {MOST_WORK:.0e}; narrow it with fewer --gpus"
+            )
+
+
+def _shapes(prices: StashCosts, pool: Pool) -> Iterator[Shape]:
+    costs = prices.costs
+    for kind in pool.kinds:
+        for width in range(1, pool.left(0, kind) + 1):
+            if width == 1 or costs.divisible or width <= costs.batch:
+                yield Shape(kind, width, "split")
+            if width > 1 and not costs.divisible:
+                yield Shape(kind, width, "round-robin")

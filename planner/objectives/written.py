@@ -1,0 +1,146 @@
+"""Written: plans of objectives that no step's program stands for, as plan files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Alternative, Division, Objective, Plan, Predicted
+from autopar.formats.profile import Profile
+from autopar.planner.assemble import crossings, shared, stage_record
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.costs import CostModel
+from autopar.planner.objectives.stash import StashCosts
+from autopar.planner.objectives.throughput import quickest
+from autopar.planner.options import PlanOptions
+from autopar.planner.shortfall import size
+
+__all__ = ["stash_plan", "throughput_plan"]
+
+
+def throughput_plan(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the asynchronous pipeline that takes least per mini-batch, within the memory of every device.
+
+    Raises:
+        UsageError: the tables would take too long.
+        InfeasibleError: nothing fits the memory, or uses all devices.
+    """
+    costs = CostModel(profile, cluster, replace(options, gpus=options.gpus or len(cluster.devices)))
+    prices = StashCosts(costs)
+    found = quickest(prices, options)
+    if found is None:
+        raise _infeasible(costs, options)
+    return stash_plan(prices, found.candidate, options, "throughput", found.least_s, alternatives=_alternatives(prices))
+
+
+def stash_plan(
+    prices: StashCosts,
+    candidate: Candidate,
+    options: PlanOptions,
+    objective: Objective,
+    least_s: float,
+    *,
+    objective_s: float | None = None,
+    alternatives: Iterable[Alternative] = (),
+    notes: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
+    costs, profile = prices.costs, prices.costs.profile
+    busy = prices.busy(candidate)
+    binding = max(busy, key=lambda name: busy[name])
+    return Plan(
+        model=profile.model,
+        batch=costs.batch,
+        precision=profile.precision,
+        device_type=profile.device.type,
+        threads=profile.device.threads,
+        seed=options.seed,
+        bytes_per_s=options.bytes_per_s,
+        divisible=costs.divisible,
+        schedule="1f1b",
+        objective=objective,
+        weight_policy="stash",
+        micro_batches=1,
+        micro_batch_size=costs.batch,
+        stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
+        tensors=crossings(costs, candidate),
+        tied=shared(costs, candidate),
+        predicted=_predicted(prices, candidate, busy[binding], least_s, objective_s),
+        alternatives=tuple(alternatives),
+        notes=(*costs.notes, *notes, f"bound by {binding}", *_filling(prices, candidate, busy[binding])),
+    )
+
+
+def _predicted(
+    prices: StashCosts, candidate: Candidate, step_s: float, least_s: float, objective_s: float | None
+) -> Predicted:
+    costs, stages = prices.costs, candidate.stages
+    forward = [max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages]
+    backward = [max(costs.backward_s(s, replica, 1) for replica in range(len(s.devices))) for s in stages]
+    computed = sum(
+        (there + back) * (1 if stage.division == "round-robin" else len(stage.devices))
+        for there, back, stage in zip(forward, backward, stages, strict=True)
+    )
+    ranks = sum(len(stage.devices) for stage in stages)
+    return Predicted(
+        step_s=step_s,
+        lower_bound_s=min(least_s, step_s),
+        objective_s=objective_s,
+        bubble=max(0.0, 1 - computed / (ranks * step_s)) if step_s > 0 else 0.0,
+        peak_bytes=tuple(map(prices.peak_bytes, stages)),
+        limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        compute=tuple(map(costs.compute_provenance, stages)),
+        communication=costs.communication_provenance(candidate),
+    )
+
+
+def _filling(prices: StashCosts, candidate: Candidate, step_s: float) -> list[str]:
+    """Say where transfers take so long that what is in flight does not cover a mini-batch's way there and back."""
+    trip_s, longest = 0.0, 0.0
+    busy = prices.busy(candidate)
+    for index in reversed(range(len(candidate.stages))):
+        stage = candidate.stages[index]
+        lanes = prices.shapes(stage)[0].lanes
+        trip_s += busy[f"computing in stage {index}"] * lanes
+        if index + 1 < len(candidate.stages):
+            after = prices.shapes(candidate.stages[index + 1])[0]
+            _, period = prices.message(prices.shapes(stage)[0], after)
+            trip_s += 2 * period * busy[f"messages between stages {index} and {index + 1}"]
+        longest = max(longest, trip_s / (stage.warmup * lanes))
+    if longest <= step_s * (1 + 1e-9):
+        return []
+    return [f"with so few in flight, a mini-batch's way there and back may make it {longest:.4g} s per mini-batch"]
+
+
+def _alternatives(prices: StashCosts) -> list[Alternative]:
+    """Return pure data parallelism, for comparison."""
+    costs = prices.costs
+    width = len(costs.devices)
+    ways: list[Division] = ["split"] if costs.divisible or width <= costs.batch else []
+    ways += ["round-robin"] if width > 1 and not costs.divisible else []
+    found = []
+    for division in ways:
+        shares = costs.shares(costs.batch, width, division)
+        stage = Placed(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
+        candidate = Candidate(1, costs.batch, "1f1b", (stage,))
+        short = prices.peak_bytes(stage) - costs.limit_bytes(stage.devices)
+        name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
+        if short > 0:
+            found.append(Alternative(name=name, infeasible=f"needs {size(short)} more"))
+        else:
+            step_s = max(prices.busy(candidate).values())
+            found.append(Alternative(name=name, step_s=step_s, stages=candidate.text(), micro_batches=1))
+    return found
+
+
+def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
+    every = " on all of them" if options.use_all else ""
+    return InfeasibleError(
+        f"no asynchronous pipeline of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, with the "
+        "weight versions that it keeps; use more devices (--gpus), a smaller batch (--batch), devices with more memory "
+        "(--memory), or a synchronous pipeline (--objective step)"
+    )

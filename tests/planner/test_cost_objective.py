@@ -1,0 +1,166 @@
+"""The cheapest plan against the cheapest of all plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+from autopar.errors import FileError, InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import Candidate, families
+from autopar.planner.costs import CostModel
+from autopar.planner.exhaustive import everything
+from autopar.planner.objectives.cost import Cheapest, cheapest
+from autopar.planner.simulate import Simulator
+
+
+def _priced(cluster: Cluster, seed: int) -> Cluster:
+    """One price of each type of device; at times, the last device has another one."""
+    rng = random.Random(seed + 5_000_000)
+    of = {name: rng.choice([1.0, 1.1, 1.4, 3.0]) for name in sorted({device.type for device in cluster.devices})}
+    devices = [each.model_copy(update={"price_per_hour": of[each.type]}) for each in cluster.devices]
+    return cluster.model_copy(update={"devices": tuple(devices)})
+
+
+def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    rng = random.Random(seed)
+    layers, devices, batches, asked = rng.choice(
+        [
+            (4, 3, (1, 2, 3, 4), {"recompute": "none"}),
+            (3, 3, (2, 4), {"shard": "auto"}),
+            (6, 3, (2, 3), {"recompute": "none"}),
+            (3, 5, (2,), {"recompute": "full"}),
+        ]
+    )
+    profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
+    if seed % 2:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    options = PlanOptions(**{"gpus": devices, "gap": 0.0, "objective": "cost", **asked})
+    return profile, _priced(cluster, seed), options
+
+
+def _price(cluster: Cluster, candidate: Candidate) -> float:
+    used = [device for stage in candidate.stages for device in stage.devices]
+    return sum(cluster.devices[device].price_per_hour or 0.0 for device in used) / 3600
+
+
+def _least(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
+    """The cheapest step of all plans, each simulated; infinite if none fits."""
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    return min(
+        (
+            simulator.step_s(candidate) * _price(cluster, candidate)
+            for candidate in everything(costs, options)
+            if max(costs.shortfalls(candidate)) <= 0
+        ),
+        default=float("inf"),
+    )
+
+
+def _cheapest(profile: Profile, cluster: Cluster, options: PlanOptions) -> Cheapest | None:
+    costs = CostModel(profile, cluster, options)
+    return cheapest(costs, families(costs.batch, options), options)
+
+
+def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """An instance, two in three with a memory limit that its cheapest plan without one does not fit."""
+    profile, cluster, options = _instance(seed)
+    free = _cheapest(profile, cluster, options)
+    assert free is not None
+    if seed % 3:
+        peak = max(CostModel(profile, cluster, options).peak_bytes(free.found.candidate))
+        options = replace(options, memory_bytes=max(1, int(peak * (1.0, 0.95, 0.75)[seed % 3])))
+    return profile, cluster, options
+
+
+def test_no_plan_is_cheaper() -> None:
+    compared = several = mixed = 0
+    for seed in range(110):
+        profile, cluster, options = _limited(seed)
+        least, found = _least(profile, cluster, options), _cheapest(profile, cluster, options)
+        if found is None:
+            assert least == float("inf"), seed
+            continue
+        assert found.cost == pytest.approx(least, rel=1e-9), seed
+        assert found.lower_bound == pytest.approx(least, rel=1e-9), seed
+        candidate = found.found.candidate
+        assert found.cost == pytest.approx(found.found.step_s * _price(cluster, candidate), rel=1e-12)
+        used = [device for stage in candidate.stages for device in stage.devices]
+        compared += 1
+        several += len(used) > 1
+        mixed += len({cluster.devices[device].type for device in used}) > 1
+    assert compared >= 70
+    assert several >= 12
+    assert mixed >= 3
+
+
+@pytest.mark.parametrize("asked", [{"use_all": True}, {"min_stages": 2}, {"micro_batches": 2}, {"divisible": True}])
+def test_no_plan_is_cheaper_under_constraints(asked: dict[str, object]) -> None:
+    for seed in range(300, 315):
+        profile = random_profile(seed, most_layers=4, batches=(2, 4))
+        cluster = _priced(random_cluster(seed, 3), seed)
+        options = PlanOptions(gpus=3, gap=0.0, objective="cost", **asked)  # type: ignore[arg-type]
+        least, found = _least(profile, cluster, options), _cheapest(profile, cluster, options)
+        if least < float("inf"):
+            assert found is not None
+            assert found.cost == pytest.approx(least, rel=1e-9), seed
+
+
+def test_with_a_gap_the_bound_stays_below_the_least_cost_and_most_plans_are_within_the_gap() -> None:
+    within = compared = 0
+    for seed in range(400, 440):
+        profile, cluster, options = _limited(seed)
+        least, found = _least(profile, cluster, options), _cheapest(profile, cluster, replace(options, gap=0.1))
+        if found is not None:
+            assert found.lower_bound <= least * (1 + 1e-9)
+            assert least <= found.cost * (1 + 1e-9), seed
+            compared, within = compared + 1, within + (found.cost <= 1.1 * found.lower_bound)
+    assert within >= 0.8 * compared >= 20
+
+
+def test_of_equal_devices_the_cheaper_are_used() -> None:
+    cluster = local_cluster(2)
+    prices = (3.0, 1.0)
+    devices = [
+        each.model_copy(update={"price_per_hour": price}) for each, price in zip(cluster.devices, prices, strict=True)
+    ]
+    made = plan(gpt_profile(), cluster.model_copy(update={"devices": tuple(devices)}), PlanOptions(objective="cost"))
+    assert made.devices == (1,)
+    assert made.objective == "cost"
+    price = made.predicted.price
+    assert price is not None
+    assert price.per_hour == 1.0
+    assert price.per_step == pytest.approx(made.predicted.step_s / 3600)
+    assert price.per_million_samples == pytest.approx(price.per_step / made.batch * 1e6)
+    assert price.lower_bound_per_step <= price.per_step <= 1.02 * price.lower_bound_per_step
+    assert made.predicted.lower_bound_s == pytest.approx(price.lower_bound_per_step * 3600)
+    assert made.notes[0] == "1 of 2 devices stay idle, and are not paid for (--use-all forbids this)"
+
+
+def test_a_device_without_a_price_is_named() -> None:
+    cluster = _priced(local_cluster(3), 0)
+    for price, said in ((None, "has no price of this one"), (0.0, "has 0 of this one")):
+        devices = (*cluster.devices[:2], cluster.devices[2].model_copy(update={"price_per_hour": price}))
+        with pytest.raises(FileError, match=rf"^\$\.devices\[2\]\.price_per_hour: .* {said}"):
+            plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
+
+
+def test_what_does_not_fit_and_what_contradicts_is_said() -> None:
+    cluster = _priced(local_cluster(2), 0)
+    with pytest.raises(InfeasibleError, match="nothing fits the memory"):
+        plan(gpt_profile(), cluster, PlanOptions(objective="cost", memory_bytes=1000))
+    with pytest.raises(UsageError, match="--stages does not go with --objective cost"):
+        plan(gpt_profile(), cluster, PlanOptions(objective="cost", stages="0-13:1"))
+
+
+def test_sixty_four_devices_are_planned_with_a_certificate() -> None:
+    cluster = _priced(local_cluster(64), 1)
+    made = plan(gpt_profile(blocks=22, batch=128), cluster, PlanOptions(objective="cost", memory_bytes=400 * 2**20))
+    assert made.predicted.price is not None
+    assert made.predicted.price.per_step <= 1.03 * made.predicted.price.lower_bound_per_step

@@ -1,0 +1,182 @@
+"""PipeDream's and Piper's plans as plan files: their numbers, and autopar's beside them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from instances import gpt_profile, local_cluster
+
+from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster, Device, Link
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.interop.pipedream import pipedream_profile
+from autopar.interop.piper import piper_profile
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.planner.assemble import candidate_of
+from autopar.planner.costs import CostModel
+from autopar.planner.objectives.others import _candidate, _shallower
+from autopar.planner.objectives.pipedream import pipedream_plan
+from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
+from autopar.planner.objectives.stash import StashCosts
+from autopar.planner.simulate import Simulator
+from autopar.runtime.scope import check_scope
+
+
+def _cluster(devices: int, memory_bytes: int, bytes_per_s: float) -> Cluster:
+    return Cluster(
+        devices=(Device(type="V100", memory_bytes=memory_bytes),) * devices,
+        links=(Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s),),
+    )
+
+
+def _chain(seed: int, count: int = 7) -> Profile:
+    rng = random.Random(seed)
+    lines = [
+        f"node{index} -- layer -- forward_compute_time={rng.uniform(1, 20)}, "
+        f"backward_compute_time={rng.uniform(1, 40)}, "
+        f"activation_size={rng.randint(10**5, 10**7)}, parameter_size={rng.randint(0, 10**8)}"
+        for index in range(count)
+    ]
+    lines += [f"\tnode{index} -- node{index + 1}" for index in range(count - 1)]
+    return pipedream_profile("\n".join(lines), Path("chain.txt"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> None:
+    profile, cluster = _chain(seed), _cluster(seed % 5 + 2, 10**9, 1e9)
+    own, made = pipedream_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="pipedream"))
+    assert Plan.parse(made.dumps(), Path("plan.json")) == made
+    assert (made.objective, made.weight_policy) == ("pipedream", "stash")
+    assert made.predicted.objective_s == own.bottleneck_s
+    assert [(stage.devices, len(stage.layers)) for stage in made.stages] == [
+        (stage.devices, stage.stop - stage.first) for stage in own.stages
+    ]
+    assert all(stage.division == "round-robin" for stage in made.stages if stage.replicas > 1)
+    prices = StashCosts(CostModel(profile, cluster, PlanOptions()))
+    assert made.predicted.step_s == max(prices.busy(candidate_of(made, profile)).values())
+    quickest = plan(profile, cluster, PlanOptions(objective="throughput", memory_bytes=10**13))
+    assert made.predicted.step_s >= quickest.predicted.step_s * (1 - 1e-9)
+    over = [peak > limit for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True)]
+    assert sum(over) == sum("exceeds its devices' memory" in note for note in made.notes)
+
+
+def test_pipedreams_mini_batch_is_the_largest_that_all_layers_were_profiled_with() -> None:
+    made = plan(gpt_profile(), local_cluster(3), PlanOptions(objective="pipedream"))
+    assert made.batch == made.micro_batch_size == 16
+    for flag, value in (("batch", 8), ("use_all", True), ("divisible", True), ("recompute", "full")):
+        with pytest.raises(UsageError, match=f"^--{flag.replace('_', '-')} does not go with --objective pipedream"):
+            plan(gpt_profile(), local_cluster(3), PlanOptions(objective="pipedream", **{flag: value}))
+
+
+def _options(seed: int, groups: tuple[int, ...], count: int = 4) -> Profile:
+    """A chain whose layers may recompute, alone or, in half the time, on two devices."""
+    rng = random.Random(seed)
+    nodes: list[dict[str, Any]] = []
+    for node in range(count):
+        into = {str(node - 1): 0.0} if node else {}
+        out = {str(node + 1): 0.0} if node + 1 < count else {}
+        shared: dict[str, Any] = {"parameterSize": rng.randint(0, 100), "memoryUsageB": 20}
+        shared |= {"syncTimeFw": into, "syncTimeBw": out}
+        ways = {
+            str(group): [
+                {"id": "vanilla", "timePerSample": 1.0 / group, "memoryUsageA": 60 // group, **shared},
+                {"id": "activation recomp", "timePerSample": 1.3 / group, "memoryUsageA": 10 // group, **shared},
+            ]
+            for group in groups
+        }
+        nodes.append({"id": node, "name": "layer", "TMPCs": ways})
+    edges = [{"sourceId": node, "destId": node + 1, "communicationCost": 1.0} for node in range(count - 1)]
+    content = {"maxDevices": 4, "maxMemoryPerDevice": 100, "bandwidth": 1e3, "mbsInBatch": 12}
+    return piper_profile(json.dumps({**content, "nodes": nodes, "edges": edges}), Path("options.json"))
+
+
+@pytest.mark.parametrize("memory", [100, 150, 200, 400])
+def test_pipers_plan_has_its_bottleneck_and_autopars_simulated_step(memory: int) -> None:
+    profile, cluster = _options(memory, (1,)), _cluster(4, memory, 1e3)
+    own, made = piper_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="piper"))
+    assert Plan.parse(made.dumps(), Path("plan.json")) == made
+    assert (made.objective, made.weight_policy, made.micro_batches, made.micro_batch_size) == ("piper", "sync", 12, 1)
+    assert made.predicted.objective_s == own.bottleneck_s
+    for stage, theirs in zip(made.stages, own.stages, strict=True):
+        names = [layer.name for layer in profile.layers[theirs.first : theirs.stop]]
+        assert list(stage.layers) == names
+        assert stage.replicas == theirs.replicas
+        assert list(stage.recompute) == [name for name, again in zip(names, theirs.recompute, strict=True) if again]
+        assert stage.warmup <= theirs.in_flight
+    costs = CostModel(profile, cluster, PlanOptions())
+    assert made.predicted.step_s == pytest.approx(Simulator(costs).step_s(candidate_of(made, profile)))
+    assert simulate(made, profile, cluster).end_s == pytest.approx(made.predicted.step_s)
+    check_scope(made)
+
+
+def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_simulated_nor_run() -> None:
+    profile, cluster = _options(1, (1, 2)), _cluster(4, 65, 1e3)
+    own, made = piper_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="piper"))
+    assert any(stage.tensor_parallel > 1 for stage in own.stages)
+    assert Plan.parse(made.dumps(), Path("plan.json")) == made
+    assert [stage.tensor_parallel for stage in made.stages] == [stage.tensor_parallel for stage in own.stages]
+    assert [len(stage.devices) for stage in made.stages] == [
+        stage.replicas * stage.tensor_parallel for stage in own.stages
+    ]
+    assert made.predicted.step_s == pytest.approx(12 * own.bottleneck_s)
+    assert made.predicted.peak_bytes == tuple(stage.memory_bytes for stage in own.stages)
+    assert any("devices each, options" in note for note in made.notes)
+    for refuse in (lambda: simulate(made, profile, cluster), lambda: check_scope(made)):
+        with pytest.raises(UsageError, match="runs each replica on 2 devices; plan with --objective step"):
+            refuse()
+
+
+def test_pipers_micro_batches_and_memory_can_be_given() -> None:
+    profile, cluster = _options(1, (1,)), _cluster(4, 1000, 1e3)
+    made = plan(profile, cluster, PlanOptions(objective="piper", batch=6, memory_bytes=150, bytes_per_s=2e3))
+    own = piper_plan(profile, cluster, memory_bytes=150, bytes_per_s=2e3, batch=6)
+    assert (made.batch, made.predicted.objective_s) == (6, own.bottleneck_s)
+    with pytest.raises(UsageError, match="needs options of every layer"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(objective="piper"))
+
+
+@pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
+def test_plans_of_published_profiles_are_no_worse_than_those_systems_own() -> None:
+    folder = Path(os.environ["AUTOPAR_DATA"])
+    with (folder / "reference_numbers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    compared = 0
+    for row in rows:
+        if row["planner"] == "pipedream" and row["setting"] == "16 flat (1GB/s default) PPcomm":
+            path = folder / "pipedream" / f"{row['model']}.txt"
+            profile, objective = pipedream_profile(path.read_text(), path), "pipedream"
+            cluster = _cluster(16, 16 * 10**9, 1e9)
+        elif row["planner"] == "piper" and int(row["setting"].split()[0][2:]) <= 8:
+            path = folder / "piper" / "bert32a100.json"
+            profile, objective = piper_profile(path.read_text(), path), "piper"
+            devices, memory = map(int, re.findall(r"\d+", row["setting"])[:2])
+            cluster = _cluster(devices, memory * 2**30, 25 * 2.0**30)
+        else:
+            continue
+        made = plan(profile, cluster, PlanOptions(objective=objective))  # type: ignore[arg-type]
+        assert made.predicted.objective_s is not None
+        # Piper's reference is rounded to eight digits.
+        assert made.predicted.objective_s <= float(row["value"]) * (1 + 5e-8), row
+        compared += 1
+    assert compared == 5
+
+
+def test_a_stage_has_no_more_in_flight_than_the_one_before() -> None:
+    def stage(first: int, stop: int, replicas: int, in_flight: int) -> PiperStage:
+        return PiperStage(first, stop, replicas, 1, ("vanilla",), (False,), in_flight, 1.0, 1)
+
+    # Behind the last two replicas, four of the first stages' take turns; one replica before them has 7 in flight.
+    found = PiperPlan((stage(0, 1, 1, 7), stage(1, 2, 4, 2), stage(2, 3, 2, 1)), 1.0)
+    costs = CostModel(_options(1, (1,), 3), _cluster(7, 10**6, 1e3), PlanOptions())
+    assert [placed.warmup for placed in _candidate(costs, found).stages] == [7, 1, 1]
+    assert list(_shallower(found, _candidate(costs, found))) == [
+        "stage 1: 1 in flight on each replica, and not Piper's 2: no stage may have more than the one before"
+    ]
