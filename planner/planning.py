@@ -13,7 +13,8 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
@@ -143,23 +144,24 @@ def _search(
 ) -> tuple[Best, float]:
     """Search from the references and what is known on, so that the plan is never worse than one of them."""
     best = Best()
+    constraints = Constraints.of(simulator.costs, options)
     for candidate in known:
-        if _allowed(candidate, simulator.costs, options):
+        if _allowed(candidate, simulator.costs, options, constraints):
             best.judge(simulator, candidate)
     for reference in compared:
-        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options):
+        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options, constraints):
             best.consider(reference.found)
     if options.solver == "exhaustive":
         return best, exhaust(simulator, options, best).step_s
     return best, search(simulator, every, options, best).lower_bound_s
 
 
-def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions) -> bool:
+def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, constraints: Constraints) -> bool:
     """Whether a reference is one of the plans that are asked for."""
     used = sum(len(stage.devices) for stage in candidate.stages)
     shards = {stage.shard for stage in candidate.stages if len(stage.devices) > 1}
     return (
-        len(candidate.stages) >= options.min_stages
+        constraints.broken(candidate.stages, costs.kind_of) is None
         and (not options.use_all or used == len(costs.devices))
         and (options.shard == "auto" or shards <= {options.shard})
     )
@@ -168,6 +170,10 @@ def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions) -> bo
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
+    placed = place(every[0], *dictated, divisible=True)
+    broken = Constraints.of(costs, options).broken(placed, costs.kind_of)
+    if broken is not None:
+        raise UsageError(f"--stages contradicts {broken.text}")
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
@@ -212,8 +218,8 @@ def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative
 def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
     """Say which reference is faster, as it is only where an option forbids it."""
     return [
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --min-stages, --use-all or --shard "
-        "excludes it"
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --shard, --use-all or a constraint of "
+        "stages excludes it"
         for each in compared
         if each.found is not None and each.found.step_s < step_s
     ]

@@ -55,6 +55,17 @@ def command(
         str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
     ] = None,
     min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
+    max_stages: Annotated[int | None, typer.Option(help="At most this many pipeline stages.")] = None,
+    forbid_cut: Annotated[
+        list[str] | None, typer.Option(help="No stage ends with this layer, by name or index; may be repeated.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="'a,b same stage', 'a,b different stages', or 'a,b on TYPE' (of devices); layers by name or index; "
+            "may be repeated."
+        ),
+    ] = None,
     use_all: Annotated[bool, typer.Option("--use-all", help="Leave no device idle.")] = False,
     solver: Annotated[str, typer.Option(help="dp, or exhaustive for small problems.")] = "dp",
     seed: Annotated[int, typer.Option(help="Run seed that the plan records.")] = 0,
@@ -80,6 +91,9 @@ def command(
         gap=gap,
         stages=stages,
         min_stages=min_stages,
+        max_stages=max_stages,
+        forbid_cut=tuple(forbid_cut or ()),
+        pin=tuple(pin or ()),
         use_all=use_all,
         divisible=divisible,
         recompute=recompute,  # type: ignore[arg-type]  # checked there

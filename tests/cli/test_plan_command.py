@@ -94,6 +94,14 @@ def test_without_a_cluster_file_links_are_estimated_and_said_so(run: Run) -> Non
     assert run("simulate", "--json")[1] != ""
 
 
+def test_constraints_of_stages_are_obeyed(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--min-stages", "2")[0] == 0
+    assert Plan.load("plan.json").stages[0].layers[-1] == "h.6"
+    pins = ("--pin", "h.6,head same stage", "--pin", "wte on test")
+    assert run("plan", "--gpus", "2", "--min-stages", "2", "--forbid-cut", "h.5", "--forbid-cut", "4", *pins)[0] == 0
+    assert Plan.load("plan.json").stages[0].layers[-1] == "h.4"
+
+
 def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--min-stages", "2", "--bandwidth", "20MB/s")[0] == 0
     plan = Plan.load("plan.json")
@@ -112,7 +120,10 @@ def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
         (("--gpus", "1", "--stages", "0-6:1,7-13:1"), 2, "--stages needs 2 devices, but --gpus is 1"),
         (("--stages", "0-6:1,8-13:1"), 2, "h.6 is in no stage"),
         (("--stages", "wte-hed:1"), 2, "no layer is called 'hed'"),
-        (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp or exhaustive"),
+        (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp"),
+        (("--gpus", "2", "--pin", "wte,head same stage", "--min-stages", "2"), 2, "and --min-stages 2 at once"),
+        (("--gpus", "2", "--forbid-cut", "h.33"), 2, "no layer is called 'h.33'"),
+        (("--gpus", "4", "--min-stages", "3", "--max-stages", "2"), 2, "--min-stages 3 contradicts --max-stages 2"),
         (("missing.json", "--gpus", "2"), 4, "missing.json: no such profile file"),
         (("--gpus", "2", "--cluster", "none.json"), 4, "none.json: no such cluster file"),
         (("--gpus", "2", "-o", "no/plan.json"), 4, "no such folder"),
