@@ -52,7 +52,9 @@ class PlanOptions:
     """``auto``: layers are recomputed where that lets a faster plan fit; ``none``, ``full``: no layer, all layers."""
     shard: Literal["auto"] | Shard = "none"
     """What replicas divide among them; ``auto``: whatever is fastest."""
-    solver: Literal["dp", "exhaustive"] = "dp"
+    solver: Literal["dp", "milp", "exhaustive"] = "dp"
+    solver_seconds: float = 60.0
+    """What the solver of ``milp`` may take by its own clock, in all; ``dp`` takes over then."""
     max_candidates: int | None = None
     """Most plans to simulate. A count and not a clock, so that the same question always has the same answer; the gap
     that remains is in the plan."""
@@ -73,8 +75,10 @@ class PlanOptions:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
         if self.schedule not in ("auto", *SCHEDULES):
             raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
-        if self.solver not in ("dp", "exhaustive"):
-            raise UsageError(f"--solver must be dp or exhaustive, found {self.solver!r}")
+        if self.solver not in ("dp", "milp", "exhaustive"):
+            raise UsageError(f"--solver must be dp, milp or exhaustive, found {self.solver!r}")
+        if not 0 < self.solver_seconds < float("inf"):
+            raise UsageError(f"--solver-seconds must be positive, found {self.solver_seconds}")
         if self.recompute not in ("auto", "none", "full"):
             raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
         if self.shard not in ("auto", *get_args(Shard)):

@@ -19,6 +19,7 @@ from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
+from autopar.planner.milp import programmed
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
@@ -60,13 +61,14 @@ def plan(
         _check_size(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)
-    best, lower_bound_s = _search(simulator, every, options, compared, known)
+    best, lower_bound_s, said = _search(simulator, every, options, compared, known)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest)
     alternatives = _alternatives(compared, best)
     notes = [
+        *said,
         *_excluded(compared, best.step_s),
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
@@ -141,8 +143,11 @@ def _search(
     options: PlanOptions,
     compared: Sequence[Reference],
     known: Sequence[Candidate],
-) -> tuple[Best, float]:
-    """Search from the references and what is known on, so that the plan is never worse than one of them."""
+) -> tuple[Best, float, tuple[str, ...]]:
+    """Search from the references and what is known on, so that the plan is never worse than one of them.
+
+    Returns the best candidates, a lower bound of the step, and what is to be noted.
+    """
     best = Best()
     constraints = Constraints.of(simulator.costs, options)
     for candidate in known:
@@ -152,8 +157,11 @@ def _search(
         if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options, constraints):
             best.consider(reference.found)
     if options.solver == "exhaustive":
-        return best, exhaust(simulator, options, best).step_s
-    return best, search(simulator, every, options, best).lower_bound_s
+        return best, exhaust(simulator, options, best).step_s, ()
+    if options.solver == "milp":
+        found = programmed(simulator, every, options, best)
+        return best, found.lower_bound_s, found.notes
+    return best, search(simulator, every, options, best).lower_bound_s, ()
 
 
 def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, constraints: Constraints) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -67,7 +65,13 @@ def command(
         ),
     ] = None,
     use_all: Annotated[bool, typer.Option("--use-all", help="Leave no device idle.")] = False,
-    solver: Annotated[str, typer.Option(help="dp, or exhaustive for small problems.")] = "dp",
+    solver: Annotated[
+        str,
+        typer.Option(help="dp, milp (the same question as a mixed-integer program), or exhaustive, if it is small."),
+    ] = "dp",
+    solver_seconds: Annotated[
+        float, typer.Option(help="What milp's solver may take, by its own clock; then dp takes over.")
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Run seed that the plan records.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the plan.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
@@ -98,7 +102,8 @@ def command(
         divisible=divisible,
         recompute=recompute,  # type: ignore[arg-type]  # checked there
         shard=shard,  # type: ignore[arg-type]
-        solver=_solver(solver),
+        solver=solver,  # type: ignore[arg-type]
+        solver_seconds=solver_seconds,
         seed=seed,
     )
     links = described_in(cluster, profile)
@@ -142,11 +147,3 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:
         sys.stdout.write(plan.dumps())
-
-
-def _solver(name: str) -> Literal["dp", "exhaustive"]:
-    if name == "dp":
-        return "dp"
-    if name == "exhaustive":
-        return "exhaustive"
-    raise UsageError(f"--solver must be dp or exhaustive, found {name!r}")
