@@ -18,7 +18,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best
-from autopar.planner.milp_arcs import MOST_ARCS, Network, network
+from autopar.planner.milp_arcs import MOST_ARCS, Arc, Network, asked_levels, network
 from autopar.planner.milp_linear import linear
 from autopar.planner.milp_solver import SOLVERS, Failed, Solution, Solver
 from autopar.planner.options import PlanOptions
@@ -247,10 +247,7 @@ class _Rounds:
     def _try(self, program: _Program, path: Sequence[int]) -> None:
         """Try the depths of a path: with no gap all of them, in the order of their bounds; else a few at once."""
         family, stages = program.network.family, program.stages(path)
-        levels = [
-            self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[arc.stage.devices[0]])[arc.level :]
-            for arc in (program.network.arcs[index] for index in path)
-        ]
+        levels = [self._levels(family, program.network.arcs[arc]) for arc in path]
         exact = self.options.gap == 0
         found = depth_choices(self.costs, family, stages, levels, exact=exact)
         tried: list[float] = []
@@ -267,6 +264,11 @@ class _Rounds:
             self.best.miss(*found.closest)
         if not found.complete:
             self.floor_s = min(self.floor_s, bound(self.costs, Candidate(*family, stages)))
+
+    def _levels(self, family: Family, arc: Arc) -> list[frozenset[int]]:
+        """What a stage may recompute, from the least that lets it fit by itself."""
+        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[arc.stage.devices[0]])
+        return levels[arc.level : asked_levels(len(levels), self.options.recompute).stop]
 
     def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
         self.least_bound_s = min(self.least_bound_s, bound_s)

@@ -7,7 +7,7 @@ of the pool); so an arc's devices, and with them its levels, are known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from autopar.formats.plan import Division
 from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
@@ -18,9 +18,11 @@ from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.pool import Pool
 
-__all__ = ["Arc", "Crossing", "Network", "network"]
+__all__ = ["MOST_ARCS", "Arc", "Crossing", "Network", "asked_levels", "network"]
 
 MOST_ARCS = 20_000
+MOST_PRICED = 100_000
+"""Layers by devices that are looked at for them, many of which may not fit."""
 
 Node = tuple[int, int]
 """Layers placed, state of the pool."""
@@ -55,6 +57,15 @@ class Network(NamedTuple):
     crossings: tuple[tuple[Crossing, ...], ...]
 
 
+def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> range:
+    """Return which of so many levels of recomputation an option admits.
+
+    >>> asked_levels(3, "auto"), asked_levels(3, "none"), asked_levels(3, "full")
+    (range(0, 3), range(0, 1), range(2, 3))
+    """
+    return {"auto": range(count), "none": range(1), "full": range(count - 1, count)}[recompute]
+
+
 def network(
     costs: CostModel, pool: Pool, family: Family, options: PlanOptions, constraints: Constraints
 ) -> Network | None:
@@ -65,8 +76,12 @@ def network(
     pricing = _Pricing(costs, pool, family, options)
     found: list[Arc] = []
     reached: list[set[int]] = [{0}, *(set[int]() for _ in range(costs.layer_count))]
+    priced = 0
     for first in range(costs.layer_count):
         for state in sorted(reached[first]):
+            priced += sum(pool.left(state, kind) for kind in pool.kinds) * (costs.layer_count - first)
+            if priced > MOST_PRICED:
+                return None
             for arc in pricing.leaving((first, state), constraints):
                 stop, after = arc.end
                 if stop == costs.layer_count and options.use_all and after != pool.empty:
@@ -146,9 +161,8 @@ class _Pricing:
     def _levels(self, stage: Placed, kind: int) -> Iterator[tuple[Placed, int, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-        asked = {"auto": range(len(levels)), "none": range(1), "full": range(len(levels) - 1, len(levels))}
         deepest, before = 0, None
-        for level in asked[self.recompute]:
+        for level in asked_levels(len(levels), self.recompute):
             recompute = within(levels[level], stage.first, stage.stop)
             if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
                 continue

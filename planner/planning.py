@@ -57,7 +57,7 @@ def plan(
             f"most {most_stages} stages"
         )
     every = families(costs.batch, options)
-    if options.solver == "dp":
+    if options.solver != "exhaustive":
         _check_size(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)

@@ -36,8 +36,9 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     rng = random.Random(seed)
     layers, devices, batches, asked = rng.choice(
         [
-            (4, 3, (1, 2, 4), {"recompute": "none"}),
+            (4, 2, (4,), {}),
             (4, 2, (2, 4), {}),
+            (4, 3, (2,), {"shard": "none"}),
             (6, 3, (2,), {"recompute": "none", "shard": "none"}),
             (3, 4, (2,), {"shard": "optimizer", "recompute": "full"}),
             (3, 3, (2, 3), {"schedule": "gpipe"}),
@@ -101,18 +102,20 @@ def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound() 
         if best.found is None:
             continue
         compared += 1
+        recomputed = [stage.recompute for stage in best.found.candidate.stages]
+        assert options.recompute != "none" or not any(recomputed)
         # Where a first candidate is no worse than any bound, no bound is met.
         if found.least_bound_s < best.step_s * (1 - 1e-6):
             bounds += 1
             assert found.least_bound_s == pytest.approx(oracle.least_bound_s, rel=1e-6), f"seed {seed}"
             assert _searched(costs, options)[1] == pytest.approx(oracle.least_bound_s, rel=1e-6), f"seed {seed}"
         constrained += bool(options.pin)
-        recomputing += any(stage.recompute for stage in best.found.candidate.stages)
+        recomputing += options.recompute == "auto" and any(recomputed)
         sharding += any(stage.shard != "none" for stage in best.found.candidate.stages)
     assert compared >= 90
     assert bounds >= 35
     assert min(constrained, sharding) >= 15
-    assert recomputing >= 10
+    assert recomputing >= 3
 
 
 def test_the_first_path_asked_for_has_the_least_bound_of_all() -> None:
