@@ -43,6 +43,15 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
             assert peak <= limit
 
 
+def test_replicas_that_take_turns_never_have_more_in_flight_than_the_stage_before() -> None:
+    options = PlanOptions(stages="0-2:1,3-5:1,6:1,7:5", micro_batches=8, batch=8)
+    made = plan(gpt_profile(blocks=6), local_cluster(8), options)
+    wide = made.stages[-1]
+    assert len(wide.devices) == 5
+    found = [stage.warmup * (len(stage.devices) if stage.division == "round-robin" else 1) for stage in made.stages]
+    assert [min(8, each) for each in found] == sorted((min(8, each) for each in found), reverse=True)
+
+
 def test_both_solvers_make_the_same_plan() -> None:
     for seed in range(20):
         cluster = random_cluster(seed, 3)
