@@ -179,7 +179,9 @@ for seed in range(12):
     made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
     sys.stdout.write(made.dumps())
 sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
-assert not {"torch", "pandas", "matplotlib", "networkx"} & set(sys.modules), "the planner must stay light"
+assert not {"torch", "pandas", "matplotlib", "networkx", "pulp"} & set(sys.modules), "the planner must stay light"
+options = PlanOptions(gpus=3, bytes_per_s=1e8, min_stages=2, pin=("h.1,h.2 same stage",), solver="milp")
+sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
 """
 
 
