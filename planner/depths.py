@@ -78,7 +78,7 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
     found = []
     for slope in (*SLOPES, float(micro_batches)):
         vector: list[int] = []
-        allowed = micro_batches
+        allowed, sound = micro_batches, True
         for index, stage in enumerate(stages):
             width = len(stage.devices) if stage.division == "round-robin" else 1
             wanted = min(allowed, 1 + int(slope * (len(stages) - 1 - index)))
@@ -89,8 +89,10 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
             while depth > 1 and min(micro_batches, depth * width) > allowed:
                 depth -= 1
             vector.append(depth)
+            # Replicas that take turns have one each in flight at least, which may be more than the stage before has.
+            sound = sound and min(micro_batches, depth * width) <= allowed
             allowed = min(allowed, depth * width)
-        if tuple(vector) not in found:
+        if sound and tuple(vector) not in found:
             found.append(tuple(vector))
     return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.errors import UsageError
+from autopar.planner.named import position, unknown
 
 __all__ = ["Dictated", "parse"]
 
@@ -65,23 +65,14 @@ def _split(part: str, index: int) -> tuple[str, int]:
 
 
 def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
-    single = _position(layers, names)
+    single = position(layers, names)
     if single is not None:
         return single, single
     dashes = [match.start() for match in re.finditer("-", layers)]
     for dash in dashes:
-        first, last = _position(layers[:dash], names), _position(layers[dash + 1 :], names)
+        first, last = position(layers[:dash], names), position(layers[dash + 1 :], names)
         if first is not None and last is not None:
             return first, last
     sides = (layers[: dashes[0]], layers[dashes[0] + 1 :]) if dashes else (layers,)
-    unknown = next((side for side in sides if _position(side, names) is None), layers)
-    if re.fullmatch(r"\d+", unknown):
-        raise UsageError(f"--stages: stage {index} names layer {unknown}; the profile has layers 0..{len(names) - 1}")
-    near = difflib.get_close_matches(unknown, names, n=3, cutoff=0.0)
-    raise UsageError(f"--stages: stage {index}: no layer is called {unknown!r}; nearest: {', '.join(near)}")
-
-
-def _position(name: str, names: Sequence[str]) -> int | None:
-    if re.fullmatch(r"\d{1,9}", name):
-        return int(name) if int(name) < len(names) else None
-    return names.index(name) if name in names else None
+    name = next((side for side in sides if position(side, names) is None), layers)
+    raise unknown(f"--stages: stage {index}", name, names)

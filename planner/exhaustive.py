@@ -6,13 +6,16 @@ Shares with the search its costs and its simulator only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Division, Shard
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Placed, divisors, within
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
@@ -40,6 +43,7 @@ class _Frame(NamedTuple):
     rows: int
     schedule: str
     edges: tuple[int, ...]
+    constraints: Constraints
 
 
 def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted:
@@ -93,14 +97,17 @@ def _structures(
 
 
 def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
-    layers, most = costs.layer_count, min(costs.layer_count, len(costs.devices))
+    constraints, layers = Constraints.of(costs, options), costs.layer_count
+    allowed = np.logical_or.reduce([constraints.mask(kind) for kind in constraints.kinds])
     for micro_batches in divisors(costs.batch):
         if options.micro_batches not in (None, micro_batches):
             continue
         for schedule in sorted(SCHEDULES) if options.schedule == "auto" else [options.schedule]:
-            for stages in range(options.min_stages, most + 1):
+            for stages in range(constraints.least_stages, constraints.most_stages + 1):
                 for cuts in combinations(range(1, layers), stages - 1):
-                    yield _Frame(micro_batches, costs.batch // micro_batches, schedule, (0, *cuts, layers))
+                    edges = (0, *cuts, layers)
+                    if all(allowed[pair] for pair in pairwise(edges)):
+                        yield _Frame(micro_batches, costs.batch // micro_batches, schedule, edges, constraints)
 
 
 def _stages(
@@ -111,7 +118,10 @@ def _stages(
         if not options.use_all or not free:
             yield ()
         return
+    ends = frame.edges[index], frame.edges[index + 1]
     for kind in sorted({costs.kind_of[device] for device in free}):
+        if not frame.constraints.allows(*ends, kind):
+            continue
         own = [device for device in free if costs.kind_of[device] == kind]
         for width in range(1, len(own) + 1):
             devices = tuple(own[:width])

@@ -40,6 +40,11 @@ class PlanOptions:
     stages: str | None = None
     """Stages that the user dictates, such as ``0-5:2,6-11:1``."""
     min_stages: int = 1
+    max_stages: int | None = None
+    forbid_cut: tuple[str, ...] = ()
+    """Layers, by name or index, that no stage may end with."""
+    pin: tuple[str, ...] = ()
+    """What must share a stage or not, or run where: ``a,b same stage``, ``a,b different stages``, ``a on TYPE``."""
     use_all: bool = False
     divisible: bool = False
     """Price as planners in papers do: a micro-batch divides freely among replicas, the tensors of a boundary cross one
@@ -48,14 +53,16 @@ class PlanOptions:
     """``auto``: layers are recomputed where that lets a faster plan fit; ``none``, ``full``: no layer, all layers."""
     shard: Literal["auto"] | Shard = "none"
     """What replicas divide among them; ``auto``: whatever is fastest."""
-    solver: Literal["dp", "exhaustive"] = "dp"
+    solver: Literal["dp", "milp", "exhaustive"] = "dp"
+    solver_seconds: float = 60.0
+    """What the solver of ``milp`` may take by its own clock, in all; ``dp`` takes over then."""
     max_candidates: int | None = None
     """Most plans to simulate. A count and not a clock, so that the same question always has the same answer; the gap
     that remains is in the plan."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "batch", "micro_batches", "min_stages", "max_candidates", "memory_bytes"):
+        for name in ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} must be at least 1, found {value}")
@@ -72,12 +79,16 @@ class PlanOptions:
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
             raise UsageError(f"--objective must be one of {names}; found {self.objective!r}")
-        if self.solver not in ("dp", "exhaustive"):
-            raise UsageError(f"--solver must be dp or exhaustive, found {self.solver!r}")
+        if self.solver not in ("dp", "milp", "exhaustive"):
+            raise UsageError(f"--solver must be dp, milp or exhaustive, found {self.solver!r}")
+        if not 0 < self.solver_seconds < float("inf"):
+            raise UsageError(f"--solver-seconds must be positive, found {self.solver_seconds}")
         if self.recompute not in ("auto", "none", "full"):
             raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
         if self.shard not in ("auto", *get_args(Shard)):
             raise UsageError(f"--shard must be one of auto, {', '.join(get_args(Shard))}; found {self.shard!r}")
+        if self.max_stages is not None and self.min_stages > self.max_stages:
+            raise UsageError(f"--min-stages {self.min_stages} contradicts --max-stages {self.max_stages}")
         if self.gpus is not None and self.min_stages > self.gpus:
             raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
 

@@ -13,11 +13,13 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
+from autopar.planner.milp import programmed
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
@@ -68,19 +70,20 @@ def plan(
             f"most {most_stages} stages"
         )
     every = families(costs.batch, options)
-    if options.solver == "dp":
+    if options.solver != "exhaustive":
         _check_size(costs, every, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     compared = references(simulator, every, options)
-    best, lower_bound_s = _search(simulator, every, options, compared, known)
+    best, lower_bound_s, said = _search(simulator, every, options, compared, known)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest)
     alternatives = _alternatives(compared, best)
     notes = [
+        *said,
         *_excluded(compared, best.step_s),
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
@@ -158,26 +161,33 @@ def _search(
     options: PlanOptions,
     compared: Sequence[Reference],
     known: Sequence[Candidate],
-) -> tuple[Best, float]:
-    """Search from the references and what is known on, so that the plan is never worse than one of them."""
+) -> tuple[Best, float, tuple[str, ...]]:
+    """Search from the references and what is known on, so that the plan is never worse than one of them.
+
+    Returns the best candidates, a lower bound of the step, and what is to be noted.
+    """
     best = Best()
+    constraints = Constraints.of(simulator.costs, options)
     for candidate in known:
-        if _allowed(candidate, simulator.costs, options):
+        if _allowed(candidate, simulator.costs, options, constraints):
             best.judge(simulator, candidate)
     for reference in compared:
-        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options):
+        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options, constraints):
             best.consider(reference.found)
     if options.solver == "exhaustive":
-        return best, exhaust(simulator, options, best).step_s
-    return best, search(simulator, every, options, best).lower_bound_s
+        return best, exhaust(simulator, options, best).step_s, ()
+    if options.solver == "milp":
+        found = programmed(simulator, every, options, best)
+        return best, found.lower_bound_s, found.notes
+    return best, search(simulator, every, options, best).lower_bound_s, ()
 
 
-def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions) -> bool:
+def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, constraints: Constraints) -> bool:
     """Whether a reference is one of the plans that are asked for."""
     used = sum(len(stage.devices) for stage in candidate.stages)
     shards = {stage.shard for stage in candidate.stages if len(stage.devices) > 1}
     return (
-        len(candidate.stages) >= options.min_stages
+        constraints.broken(candidate.stages, costs.kind_of) is None
         and (not options.use_all or used == len(costs.devices))
         and (options.shard == "auto" or shards <= {options.shard})
     )
@@ -186,6 +196,10 @@ def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions) -> bo
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
+    placed = place(every[0], *dictated, divisible=True)
+    broken = Constraints.of(costs, options).broken(placed, costs.kind_of)
+    if broken is not None:
+        raise UsageError(f"--stages contradicts {broken.text}")
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
@@ -230,8 +244,8 @@ def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative
 def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
     """Say which reference is faster, as it is only where an option forbids it."""
     return [
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --min-stages, --use-all or --shard "
-        "excludes it"
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --shard, --use-all or a constraint of "
+        "stages excludes it"
         for each in compared
         if each.found is not None and each.found.step_s < step_s
     ]

@@ -183,7 +183,9 @@ class _Search:
         state = self._after(node.steps[-1]) if node.steps else 0
         found: list[_Node] = []
         for behind in range(tables.counts)[tables.behinds(node.behind)]:
-            if behind + 1 + len(node.steps) < self.options.min_stages:
+            # Behind as many as are told apart there may be more: too few cannot be known, too many can.
+            count = behind + 1 + len(node.steps)
+            if count < self.options.min_stages or count > tables.stages.constraints.most_stages:
                 continue
             for kind in self.pool.kinds:
                 for number, choice in enumerate(tables.stages.choices[kind]) if self.pool.left(state, kind) else ():

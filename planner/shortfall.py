@@ -65,6 +65,11 @@ def infeasible(
             short = max(costs.shortfalls(candidate))
             if closest is None or short < closest[0]:
                 closest = (short, candidate)
+    if closest is None and (options.max_stages is not None or options.forbid_cut or options.pin):
+        return InfeasibleError(
+            f"no plan for {len(costs.devices)} devices obeys all of --max-stages, --forbid-cut, --pin and --use-all "
+            "that were asked for; drop one of them"
+        )
     if closest is None:
         most = min(costs.layer_count, len(costs.devices))
         return InfeasibleError(
@@ -96,15 +101,20 @@ def _closest(costs: CostModel, family: Family, options: PlanOptions) -> Candidat
     """The plan whose worst stage exceeds its memory least, with one micro-batch in flight."""
     pool = Pool(costs.kind_of)
     tables = StageTables(costs, pool, family, options)
+    least, most = tables.constraints.least_stages, tables.constraints.most_stages
+    # Where stages are limited in number, ways have exactly so many more, else at least.
+    limited = most < min(costs.layer_count, len(costs.devices))
     ways: dict[tuple[int, int, int], _Way] = {}
     for state in reversed(range(pool.states)):
-        for count in range(max(1, options.min_stages)):
-            _extend(tables, options, ways, state, count)
-    if (0, 0, max(0, options.min_stages - 1)) not in ways:
+        for count in range(most if limited else least):
+            _extend(tables, options, ways, state, count, limited=limited)
+    starts = range(least - 1, most) if limited else (least - 1,)
+    begun = [count for count in starts if (0, 0, count) in ways]
+    if not begun:
         return None
     stages = []
     state = first = 0
-    count = max(0, options.min_stages - 1)
+    count = min(begun, key=lambda each: ways[0, 0, each].short)
     while first < costs.layer_count:
         way = ways[state, first, count]
         stages.append(_stage(tables, state, first, way))
@@ -113,9 +123,15 @@ def _closest(costs: CostModel, family: Family, options: PlanOptions) -> Candidat
 
 
 def _extend(
-    tables: StageTables, options: PlanOptions, ways: dict[tuple[int, int, int], _Way], state: int, count: int
+    tables: StageTables,
+    options: PlanOptions,
+    ways: dict[tuple[int, int, int], _Way],
+    state: int,
+    count: int,
+    *,
+    limited: bool,
 ) -> None:
-    """Add the best suffixes from a state on, of more than ``count`` stages."""
+    """Add the best suffixes from a state on, of more than ``count`` stages; where limited, of one more."""
     pool, layers = tables.pool, tables.layers
     for kind in pool.kinds:
         for choice in tables.choices[kind]:
@@ -128,12 +144,12 @@ def _extend(
                 short = tables.shortfall(state, kind, choice, width)
                 ends = np.full(layers + 1, np.inf)
                 for stop in range(1, layers):
-                    behind = ways.get((after, stop, max(0, count - 1)))
+                    behind = ways.get((after, stop, count - 1 if limited else max(0, count - 1)))
                     ends[stop] = np.inf if behind is None else behind.short
                 if count == 0 and (not options.use_all or after == pool.empty):
                     ends[layers] = -np.inf
                 worst = np.where(np.isfinite(ends) | np.isneginf(ends), np.maximum(short, ends), np.inf)
-                worst[np.tril_indices(layers, 0, layers + 1)] = np.inf
+                worst[~tables.allowed[kind]] = np.inf
                 for first in range(layers):
                     stop = int(worst[first].argmin())
                     known = ways.get((state, first, count))

@@ -18,6 +18,7 @@ from autopar.formats.plan import Division, turns
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice, choices
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.links import Collective, Level
 from autopar.planner.memory import Held, Parts, peak_of
@@ -50,6 +51,9 @@ class StageTables:
         self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
         self._sizes = _crossing_bytes(costs)
         self._ordered = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
+        self.constraints = Constraints.of(costs, options)
+        self.allowed = {kind: self.constraints.mask(kind) for kind in pool.kinds}
+        """By kind, the stages that the user's constraints allow, ``[first, stop]``."""
         self.choices = {
             kind: choices(costs, options, family.micro_batch_size, kind, self._binding(kind)) for kind in pool.kinds
         }
@@ -177,7 +181,7 @@ class StageTables:
                 for stack, each in zip(terms, one, strict=True):
                     stack[index] = each
                 deep = self.depth(choice, kind, index + 1, limit) > 0
-                fits[index] = np.where(self._ordered & deep, 0.0, np.inf)
+                fits[index] = np.where(self.allowed[kind] & deep, 0.0, np.inf)
         return StageTerms(*terms), fits
 
     def _stage(self, choice: Choice, kind: int, width: int, level: Level, limit: int) -> StageTerms:
@@ -296,8 +300,11 @@ class SuffixTables:
     def __init__(self, stages: StageTables, options: PlanOptions) -> None:
         self.stages, self._use_all = stages, options.use_all
         pool, layers = stages.pool, stages.layers
-        self.counts = self._distinguished(options.min_stages)
+        most = stages.constraints.most_stages
+        told = self._distinguished(stages.constraints.least_stages)
+        self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
+        self._lumped = told < most
         self.least = np.full((self.counts, 4, pool.states, layers + 1), np.inf)
         """``[stages - 1, term, state, first]``."""
         for kind in pool.kinds:
@@ -319,7 +326,7 @@ class SuffixTables:
         """Return how many stages may follow the first of ``stages``, as :meth:`terms` takes them; none: any number."""
         if stages is None:
             return slice(self.counts)
-        return slice(max(0, stages - 1), stages + (stages == self.counts - 1))
+        return slice(max(0, stages - 1), stages + (self._lumped and stages == self.counts - 1))
 
     def terms(self, state: int, kind: int, choice: Choice, behind: int, first: int | None = None) -> Numbers:
         """Return the least terms of suffixes with ``behind`` stages after their first one, by what this one is.
@@ -333,7 +340,7 @@ class SuffixTables:
         after = [pool.take(state, kind, width) for width in range(1, len(fits) + 1)]
         if first is not None:
             stage, link, fits = stage.at((slice(None), first)), link.at((slice(None), first)), fits[:, first]
-        if behind == 0 and self.counts > 1:
+        if behind == 0 and not (self._lumped and self.counts == 1):
             found = np.full((4, *fits.shape), np.inf)
         else:
             rows = self.least[self.behinds(behind)].min(axis=0)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -62,8 +60,25 @@ def command(
         str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
     ] = None,
     min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
+    max_stages: Annotated[int | None, typer.Option(help="At most this many pipeline stages.")] = None,
+    forbid_cut: Annotated[
+        list[str] | None, typer.Option(help="No stage ends with this layer, by name or index; may be repeated.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="'a,b same stage', 'a,b different stages', or 'a,b on TYPE' (of devices); layers by name or index; "
+            "may be repeated."
+        ),
+    ] = None,
     use_all: Annotated[bool, typer.Option("--use-all", help="Leave no device idle.")] = False,
-    solver: Annotated[str, typer.Option(help="dp, or exhaustive for small problems.")] = "dp",
+    solver: Annotated[
+        str,
+        typer.Option(help="dp, milp (the same question as a mixed-integer program), or exhaustive, if it is small."),
+    ] = "dp",
+    solver_seconds: Annotated[
+        float, typer.Option(help="What milp's solver may take, by its own clock; then dp takes over.")
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Run seed that the plan records.")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the plan.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
@@ -88,11 +103,15 @@ def command(
         gap=gap,
         stages=stages,
         min_stages=min_stages,
+        max_stages=max_stages,
+        forbid_cut=tuple(forbid_cut or ()),
+        pin=tuple(pin or ()),
         use_all=use_all,
         divisible=divisible,
         recompute=recompute,  # type: ignore[arg-type]  # checked there
         shard=shard,  # type: ignore[arg-type]
-        solver=_solver(solver),
+        solver=solver,  # type: ignore[arg-type]
+        solver_seconds=solver_seconds,
         seed=seed,
     )
     links = described_in(cluster, profile)
@@ -136,11 +155,3 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:
         sys.stdout.write(plan.dumps())
-
-
-def _solver(name: str) -> Literal["dp", "exhaustive"]:
-    if name == "dp":
-        return "dp"
-    if name == "exhaustive":
-        return "exhaustive"
-    raise UsageError(f"--solver must be dp or exhaustive, found {name!r}")

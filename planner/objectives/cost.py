@@ -18,6 +18,7 @@ from autopar.formats.plan import Plan, Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, Family
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best, Found
 from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
@@ -136,7 +137,7 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
 
 def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
     """Yield sets of devices, first those that may be cheapest; of a kind and price, the first ones in the cluster."""
-    prices = prices_of(costs)
+    prices, constraints = prices_of(costs), Constraints.of(costs, options)
     groups: dict[tuple[int, float], list[int]] = {}
     for device, key in enumerate(zip(costs.kind_of, prices, strict=True)):
         groups.setdefault(key, []).append(device)
@@ -157,7 +158,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
     for taken in product(*counts):
         own = {key: devices[:count] for (key, devices), count in zip(groups.items(), taken, strict=True) if count}
         used = tuple(sorted(device for devices in own.values() for device in devices))
-        if len(used) >= options.min_stages:
+        if len(used) >= options.min_stages and constraints.possible_on([costs.kind_of[device] for device in used]):
             price = sum(prices[device] for device in used) / _HOUR_S
             idle_s = costs.profile.step_overhead_s
             state = _state(costs, pool, used)

@@ -94,6 +94,25 @@ def test_without_a_cluster_file_links_are_estimated_and_said_so(run: Run) -> Non
     assert run("simulate", "--json")[1] != ""
 
 
+def test_constraints_of_stages_are_obeyed(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--min-stages", "2")[0] == 0
+    assert Plan.load("plan.json").stages[0].layers[-1] == "h.6"
+    pins = ("--pin", "h.6,head same stage", "--pin", "wte on test")
+    assert run("plan", "--gpus", "2", "--min-stages", "2", "--forbid-cut", "h.5", "--forbid-cut", "4", *pins)[0] == 0
+    assert Plan.load("plan.json").stages[0].layers[-1] == "h.4"
+
+
+def test_a_plan_is_made_by_a_mixed_integer_program(run: Run) -> None:
+    asked = ("--gpus", "2", "--min-stages", "2", "--max-stages", "2", "--micro-batches", "4")
+    assert run("plan", *asked)[0] == 0
+    steps = Plan.load("plan.json").predicted
+    code, _, err = run("plan", *asked, "--solver", "milp", "--solver-seconds", "600")
+    assert code == 0, err
+    assert Plan.load("plan.json").predicted.step_s == pytest.approx(steps.step_s, rel=0.05)
+    assert not any("--solver milp" in note for note in Plan.load("plan.json").notes)
+    assert run("plan", *asked, "--solver-seconds", "0")[0] == 2
+
+
 def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--min-stages", "2", "--bandwidth", "20MB/s")[0] == 0
     plan = Plan.load("plan.json")
@@ -114,7 +133,10 @@ def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
         (("--stages", "wte-hed:1"), 2, "no layer is called 'hed'"),
         (("--objective", "speed"), 2, "--objective must be one of step, throughput, cost, pipedream, piper"),
         (("--objective", "pipedream", "--memory", "1GiB"), 2, "--memory does not go with --objective pipedream"),
-        (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp or exhaustive"),
+        (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp, milp or exhaustive"),
+        (("--gpus", "2", "--pin", "wte,head same stage", "--min-stages", "2"), 2, "and --min-stages 2 at once"),
+        (("--gpus", "2", "--forbid-cut", "h.33"), 2, "no layer is called 'h.33'"),
+        (("--gpus", "4", "--min-stages", "3", "--max-stages", "2"), 2, "--min-stages 3 contradicts --max-stages 2"),
         (("missing.json", "--gpus", "2"), 4, "missing.json: no such profile file"),
         (("--gpus", "2", "--cluster", "none.json"), 4, "none.json: no such cluster file"),
         (("--gpus", "2", "-o", "no/plan.json"), 4, "no such folder"),
@@ -264,7 +286,7 @@ def test_planning_and_simulating_import_neither_torch_nor_pandas_nor_matplotlib(
     script = (
         "import sys\nfrom autopar.cli import main\nsys.argv = sys.argv[1:]\n"
         "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code, ended.code\n"
-        "assert not {'torch', 'pandas', 'matplotlib', 'networkx'} & set(sys.modules)\n"
+        "assert not {'torch', 'pandas', 'matplotlib', 'networkx', 'pulp', 'highspy'} & set(sys.modules)\n"
     )
     for arguments in (["plan", "--gpus", "2"], ["simulate"], ["--help"], ["plan", "--help"]):
         command = [sys.executable, "-c", script, "autopar", *arguments]

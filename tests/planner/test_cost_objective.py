@@ -10,6 +10,7 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Objective
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families
@@ -42,6 +43,20 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
         profile, cluster = two_kinds(profile, cluster, seed)
     options = PlanOptions(**{"gpus": devices, "gap": 0.0, "objective": "cost", **asked})
     return profile, _priced(cluster, seed), options
+
+
+def _constrained(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """An instance with a constraint that some sets of devices cannot obey."""
+    profile, cluster, options = _instance(seed)
+    names = [layer.name for layer in profile.layers]
+    types = sorted({device.type for device in cluster.devices})
+    given = (
+        {"pin": (f"{names[0]},{names[-1]} different stages",)},
+        {"pin": (f"{names[0]} on {types[0]}",)},
+        {"max_stages": 1},
+        {"forbid_cut": (names[0],), "min_stages": 2},
+    )
+    return profile, cluster, replace(options, **given[seed % 4])
 
 
 def _price(cluster: Cluster, candidate: Candidate) -> float:
@@ -110,6 +125,28 @@ def test_no_plan_is_cheaper_under_constraints(asked: dict[str, object]) -> None:
         if least < float("inf"):
             assert found is not None
             assert found.cost == pytest.approx(least, rel=1e-9), seed
+
+
+def test_no_plan_that_obeys_the_rules_of_stages_is_cheaper() -> None:
+    found = []
+    for seed in range(500, 545):
+        profile, cluster, options = _constrained(seed)
+        if len(profile.layers) < 3:
+            continue
+        least = _least(profile, cluster, options)
+        made = plan(profile, cluster, options) if least < float("inf") else None
+        found.append(made)
+        if made is not None and made.predicted.price is not None:
+            assert made.predicted.price.per_step == pytest.approx(least, rel=1e-9), seed
+            assert made.predicted.price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
+    assert sum(each is not None for each in found) >= 15
+
+
+@pytest.mark.parametrize("objective", ["throughput", "pipedream", "piper"])
+def test_objectives_that_do_not_know_the_rules_of_stages_refuse_them(objective: Objective) -> None:
+    for asked in ({"pin": ("0 on test",)}, {"forbid_cut": ("0",)}, {"max_stages": 1}, {"solver": "milp"}):
+        with pytest.raises(UsageError, match=f"does not go with --objective {objective}"):
+            plan(gpt_profile(), local_cluster(2), PlanOptions(objective=objective, **asked))  # type: ignore[arg-type]
 
 
 def test_with_a_gap_the_bound_stays_below_the_least_cost_and_most_plans_are_within_the_gap() -> None:

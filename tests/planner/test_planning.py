@@ -43,6 +43,15 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
             assert peak <= limit
 
 
+def test_replicas_that_take_turns_never_have_more_in_flight_than_the_stage_before() -> None:
+    options = PlanOptions(stages="0-2:1,3-5:1,6:1,7:5", micro_batches=8, batch=8)
+    made = plan(gpt_profile(blocks=6), local_cluster(8), options)
+    wide = made.stages[-1]
+    assert len(wide.devices) == 5
+    found = [stage.warmup * (len(stage.devices) if stage.division == "round-robin" else 1) for stage in made.stages]
+    assert [min(8, each) for each in found] == sorted((min(8, each) for each in found), reverse=True)
+
+
 def test_both_solvers_make_the_same_plan() -> None:
     for seed in range(20):
         cluster = random_cluster(seed, 3)
@@ -172,7 +181,9 @@ for seed in range(12):
 sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
 for objective in ("throughput", "pipedream"):
     sys.stdout.write(plan(gpt_profile(), local_cluster(4), PlanOptions(objective=objective)).dumps())
-assert not {"torch", "pandas", "matplotlib", "networkx"} & set(sys.modules), "the planner must stay light"
+assert not {"torch", "pandas", "matplotlib", "networkx", "pulp"} & set(sys.modules), "the planner must stay light"
+options = PlanOptions(gpus=3, bytes_per_s=1e8, min_stages=2, pin=("h.1,h.2 same stage",), solver="milp")
+sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
 """
 
 

@@ -1,0 +1,208 @@
+"""Constraints: what a user forbids of stages, beside how many devices there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import UsageError
+from autopar.hardware.gpus import known_as
+from autopar.planner.costs import CostModel
+from autopar.planner.named import position, unknown
+from autopar.planner.options import PlanOptions
+
+__all__ = ["Constraints", "Ranged", "Rule"]
+
+_PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on\s+(?P<type>\S.*))")
+_FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
+
+
+class Ranged(Protocol):
+    """A stage, as far as constraints go."""
+
+    @property
+    def first(self) -> int:
+        """First layer."""
+
+    @property
+    def stop(self) -> int:
+        """The layer behind the last one."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Positions in the cluster."""
+
+
+class Rule(NamedTuple):
+    """One thing that the user states."""
+
+    text: str
+    """As on the command line."""
+    how: Literal["together", "apart", "on", "counted"]
+    layers: tuple[int, ...] = ()
+    """Ascending: all in one stage, no two in one stage, or all on devices of some kinds."""
+    kinds: frozenset[int] = frozenset()
+    least: int = 1
+    most: int = 2**31
+    """Stages, where these are counted."""
+
+    def allows(self, first: int, stop: int, kinds: Iterable[int]) -> bool:
+        """Whether layers ``first:stop`` may be a stage on devices of these kinds."""
+        if self.how == "together":
+            return not any(self.layers[0] < cut <= self.layers[-1] for cut in (first, stop))
+        held = sum(first <= layer < stop for layer in self.layers)
+        if self.how == "apart":
+            return held <= 1
+        return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """All rules of a plan's stages; every solver obeys them."""
+
+    layers: int
+    kinds: tuple[int, ...]
+    """Of the devices that are there, ascending."""
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def least_stages(self) -> int:
+        """Fewest stages of a plan."""
+        return max((rule.least for rule in self.rules), default=1)
+
+    @property
+    def most_stages(self) -> int:
+        """Most stages of a plan; never more than there are layers."""
+        return min((self.layers, *(rule.most for rule in self.rules)))
+
+    @classmethod
+    def of(cls, costs: CostModel, options: PlanOptions) -> Constraints:
+        """Read what the options say of the stages of a model.
+
+        Raises:
+            UsageError: a layer or type of device is unknown, or no stages obey all rules.
+        """
+        names = [layer.name for layer in costs.profile.layers]
+        rules = [_uncut(text, names) for text in options.forbid_cut]
+        rules += [_pinned(text, names, costs) for text in options.pin]
+        if options.min_stages > 1:
+            rules.append(Rule(f"--min-stages {options.min_stages}", "counted", least=options.min_stages))
+        if options.max_stages is not None:
+            rules.append(Rule(f"--max-stages {options.max_stages}", "counted", most=options.max_stages))
+        count = len(costs.devices)
+        rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count))
+        found = cls(len(names), tuple(sorted(set(costs.kind_of))), tuple(rules))
+        if not found._possible():
+            raise found._contradiction()
+        return found
+
+    def possible_on(self, kind_of: Sequence[int]) -> bool:
+        """Whether some division of the layers obeys all rules on some of the devices, of these kinds."""
+        fewer = Rule("", "counted", most=len(kind_of))
+        return replace(self, kinds=tuple(sorted(set(kind_of))), rules=(*self.rules, fewer))._possible()
+
+    def allows(self, first: int, stop: int, kind: int) -> bool:
+        """Whether layers ``first:stop`` may be a stage on a kind of device."""
+        return all(rule.allows(first, stop, (kind,)) for rule in self.rules)
+
+    def mask(self, kind: int) -> npt.NDArray[np.bool_]:
+        """Return :meth:`allows` of all stages, ``[first, stop]``."""
+        found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
+        for rule in self.rules:
+            if rule.how == "together":
+                cuts = slice(rule.layers[0] + 1, rule.layers[-1] + 1)
+                found[cuts] = False
+                found[:, cuts] = False
+            elif rule.how == "apart":
+                for before, after in pairwise(rule.layers):
+                    found[: before + 1, after + 1 :] = False
+            elif rule.how == "on" and kind not in rule.kinds:
+                for layer in rule.layers:
+                    found[: layer + 1, layer + 1 :] = False
+        return found
+
+    def broken(self, stages: Sequence[Ranged], kind_of: Sequence[int]) -> Rule | None:
+        """Return the first rule that a plan's stages do not obey; ``kind_of`` are the kinds of all devices."""
+        for rule in self.rules:
+            if not rule.least <= len(stages) <= rule.most:
+                return rule
+            for stage in stages:
+                if not rule.allows(stage.first, stage.stop, [kind_of[device] for device in stage.devices]):
+                    return rule
+        return None
+
+    def _possible(self) -> bool:
+        """Whether some division of the layers into stages obeys all rules."""
+        if all(rule.how == "counted" for rule in self.rules):
+            # Too few layers or devices are a matter of the model and the machines, and no contradiction.
+            return True
+        allowed = np.logical_or.reduce([self.mask(kind) for kind in self.kinds])
+        # By layer, the numbers of stages that may end before it, as the bits of an integer.
+        counts = [1] + [0] * self.layers
+        for stop in range(1, self.layers + 1):
+            for first in np.nonzero(allowed[:, stop])[0].tolist():
+                counts[stop] |= counts[first] << 1
+        return any(counts[-1] >> count & 1 for count in range(self.least_stages, self.most_stages + 1))
+
+    def _contradiction(self) -> UsageError:
+        """Name rules that contradict each other, and none that could be left out."""
+        named = self.rules
+        for rule in self.rules:
+            fewer = tuple(each for each in named if each is not rule)
+            if not replace(self, rules=fewer)._possible():
+                named = fewer
+        texts = [rule.text for rule in named]
+        if len(texts) == 1:
+            return UsageError(f"{texts[0]}: no division of {self.layers} layers into stages obeys it")
+        return UsageError(
+            f"no division of {self.layers} layers into stages obeys {', '.join(texts[:-1])} and {texts[-1]} at once; "
+            "drop or change one of them"
+        )
+
+
+def _layer(where: str, name: str, names: Sequence[str]) -> int:
+    found = position(name, names)
+    if found is None:
+        raise unknown(where, name, names)
+    return found
+
+
+def _uncut(text: str, names: Sequence[str]) -> Rule:
+    """Read a layer that no stage may end with: it and the next one stay together."""
+    where = f"--forbid-cut {text!r}"
+    layer = _layer(where, text.strip(), names)
+    if layer == len(names) - 1:
+        raise UsageError(f"{where}: {names[layer]} is the last layer, and the last stage has to end with it")
+    return Rule(where, "together", (layer, layer + 1))
+
+
+def _pinned(text: str, names: Sequence[str], costs: CostModel) -> Rule:
+    where = f"--pin {text!r}"
+    match = _PIN.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{where}: {_FORMS}")
+    layers = tuple(sorted({_layer(where, name.strip(), names) for name in match["layers"].split(",")}))
+    if match["type"] is not None:
+        return Rule(where, "on", layers, _kinds(where, match["type"], costs))
+    if len(layers) < 2:
+        raise UsageError(f"{where} names one layer; {_FORMS}")
+    return Rule(where, "together" if match["how"] == "same stage" else "apart", layers)
+
+
+def _kinds(where: str, name: str, costs: CostModel) -> frozenset[int]:
+    """The kinds of the devices that a name is the type of, in the cluster or in the profile."""
+    found = {
+        kind
+        for device, kind in zip(costs.devices, costs.kind_of, strict=True)
+        if known_as(name) in (known_as(device.type), known_as(costs.kinds[kind].name), costs.kinds[kind].type)
+    }
+    if not found:
+        known = sorted({device.type for device in costs.devices} | {costs.kinds[kind].name for kind in costs.kind_of})
+        raise UsageError(f"{where}: no device to plan for is called {name!r}; there are {', '.join(known)}")
+    return frozenset(found)

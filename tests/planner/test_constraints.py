@@ -1,0 +1,244 @@
+"""Constraints of stages: obeyed by every solver, against all plans filtered by what each statement says."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import Candidate, families, place
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs import CostModel
+from autopar.planner.exhaustive import everything, exhaust
+from autopar.planner.judge import Best
+from autopar.planner.search import search
+from autopar.planner.simulate import Simulator
+
+
+def _drawn(rng: random.Random, layers: int) -> dict[str, object]:
+    """Between one and three statements, some by name and some by index."""
+
+    def layer(index: int) -> str:
+        return rng.choice([str(index), f"layer.{index}"])
+
+    pins, cuts, found = [], [], dict[str, object]()
+    for _ in range(rng.randint(1, 3)):
+        what = rng.choice(["same", "different", "on", "cut", "most", "least"])
+        some = ",".join(layer(index) for index in rng.sample(range(layers), 2))
+        if what in ("same", "different"):
+            pins.append(f"{some} {what} stage{'s' if what == 'different' else ''}")
+        elif what == "on":
+            pins.append(f"{layer(rng.randrange(layers))} on {rng.choice(['test', 'other'])}")
+        elif what == "cut":
+            cuts.append(layer(rng.randrange(layers - 1)))
+        else:
+            found["max_stages" if what == "most" else "min_stages"] = rng.randint(1, 3)
+    return {**found, "pin": tuple(pins), "forbid_cut": tuple(cuts)}
+
+
+def _obeys(candidate: Candidate, cluster: Cluster, options: PlanOptions) -> bool:
+    """The statements once more, by which stage every layer is in."""
+    stage_of = {layer: at for at, stage in enumerate(candidate.stages) for layer in range(stage.first, stage.stop)}
+
+    def index(name: str) -> int:
+        return int(name.removeprefix("layer."))
+
+    def holds(pin: str) -> bool:
+        names, _, rest = pin.partition(" ")
+        stages = [stage_of[index(name)] for name in names.split(",")]
+        if rest == "same stage":
+            return len(set(stages)) == 1
+        if rest == "different stages":
+            return len(set(stages)) == len(stages)
+        devices = [device for at in stages for device in candidate.stages[at].devices]
+        return {cluster.devices[device].type for device in devices} == {rest.removeprefix("on ")}
+
+    return (
+        options.min_stages <= len(candidate.stages) <= (options.max_stages or 99)
+        and all(stage_of[index(cut)] == stage_of[index(cut) + 1] for cut in options.forbid_cut)
+        and all(map(holds, options.pin))
+    )
+
+
+def _instance(seed: int, most_layers: int, skips: float = 0.12) -> tuple[Profile, Cluster, PlanOptions]:
+    rng = random.Random(seed)
+    profile = random_profile(seed, most_layers=most_layers, batches=(2,), skips=skips)
+    profile, cluster = two_kinds(profile, random_cluster(seed, 3), seed)
+    memory = rng.choice([None, None, 3_000_000])
+    return profile, cluster, PlanOptions(gpus=3, gap=0.0, recompute="none", memory_bytes=memory)
+
+
+def test_both_solvers_find_the_best_of_all_plans_that_obey_and_fit() -> None:
+    compared = changed = contradictory = 0
+    for seed in range(200):
+        profile, cluster, free = _instance(seed, most_layers=4)
+        if len(profile.layers) < 2:
+            continue
+        asked = _drawn(random.Random(seed), len(profile.layers))
+        costs = CostModel(profile, cluster, free)
+        simulator = Simulator(costs)
+        try:
+            options = replace(free, **asked)  # type: ignore[arg-type]
+            Constraints.of(costs, options)
+        except UsageError:
+            contradictory += 1
+            continue
+        least, unconstrained = Best(), Best()
+        for candidate in everything(costs, free):
+            unconstrained.judge(simulator, candidate)
+            if _obeys(candidate, cluster, options):
+                least.judge(simulator, candidate)
+        best, oracle = Best(), Best()
+        search(simulator, families(costs.batch, options), options, best)
+        exhaust(simulator, options, oracle)
+        assert best.step_s == pytest.approx(least.step_s, rel=1e-9), f"seed {seed}: {asked}"
+        assert oracle.step_s == least.step_s, f"seed {seed}: {asked}"
+        assert best.found is None or _obeys(best.found.candidate, cluster, options)
+        compared += least.found is not None
+        changed += unconstrained.step_s < least.step_s < float("inf")
+    assert compared >= 100
+    assert changed >= 40
+    assert contradictory >= 10
+
+
+def _statements(options: PlanOptions) -> list[tuple[str, PlanOptions]]:
+    """Every statement's text, and the options without it."""
+    found = [(f"--pin {pin!r}", replace(options, pin=_without(options.pin, pin))) for pin in options.pin]
+    found += [
+        (f"--forbid-cut {cut!r}", replace(options, forbid_cut=_without(options.forbid_cut, cut)))
+        for cut in options.forbid_cut
+    ]
+    if options.min_stages > 1:
+        found.append((f"--min-stages {options.min_stages}", replace(options, min_stages=1)))
+    if options.max_stages is not None:
+        found.append((f"--max-stages {options.max_stages}", replace(options, max_stages=None)))
+    return found
+
+
+def _without(texts: tuple[str, ...], text: str) -> tuple[str, ...]:
+    at = texts.index(text)
+    return (*texts[:at], *texts[at + 1 :])
+
+
+def _refused(costs: CostModel, options: PlanOptions) -> str | None:
+    try:
+        Constraints.of(costs, options)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def test_what_is_called_a_contradiction_is_one_and_needs_every_statement_that_it_names() -> None:
+    met = 0
+    for seed in range(600):
+        profile, cluster, free = _instance(seed, most_layers=6)
+        if len(profile.layers) < 2:
+            continue
+        asked = _drawn(random.Random(seed), len(profile.layers))
+        if asked.get("min_stages", 1) > asked.get("max_stages", 9):  # type: ignore[operator]
+            with pytest.raises(UsageError, match=r"--min-stages \d contradicts --max-stages \d"):
+                replace(free, **asked)  # type: ignore[arg-type]
+            continue
+        options = replace(free, **asked)  # type: ignore[arg-type]
+        costs = CostModel(profile, cluster, free)
+        message = _refused(costs, options)
+        if message is None or "no device to plan for" in message or "names one layer" in message:
+            continue
+        met += 1
+        plans = everything(costs, replace(free, micro_batches=1))
+        assert not any(_obeys(each, cluster, options) for each in plans), f"seed {seed}: {asked}"
+        # Of the statements that are named, none is without need.
+        named = options
+        while unneeded := [fewer for text, fewer in _statements(named) if text not in message]:
+            named = unneeded[0]
+        for text, fewer in _statements(named):
+            assert _refused(costs, fewer) is None, f"seed {seed}: {text} of {message}"
+    assert met >= 30
+
+
+def test_the_least_shortfall_is_that_of_plans_that_obey() -> None:
+    checked = 0
+    for seed in range(60):
+        profile, cluster, free = _instance(seed, most_layers=4, skips=0.0)
+        if len(profile.layers) < 2:
+            continue
+        asked = {**_drawn(random.Random(seed), len(profile.layers)), "memory_bytes": 1000}
+        costs = CostModel(profile, cluster, replace(free, memory_bytes=1000))
+        try:
+            options = replace(free, **asked)  # type: ignore[arg-type]
+            Constraints.of(costs, options)
+        except UsageError:
+            continue
+        plans = list(everything(costs, options))
+        shorts = [max(costs.shortfalls(each)) for each in plans]
+        # What comes closest is sought among plans that split micro-batches.
+        split = [
+            short
+            for short, each in zip(shorts, plans, strict=True)
+            if all(stage.division == "split" for stage in each.stages)
+        ]
+        if min(shorts, default=0) <= 0:
+            continue
+        with pytest.raises(InfeasibleError, match=r"\(\d+ bytes\)") as caught:
+            plan(profile, cluster, options)
+        found = re.search(r"\((\d+) bytes\)", str(caught.value))
+        assert found is not None
+        assert min(shorts) <= int(found[1]) <= min(split), f"seed {seed}: {asked}"
+        checked += 1
+    assert checked >= 20
+
+
+def test_what_is_known_and_the_references_are_held_to_the_constraints() -> None:
+    profile, cluster, free = gpt_profile(), local_cluster(2), PlanOptions(gpus=2)
+    costs = CostModel(profile, cluster, free)
+    whole = Candidate(4, 4, "1f1b", place(families(costs.batch, free)[2], (14,), (2,)))
+    made = plan(profile, cluster, replace(free, pin=("wte,head different stages",)), known=[whole])
+    assert len(made.stages) == 2
+    assert made.notes[0].startswith("pure data parallelism is faster (-")
+    assert "a constraint of stages excludes it" in made.notes[0]
+
+
+def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:
+    profile, cluster = two_kinds(gpt_profile(blocks=2, batch=2), local_cluster(2), 1)
+    pins = ("wte on other", "head on other", "wte,head different stages")
+    with pytest.raises(InfeasibleError, match="no plan for 2 devices obeys all of --max-stages, --forbid-cut, --pin"):
+        plan(profile, cluster, PlanOptions(gpus=2, pin=pins))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"min_stages": 3, "max_stages": 2}, "--min-stages 3 contradicts --max-stages 2"),
+        (
+            {"min_stages": 2, "pin": ("wte,head same stage",)},
+            "obeys --pin 'wte,head same stage' and --min-stages 2 at once",
+        ),
+        (
+            {"pin": ("wte,h.3 same stage", "1,2 different stages", "0 on test")},
+            "obeys --pin 'wte,h.3 same stage' and --pin '1,2 different stages' at once",
+        ),
+        ({"pin": ("0,1,2 different stages",)}, "obeys --pin '0,1,2 different stages' and 2 devices at once"),
+        ({"pin": ("wtf,h.1 same stage",)}, "no layer is called 'wtf'; nearest: wte, head"),
+        ({"pin": ("wte,17 same stage",)}, "names layer 17; the profile has layers 0..13"),
+        ({"pin": ("wte same stage",)}, "--pin 'wte same stage' names one layer; write 'a,b same stage'"),
+        ({"pin": ("wte, head",)}, "--pin 'wte, head': write 'a,b same stage', 'a,b different stages' or 'a on TYPE'"),
+        ({"pin": ("wte on H100",)}, "no device to plan for is called 'H100'; there are cpu, test"),
+        ({"forbid_cut": ("head",)}, "head is the last layer, and the last stage has to end with it"),
+        ({"forbid_cut": ("h.99",)}, "--forbid-cut 'h.99': no layer is called 'h.99'; nearest: h.9"),
+        ({"forbid_cut": ("5",), "stages": "0-5:1,6-13:1"}, "--stages contradicts --forbid-cut '5'"),
+        ({"max_stages": 1, "stages": "0-5:1,6-13:1"}, "--stages contradicts --max-stages 1"),
+        ({"max_stages": 0}, "--max-stages must be at least 1, found 0"),
+    ],
+    ids=str,
+)
+def test_a_constraint_that_cannot_be_obeyed_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, **asked))  # type: ignore[arg-type]
+    assert message in str(caught.value)
