@@ -22,6 +22,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
+from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
@@ -64,12 +65,14 @@ def plan(
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest)
+    bounds = stacked(costs, every, least_bound_s(options), best.step_s)
+    lower_bound_s = max(lower_bound_s, bounds.linked_s)
     alternatives = _alternatives(compared, best)
     notes = [
         *_excluded(compared, best.step_s),
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
-    return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
+    return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes, bounds)
 
 
 def _check_size(costs: CostModel, every: Sequence[Family], options: PlanOptions) -> None:
@@ -189,15 +192,16 @@ def _dictated(
     best: Best,
 ) -> Plan:
     assert own.found is not None
-    least = min(
-        bound(costs, Candidate(family.micro_batches, family.micro_batch_size, family.schedule, frame))
-        for family in every
-        for frame in frames(costs, family, options, *dictated)
-    )
+
+    def least(model: CostModel, family: Family) -> float:
+        found = frames(model, family, options, *dictated)
+        return min((bound(model, Candidate(*family, frame)) for frame in found), default=float("inf"))
+
+    bounds = stacked(costs, every, least, own.step_s)
     if best.found is None or own.step_s < best.step_s:
         best = own
     notes = ["the stages were dictated; the lower bound is that of these stages"]
-    return assemble(costs, own.found.candidate, options, least, _alternatives(compared, best), notes)
+    return assemble(costs, own.found.candidate, options, bounds.linked_s, _alternatives(compared, best), notes, bounds)
 
 
 def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative]:
