@@ -21,7 +21,7 @@ from autopar.planner.sums import StageSums
 from autopar.schedules.buckets import buckets
 from autopar.schedules.route import Route, routes, shares_of
 
-__all__ = ["CostModel"]
+__all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
 
@@ -52,12 +52,12 @@ class CostModel:
         self.layer_count = len(profile.layers)
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
-        self._cluster = cluster
+        self.cluster = cluster
         self._forget()
 
     def _forget(self) -> None:
         # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.
-        slower = {each.level: (each.compute, each.communication) for each in self._cluster.overlaps}
+        slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
         alone = self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
@@ -110,7 +110,7 @@ class CostModel:
         """Return this model with communication that takes no time, or with devices whose memory has no limit."""
         other = copy(self)
         if links:
-            other.links = LinkModel(self._cluster, self.devices, float("inf"), latencies=False)
+            other.links = LinkModel(self.cluster, self.devices, float("inf"), latencies=False)
         if memory:
             other.limits_bytes = [UNLIMITED_BYTES] * len(self.devices)
         other._forget()

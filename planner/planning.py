@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
@@ -19,6 +20,7 @@ from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
@@ -64,7 +66,7 @@ def plan(
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
-        raise infeasible(costs, every, options, best.closest)
+        raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
     alternatives = _alternatives(compared, best)
@@ -178,8 +180,15 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
             f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
         )
     if own.found is None:
-        raise infeasible(costs, (), options, own.closest)
+        raise infeasible(costs, (), options, own.closest, partial(_stages_fit, costs, dictated))
     return own
+
+
+def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
+    """Whether the dictated stages fit with other options."""
+    simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
+    every = families(simulator.costs.batch, options)
+    return try_stages(simulator, every, options, *dictated).found is not None
 
 
 def _dictated(

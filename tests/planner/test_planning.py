@@ -69,7 +69,7 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
         assert found is not None
         assert int(found[1]) == least
         assert "stage " in str(caught.value)
-        assert "--gpus" in str(caught.value)
+        assert "a plan fits with --" in str(caught.value)
     assert checked >= 40
 
 
