@@ -16,7 +16,7 @@ from autopar.planner.memory import Held, Parts, peak_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.pool import Pool
 
-__all__ = ["Closest", "Known", "closest", "oversized"]
+__all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
 
 MOST_EDGES = 96
 MOST_WIDTHS = 32

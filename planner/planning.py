@@ -19,6 +19,7 @@ from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
+from autopar.planner.neighbours import neighbours
 from autopar.planner.options import PlanOptions
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
@@ -67,9 +68,10 @@ def plan(
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
+    near = neighbours(simulator, every, options, best)
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
-    alternatives = _alternatives(compared, best)
+    alternatives = _alternatives(compared, near, None)
     notes = [
         *_excluded(compared, best.step_s),
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
@@ -210,16 +212,19 @@ def _dictated(
     if best.found is None or own.step_s < best.step_s:
         best = own
     notes = ["the stages were dictated; the lower bound is that of these stages"]
-    return assemble(costs, own.found.candidate, options, bounds.linked_s, _alternatives(compared, best), notes, bounds)
+    return assemble(
+        costs, own.found.candidate, options, bounds.linked_s, _alternatives(compared, (), best), notes, bounds
+    )
 
 
-def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative]:
+def _alternatives(compared: Sequence[Reference], near: Sequence[Reference], best: Best | None) -> list[Alternative]:
+    """Return what is listed beside a plan: what anyone would try first, the best one if it is not, and neighbours."""
     rows = [record(reference.name, reference.found, reference.reason) for reference in compared]
-    rows.append(record("best", best.found))
-    for count, found in sorted(best.by_stages.items()):
-        if found is not best.found:
-            rows.append(record(f"best of {count} stage{'s' if count > 1 else ''}", found))
-    return rows
+    if best is not None:
+        rows.append(record("best", best.found))
+    known = {(row.step_s, row.stages, row.infeasible) for row in rows}
+    others = (record(each.name, each.found, each.reason) for each in near)
+    return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 
 def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
