@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import lt
 from typing import NamedTuple
 
 from autopar.formats.plan import Shard
@@ -37,6 +38,12 @@ class _Shape(NamedTuple):
 
     cuts: tuple[int, ...]
     widths: tuple[int, ...]
+
+
+def _shape_of(candidate: Candidate) -> _Shape:
+    return _Shape(
+        tuple(stage.stop for stage in candidate.stages), tuple(len(stage.devices) for stage in candidate.stages)
+    )
 
 
 def neighbours(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> list[Reference]:
@@ -75,9 +82,7 @@ class _Neighbours:
         self.tries = min(TRIES, MOST_TURNS // (chosen.micro_batches * len(used)))
         self.shards: tuple[Shard, ...] = ("none",) if options.shard == "auto" else (options.shard,)
         self.sums = self.costs.sums.forward(chosen.micro_batch_size)
-        self.shape = _Shape(
-            tuple(stage.stop for stage in chosen.stages), tuple(len(stage.devices) for stage in chosen.stages)
-        )
+        self.shape = _shape_of(chosen)
 
     def all(self) -> list[Reference]:
         """Return all neighbours, without those that cannot be."""
@@ -103,20 +108,28 @@ class _Neighbours:
         for other in (found, self.best.by_stages.get(count)):
             if other is not None and (found is None or other.step_s < found.step_s):
                 found = other
-        if found is not None:
-            return Reference(name, found, None)
-        return self._closest(name, count)
+        if found is None:
+            nearest = self._closest(count)
+            if nearest is None or nearest[0] > 0:
+                return None if nearest is None else Reference(name, None, explain(self.costs, nearest[1]))
+            found = Found(self.simulator.step_s(nearest[1]), nearest[1])
+        return Reference(name, self._improved(found), None)
 
-    def _closest(self, name: str, count: int) -> Reference | None:
+    def _improved(self, found: Found) -> Found:
+        """Return a plan of as many stages that moving a cut or a device to the next stage makes no faster."""
+        for _ in range(MOST_MOVES if self.tries else 0):
+            better = self._fastest(self._moved(_shape_of(found.candidate)), self.families)
+            if better is None or better.step_s >= found.step_s:
+                break
+            found = better
+        return found
+
+    def _closest(self, count: int) -> tuple[int, Candidate] | None:
+        """Return the least shortfall of so many stages; none if there is no such plan, or too many to look at."""
         devices, edges = len(self.costs.devices), min(MOST_EDGES, self.costs.layer_count)
         size = count * devices * min(devices, MOST_WIDTHS) * edges**2
         every = self.families if size * len(self.families) <= MOST_TABLES else [self.family]
-        nearest = closest(self.costs, every, self.options, count) if size <= MOST_TABLES else None
-        if nearest is None:
-            return None
-        if nearest[0] > 0:
-            return Reference(name, None, explain(self.costs, nearest[1]))
-        return Reference(name, Found(self.simulator.step_s(nearest[1]), nearest[1]), None)
+        return closest(self.costs, every, self.options, count) if size <= MOST_TABLES else None
 
     def _seconds(self, first: int, stop: int, width: int) -> float:
         """Return the forward seconds of layers among replicas, about: to choose what is worth to be priced."""
@@ -148,6 +161,25 @@ class _Neighbours:
                     between = (*widths[:index], width, own - width, *widths[index + 1 :])
                     found.append((max(parts) - total, _Shape((*cuts[:index], cut, *cuts[index:]), between)))
         return [shape for _, shape in sorted(found)[:MOST_SHAPES]]
+
+    def _moved(self, shape: _Shape) -> list[_Shape]:
+        """Return shapes with a cut, or a device, moved by one; those first whose slowest stage has least to compute."""
+        cuts, widths = shape
+        found = []
+        for index in range(len(cuts) - 1):
+            for by in (-1, 1):
+                moved = _Shape((*cuts[:index], cuts[index] + by, *cuts[index + 1 :]), widths)
+                passed = (widths[index] + by, widths[index + 1] - by)
+                found += [moved, _Shape(cuts, (*widths[:index], *passed, *widths[index + 2 :]))]
+        if sum(widths) < len(self.costs.devices):
+            wider = [(*widths[:index], width + 1, *widths[index + 1 :]) for index, width in enumerate(widths)]
+            found += [_Shape(cuts, each) for each in wider]
+        sound = [each for each in found if min(each.widths) > 0 and all(map(lt, (0, *each.cuts), each.cuts))]
+        return sorted(sound, key=self._slowest)[:MOST_SHAPES]
+
+    def _slowest(self, shape: _Shape) -> float:
+        edges = zip((0, *shape.cuts), shape.cuts, shape.widths, strict=False)
+        return max(self._seconds(first, stop, width) for first, stop, width in edges)
 
     def _fewer_devices(self) -> Iterator[Reference]:
         cuts, widths = self.shape
