@@ -18,7 +18,9 @@ from autopar.planner.pool import Pool
 
 __all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
 
-MOST_EDGES = 96
+MOST_EDGES = 64
+FEW_EDGES = 24
+"""Up to so many layers all families and more levels of recomputation are looked at."""
 MOST_WIDTHS = 32
 MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
@@ -48,10 +50,10 @@ class _Stage(NamedTuple):
 class Closest:
     """The least shortfalls of one family's plans, with least in flight.
 
-    Exact up to 96 layers, widths of 32 and 4 layers that are recomputed; of more, layers are taken in groups, widths
-    double, and recomputation grows in steps. Replicas take turns
-    in the first stage only: behind it, all stages before would need as much in flight. What a stage sends to several
-    later stages is counted once, so that a plan may lack more than the tables say: :func:`closest` asks the cost model.
+    Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
+    double, and from 64 layers on these are taken in groups. Replicas take turns in the first stage only: behind it, all
+    stages before would need as much in flight. What a stage sends to several later stages is counted once, so that a
+    plan may lack more than the tables say: :func:`closest` asks the cost model.
     """
 
     def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:
@@ -149,11 +151,8 @@ class Closest:
     def _ways(self, kind: int, width: int, begins: bool) -> Iterator[_Way]:
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         last = len(levels) - 1
-        some = (
-            [round(index * last / min(last, MOST_LEVELS)) for index in range(min(last, MOST_LEVELS) + 1)]
-            if last
-            else [0]
-        )
+        steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
+        some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
         shards: Sequence[Shard] = SHARDS if self.options.shard == "auto" else (self.options.shard,)
         for division in DIVISIONS:
@@ -203,7 +202,7 @@ def closest(
     micro-batches, which hold least, are tried first. ``known`` is filled, and spares the next call what it holds.
     """
     found: tuple[int, Candidate] | None = None
-    for family in sorted(families, key=lambda each: -each.micro_batches):
+    for family in _few(costs, families):
         candidate = Closest(costs, family, options, known).candidate(stages)
         if candidate is not None:
             short = max(costs.shortfalls(candidate))
@@ -214,9 +213,15 @@ def closest(
     return found
 
 
+def _few(costs: CostModel, families: Sequence[Family]) -> list[Family]:
+    """Return families by falling micro-batch count; of many layers, the two that hold least, and a single one's."""
+    ordered = sorted(families, key=lambda each: -each.micro_batches)
+    return ordered if costs.layer_count <= FEW_EDGES or len(ordered) <= 3 else [*ordered[:2], ordered[-1]]
+
+
 def oversized(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> int | None:
     """Return the first layer that fits no device even as a stage of its own; none where there is none, or too many."""
     if costs.layer_count > MOST_EDGES or not families:
         return None
-    least = np.min([Closest(costs, family, options).alone() for family in families], axis=0)
+    least = np.min([Closest(costs, family, options).alone() for family in _few(costs, families)], axis=0)
     return int(least.argmax()) if least.max() > 0 else None

@@ -18,8 +18,8 @@ __all__ = ["Fits", "any_plan_fits", "remedies"]
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
 
-MOST_DEVICES = 1024
-MOST_TIMES = 64
+MOST_DEVICES = 512
+MOST_TIMES = 16
 """As many times the devices are tried."""
 MOST_STATES = 2048
 """Of the devices that are left, by kind."""
@@ -36,7 +36,7 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     """Return changes of the options that let a plan fit, as they can be typed, those first that ask for least.
 
     ``short`` is by how many bytes the closest plan does not fit. Of sharding the first level that helps is named, of
-    micro-batch counts the nearest, of devices the least number (at most 1024), of batches the largest of its halves, of
+    micro-batch counts the nearest, of devices the least number (at most 512), of batches the largest of its halves, of
     memory the least. Where nothing but devices, batch or memory helps alone, recomputation and sharding are tried
     together, and with more devices.
     """

@@ -13,6 +13,9 @@ from autopar.planner.remedies import Fits, remedies
 
 __all__ = ["explain", "infeasible", "size"]
 
+MOST_STAGES = 8
+"""That are written out in an error."""
+
 
 def size(count: int) -> str:
     """Return bytes for people.
@@ -65,7 +68,9 @@ def infeasible(
     candidate = found[1]
     layer = oversized(costs, families, options)
     large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
-    how = f"{candidate.text()} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
+    count = len(candidate.stages)
+    stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
+    how = f"{stages} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
         f"{large}{_advice(remedies(costs, options, fits, found[0]))}"
