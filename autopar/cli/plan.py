@@ -62,7 +62,7 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
-    """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
+    """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
     from autopar.cli.machines import described_in
     from autopar.cli.profiles import connected
     from autopar.cli.references import check_output, rebased, reference
