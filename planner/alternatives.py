@@ -8,7 +8,8 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import Alternative, Division, Shard
-from autopar.planner.candidate import Family, Placed, place
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import Candidate, Family, Placed, place
 from autopar.planner.choices import SHARDS
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
@@ -18,7 +19,7 @@ from autopar.planner.shortfall import explain
 from autopar.planner.simulate import Simulator
 from autopar.schedules.route import even_shares
 
-__all__ = ["Reference", "frames", "record", "references", "try_stages"]
+__all__ = ["Reference", "frames", "record", "references", "try_stages", "ways_of"]
 
 
 MOST_FRAMES = 64
@@ -39,11 +40,18 @@ def try_stages(
     cuts: Sequence[int],
     widths: Sequence[int],
     shards: Sequence[Shard] | None = None,
+    order: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> Best:
-    """Judge given stages in every family, with every division and sharding."""
+    """Judge given stages in every family, with every division and sharding.
+
+    ``order`` are devices in the order in which stages take them, the cluster's if not given; with ``most``, only so
+    many ways in which a family's stages divide and shard are tried, those of least bounds.
+    """
     best = Best()
     for family in families:
-        for frame in frames(simulator.costs, family, options, cuts, widths, shards):
+        every = frames(simulator.costs, family, options, cuts, widths, shards)
+        for frame in _promising(simulator.costs, family, [_on(order, frame) for frame in every], most):
             levels = [_levels(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, levels, exact=False)
             for candidate in found.candidates:
@@ -64,7 +72,7 @@ def frames(
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
     if shards is None:
         shards = SHARDS if options.shard == "auto" else (options.shard,)
-    ways = [_ways(costs, family, width, shards) for width in widths]
+    ways = [ways_of(costs, family, width, shards) for width in widths]
     if prod(map(len, ways)) <= MOST_FRAMES:
         return [place(family, cuts, widths, way, divisible=costs.divisible) for way in product(*ways)]
     # Too many to mix: the same in all stages that can.
@@ -73,7 +81,22 @@ def frames(
     return [place(family, cuts, widths, way, divisible=costs.divisible) for way in same if all(ways)]
 
 
-def _ways(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
+def _on(order: Sequence[int] | None, frame: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    if order is None:
+        return frame
+    return tuple(stage._replace(devices=tuple(order[device] for device in stage.devices)) for stage in frame)
+
+
+def _promising(
+    costs: CostModel, family: Family, every: Sequence[tuple[Placed, ...]], most: int | None
+) -> Sequence[tuple[Placed, ...]]:
+    if most is None or len(every) <= most:
+        return every
+    return sorted(every, key=lambda frame: bound(costs, Candidate(*family, frame)))[:most]
+
+
+def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
+    """Return the ways in which so many replicas may divide and shard; none where each would have nothing to do."""
     if width == 1:
         return [("split", "none")]
     found: list[Division] = ["split"] if costs.divisible or width <= family.micro_batch_size else []

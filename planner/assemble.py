@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from autopar.formats.plan import Alternative, Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Predicted, SharedParameter, Stage
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
+from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
+from autopar.planner.shares import shares_of
 from autopar.planner.sharing import Traffic
 from autopar.planner.simulate import Simulator, trace
 from autopar.schedules.check import check
@@ -31,6 +33,7 @@ def assemble(
     lower_bound_s: float,
     alternatives: Iterable[Alternative],
     notes: Iterable[str],
+    bounds: Bounds | None = None,
 ) -> Plan:
     """Return the plan of a candidate, its program checked and its step simulated.
 
@@ -58,14 +61,17 @@ def assemble(
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
     if action_count(plan) > MOST_ACTIONS:
-        step_s = Simulator(costs).step_s(candidate)
+        step_s, shares = Simulator(costs).step_s(candidate), None
         bubble = _bubble(candidate, durations(costs, candidate), step_s)
     else:
         check(expand(plan), plan)
         timeline = timeline_of(plan, costs)
-        step_s, bubble = timeline.end_s, timeline.bubble()
+        step_s, bubble, shares = timeline.end_s, timeline.bubble(), shares_of(timeline)
     predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), bubble)
-    return plan.model_copy(update={"predicted": predicted})
+    # The program's step may differ in its last digits from the one that the search stopped at.
+    least = None if bounds is None else Bounds(**{name: min(each, step_s) for name, each in bounds})
+    explained = {"bounds": least, "binding": binding(costs, candidate), "shares": shares}
+    return plan.model_copy(update={"predicted": predicted.model_copy(update=explained)})
 
 
 def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:

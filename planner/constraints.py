@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -126,6 +127,22 @@ class Constraints:
                 for layer in rule.layers:
                     found[: layer + 1, layer + 1 :] = False
         return found
+
+    def edges(self, most: int) -> list[int]:
+        """Return where stages may end, 0 and the last included; of more than about ``most``, some that are spread out.
+
+        Those next to a layer that a rule names are among them.
+        """
+        allowed = np.logical_or.reduce([self.mask(kind) for kind in self.kinds])
+        every = [0, *(np.nonzero(allowed.any(axis=0))[0].tolist())]
+        if len(every) <= most + 1:
+            return every
+        kept = {every[round(index * (len(every) - 1) / most)] for index in range(most + 1)}
+        for rule in self.rules:
+            for layer in rule.layers:
+                after = bisect_right(every, layer)
+                kept.update(every[after - 1 : after + 1])
+        return sorted(kept)
 
     def broken(self, stages: Sequence[Ranged], kind_of: Sequence[int]) -> Rule | None:
         """Return the first rule that a plan's stages do not obey; ``kind_of`` are the kinds of all devices."""

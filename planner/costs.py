@@ -23,7 +23,9 @@ from autopar.planner.sums import StageSums
 from autopar.schedules.buckets import buckets
 from autopar.schedules.route import Route, routes, shares_of
 
-__all__ = ["CostModel"]
+__all__ = ["UNLIMITED_BYTES", "CostModel"]
+
+UNLIMITED_BYTES = 2**62
 
 
 class CostModel:
@@ -54,12 +56,12 @@ class CostModel:
         self.layer_count = len(profile.layers)
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
-        self._overlaps = cluster.overlaps
+        self.cluster = cluster
         self._forget()
 
     def _forget(self) -> None:
         # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.
-        slower = {each.level: (each.compute, each.communication) for each in self._overlaps}
+        slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
         alone = self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
@@ -124,6 +126,16 @@ class CostModel:
         """Return this model with other times of the layers, of a single kind; memory stays as it was."""
         other = copy(self)
         other.layers = [layers]
+        other._forget()
+        return other
+
+    def without(self, *, links: bool = False, memory: bool = False) -> CostModel:
+        """Return this model with communication that takes no time, or with devices whose memory has no limit."""
+        other = copy(self)
+        if links:
+            other.links = LinkModel(self.cluster, self.devices, float("inf"), latencies=False)
+        if memory:
+            other.limits_bytes = [UNLIMITED_BYTES] * len(self.devices)
         other._forget()
         return other
 

@@ -50,7 +50,12 @@ def depth_choices(
         complete = prod(most) <= 1
     found: list[Candidate] = []
     closest: tuple[int, Candidate] | None = None
-    for vector in vectors:
+    least = _least(stages, family.micro_batches)
+    spare = [] if family.schedule == "gpipe" or least in vectors else [least]
+    for vector in (*vectors, *spare):
+        if found and vector in spare:
+            # What holds least is for plans that fit no other way: a stage that leads another holds more messages.
+            continue
         candidate, short = _fitting(costs, family, with_depths(family, stages, vector).stages, levels)
         if short <= 0:
             found.append(candidate)
@@ -78,7 +83,7 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
     found = []
     for slope in (*SLOPES, float(micro_batches)):
         vector: list[int] = []
-        allowed, sound = micro_batches, True
+        allowed = micro_batches
         for index, stage in enumerate(stages):
             width = len(stage.devices) if stage.division == "round-robin" else 1
             wanted = min(allowed, 1 + int(slope * (len(stages) - 1 - index)))
@@ -88,13 +93,25 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
             depth = max(1, min(most[index], -(-wanted // width)))
             while depth > 1 and min(micro_batches, depth * width) > allowed:
                 depth -= 1
+            if min(micro_batches, depth * width) > allowed:
+                # Replicas that take turns have one each in flight at least: more than the stage before has.
+                break
             vector.append(depth)
-            # Replicas that take turns have one each in flight at least, which may be more than the stage before has.
-            sound = sound and min(micro_batches, depth * width) <= allowed
             allowed = min(allowed, depth * width)
-        if sound and tuple(vector) not in found:
+        if len(vector) == len(stages) and tuple(vector) not in found:
             found.append(tuple(vector))
     return found
+
+
+def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
+    """Return the least depths that do not deadlock."""
+    vector: list[int] = []
+    behind = 1
+    for stage in reversed(stages):
+        width = len(stage.devices) if stage.division == "round-robin" else 1
+        vector.insert(0, -(-behind // width))
+        behind = min(micro_batches, vector[0] * width)
+    return tuple(vector)
 
 
 def _fitting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
@@ -20,14 +21,17 @@ from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
 from autopar.planner.milp import programmed
+from autopar.planner.neighbours import neighbours
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
+from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
+from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
@@ -63,15 +67,8 @@ def plan(
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    most_stages = min(costs.layer_count, len(costs.devices))
-    if options.min_stages > most_stages:
-        raise UsageError(
-            f"--min-stages {options.min_stages}: {costs.layer_count} layers on {len(costs.devices)} devices make at "
-            f"most {most_stages} stages"
-        )
     every = families(costs.batch, options)
-    if options.solver != "exhaustive":
-        _check_size(costs, every, options)
+    _check_size(costs, every, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
@@ -80,19 +77,44 @@ def plan(
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)
     if best.found is None:
-        raise infeasible(costs, every, options, best.closest)
-    alternatives = _alternatives(compared, best)
+        raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
+    return _explained(simulator, every, options, compared, best, lower_bound_s, said)
+
+
+def _explained(
+    simulator: Simulator,
+    every: Sequence[Family],
+    options: PlanOptions,
+    compared: Sequence[Reference],
+    best: Best,
+    lower_bound_s: float,
+    said: Sequence[str],
+) -> Plan:
+    """Return the best plan of all, or a neighbour that is faster, with what bounds it and what stands near it."""
+    costs = simulator.costs
+    near = neighbours(simulator, every, options, best)
+    assert best.found is not None
+    bounds = stacked(costs, every, least_bound_s(options), best.step_s)
+    lower_bound_s = max(lower_bound_s, bounds.linked_s)
     notes = [
         *said,
         *_excluded(compared, best.step_s),
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
-    return assemble(costs, best.found.candidate, options, lower_bound_s, alternatives, notes)
+    rows = _alternatives(compared, near, None)
+    return assemble(costs, best.found.candidate, options, lower_bound_s, rows, notes, bounds)
 
 
 def _check_size(costs: CostModel, every: Sequence[Family], options: PlanOptions) -> None:
-    """Refuse a search whose tables no ordinary machine holds, instead of dying of it."""
+    """Refuse more stages than can be, and a search whose tables no ordinary machine holds, instead of dying of it."""
     layers, devices = costs.layer_count, len(costs.devices)
+    if options.min_stages > min(layers, devices):
+        raise UsageError(
+            f"--min-stages {options.min_stages}: {layers} layers on {devices} devices make at most "
+            f"{min(layers, devices)} stages"
+        )
+    if options.solver == "exhaustive":
+        return
     choices = 8 if options.shard == "auto" else 2
     size = sum(table_bytes(layers, devices, max(family[:2]), choices) for family in every)
     if size > MOST_TABLE_BYTES:
@@ -207,8 +229,15 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
             f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
         )
     if own.found is None:
-        raise infeasible(costs, (), options, own.closest)
+        raise infeasible(costs, (), options, own.closest, partial(_stages_fit, costs, dictated))
     return own
+
+
+def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
+    """Whether the dictated stages fit with other options."""
+    simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
+    every = families(simulator.costs.batch, options)
+    return try_stages(simulator, every, options, *dictated).found is not None
 
 
 def _dictated(
@@ -221,24 +250,28 @@ def _dictated(
     best: Best,
 ) -> Plan:
     assert own.found is not None
-    least = min(
-        bound(costs, Candidate(family.micro_batches, family.micro_batch_size, family.schedule, frame))
-        for family in every
-        for frame in frames(costs, family, options, *dictated)
-    )
+
+    def least(model: CostModel, family: Family) -> float:
+        found = frames(model, family, options, *dictated)
+        return min((bound(model, Candidate(*family, frame)) for frame in found), default=float("inf"))
+
+    bounds = stacked(costs, every, least, own.step_s)
     if best.found is None or own.step_s < best.step_s:
         best = own
     notes = ["the stages were dictated; the lower bound is that of these stages"]
-    return assemble(costs, own.found.candidate, options, least, _alternatives(compared, best), notes)
+    return assemble(
+        costs, own.found.candidate, options, bounds.linked_s, _alternatives(compared, (), best), notes, bounds
+    )
 
 
-def _alternatives(compared: Sequence[Reference], best: Best) -> list[Alternative]:
+def _alternatives(compared: Sequence[Reference], near: Sequence[Reference], best: Best | None) -> list[Alternative]:
+    """Return what is listed beside a plan: what anyone would try first, the best one if it is not, and neighbours."""
     rows = [record(reference.name, reference.found, reference.reason) for reference in compared]
-    rows.append(record("best", best.found))
-    for count, found in sorted(best.by_stages.items()):
-        if found is not best.found:
-            rows.append(record(f"best of {count} stage{'s' if count > 1 else ''}", found))
-    return rows
+    if best is not None:
+        rows.append(record("best", best.found))
+    known = {(row.step_s, row.stages, row.infeasible) for row in rows}
+    others = (record(each.name, each.found, each.reason) for each in near)
+    return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 
 def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:

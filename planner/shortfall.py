@@ -1,31 +1,20 @@
-"""Shortfall: when nothing fits, the plan that comes closest, and what to do about it."""
+"""Shortfall: when nothing fits, the plan that comes closest, and what would make one fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.candidate import Candidate, Family, Placed, within
-from autopar.planner.choices import Choice
+from autopar.planner.candidate import Candidate, Family
+from autopar.planner.closest import closest, oversized
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
-from autopar.planner.tables import StageTables
+from autopar.planner.remedies import Fits, remedies
 
 __all__ = ["explain", "infeasible", "size"]
 
-
-class _Way(NamedTuple):
-    """The suffix whose worst stage lacks least: how much, and its first stage."""
-
-    short: float
-    kind: int
-    width: int
-    stop: int
-    choice: Choice
+MOST_STAGES = 8
+"""That are written out in an error."""
 
 
 def size(count: int) -> str:
@@ -56,111 +45,44 @@ def infeasible(
     families: Sequence[Family],
     options: PlanOptions,
     known: tuple[int, Candidate] | None,
+    fits: Fits,
 ) -> InfeasibleError:
-    """Return the error that names the stage and the least shortfall over all plans; ``known`` is one already met."""
-    closest = known
-    for family in families:
-        candidate = _closest(costs, family, options)
-        if candidate is not None:
-            short = max(costs.shortfalls(candidate))
-            if closest is None or short < closest[0]:
-                closest = (short, candidate)
-    if closest is None and (options.max_stages is not None or options.forbid_cut or options.pin):
+    """Return the error that names the stage, the least shortfall, and options with which a plan fits.
+
+    Args:
+        costs: prices.
+        families: whose plans all count; none where stages are dictated.
+        options: with which nothing fits.
+        known: the least shortfall that was met already.
+        fits: whether a plan fits with other options.
+    """
+    found = closest(costs, families, options)
+    if found is None or (known is not None and known[0] <= found[0]):
+        found = known
+    if found is None and (options.max_stages is not None or options.forbid_cut or options.pin):
         return InfeasibleError(
             f"no plan for {len(costs.devices)} devices obeys all of --max-stages, --forbid-cut, --pin and --use-all "
             "that were asked for; drop one of them"
         )
-    if closest is None:
+    if found is None:
         most = min(costs.layer_count, len(costs.devices))
         return InfeasibleError(
             f"no plan uses all {len(costs.devices)} devices: {costs.layer_count} layers and a batch of {costs.batch} "
             f"make at most {most} stages with a sample for every replica; drop --use-all or raise --batch"
         )
-    candidate = closest[1]
-    how = f"{candidate.text()} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
+    candidate = found[1]
+    layer = oversized(costs, families, options)
+    large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
+    count = len(candidate.stages)
+    stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
+    how = f"{stages} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
-        f"use {', '.join(_remedies(options))}"
+        f"{large}{_advice(remedies(costs, options, fits, found[0]))}"
     )
 
 
-def _remedies(options: PlanOptions) -> list[str]:
-    found = []
-    if options.recompute == "none":
-        found.append("recomputation (--recompute auto)")
-    if options.shard == "none":
-        found.append("sharding (--shard auto)")
-    if options.micro_batches is not None:
-        found.append("smaller micro-batches (--micro-batches)")
-    if options.schedule == "gpipe":
-        found.append("fewer micro-batches in flight (--schedule auto)")
-    return [*found, "more devices (--gpus)", "a smaller batch (--batch)", "or devices with more memory (--memory)"]
-
-
-def _closest(costs: CostModel, family: Family, options: PlanOptions) -> Candidate | None:
-    """The plan whose worst stage exceeds its memory least, with one micro-batch in flight."""
-    pool = Pool(costs.kind_of)
-    tables = StageTables(costs, pool, family, options)
-    least, most = tables.constraints.least_stages, tables.constraints.most_stages
-    # Where stages are limited in number, ways have exactly so many more, else at least.
-    limited = most < min(costs.layer_count, len(costs.devices))
-    ways: dict[tuple[int, int, int], _Way] = {}
-    for state in reversed(range(pool.states)):
-        for count in range(most if limited else least):
-            _extend(tables, options, ways, state, count, limited=limited)
-    starts = range(least - 1, most) if limited else (least - 1,)
-    begun = [count for count in starts if (0, 0, count) in ways]
-    if not begun:
-        return None
-    stages = []
-    state = first = 0
-    count = min(begun, key=lambda each: ways[0, 0, each].short)
-    while first < costs.layer_count:
-        way = ways[state, first, count]
-        stages.append(_stage(tables, state, first, way))
-        state, first, count = pool.take(state, way.kind, way.width), way.stop, max(0, count - 1)
-    return Candidate(family.micro_batches, family.micro_batch_size, family.schedule, tuple(stages))
-
-
-def _extend(
-    tables: StageTables,
-    options: PlanOptions,
-    ways: dict[tuple[int, int, int], _Way],
-    state: int,
-    count: int,
-    *,
-    limited: bool,
-) -> None:
-    """Add the best suffixes from a state on, of more than ``count`` stages; where limited, of one more."""
-    pool, layers = tables.pool, tables.layers
-    for kind in pool.kinds:
-        for choice in tables.choices[kind]:
-            if choice.division == "round-robin":
-                continue
-            asked = choice.widths(tables.family.micro_batches, tables.family.micro_batch_size, tables.costs.divisible)
-            most = tables.widths(state, kind) if pool.left(state, kind) else 0
-            for width in range(asked.start, min(most, asked.stop - 1) + 1):
-                after = pool.take(state, kind, width)
-                short = tables.shortfall(state, kind, choice, width)
-                ends = np.full(layers + 1, np.inf)
-                for stop in range(1, layers):
-                    behind = ways.get((after, stop, count - 1 if limited else max(0, count - 1)))
-                    ends[stop] = np.inf if behind is None else behind.short
-                if count == 0 and (not options.use_all or after == pool.empty):
-                    ends[layers] = -np.inf
-                worst = np.where(np.isfinite(ends) | np.isneginf(ends), np.maximum(short, ends), np.inf)
-                worst[~tables.allowed[kind]] = np.inf
-                for first in range(layers):
-                    stop = int(worst[first].argmin())
-                    known = ways.get((state, first, count))
-                    if worst[first, stop] < (np.inf if known is None else known.short):
-                        ways[state, first, count] = _Way(float(worst[first, stop]), kind, width, stop, choice)
-
-
-def _stage(tables: StageTables, state: int, first: int, way: _Way) -> Placed:
-    costs, rows = tables.costs, tables.family.micro_batch_size
-    level = costs.recompute_levels(rows, way.kind)[way.choice.last_level]
-    recompute = within(level, first, way.stop)
-    depth = 1 if tables.family.schedule != "gpipe" else tables.family.micro_batches
-    devices = tables.pool.devices(state, way.kind, way.width)
-    return Placed(first, way.stop, devices, costs.shares(rows, way.width), depth, recompute, way.choice.shard)
+def _advice(found: Sequence[str]) -> str:
+    if not found:
+        return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
+    return f"a plan fits with {', or with '.join(found)}"

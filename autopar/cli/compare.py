@@ -40,7 +40,7 @@ def command(
     from rich.console import Console
 
     from autopar.cli.machines import described_in, machines
-    from autopar.formats.profile import Profile
+    from autopar.cli.profiles import read_profile
     from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.planner import PlanOptions
     from autopar.planner.comparison import compare
@@ -53,7 +53,7 @@ def command(
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
         micro_batches=micro_batches,
     )
-    measured = Profile.load(profile)
+    measured = read_profile(profile)
     planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
     found = compare(measured, planned_for, options)
     console = Console(stderr=True)

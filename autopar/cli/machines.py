@@ -13,9 +13,16 @@ __all__ = ["described_in", "machines"]
 
 
 def described_in(named: str | None, profile: Path) -> Path | None:
-    """Return the file that describes the cluster; None where a built-in one is named."""
+    """Return the file that describes the cluster; None where a built-in one is named.
+
+    Raises:
+        UsageError: the name is empty.
+    """
+    from autopar.errors import UsageError
     from autopar.hardware.clusters import is_file
 
+    if named == "":
+        raise UsageError("--cluster '': name a file or a cluster, such as 8xH100 (`autopar cluster list`)")
     if named is None:
         return profile.parent / "cluster.json"
     return Path(named) if is_file(named) else None

@@ -84,8 +84,9 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
-    """Find the fastest plan that fits, say how close to the best possible it is, and write it."""
+    """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
     from autopar.cli.machines import described_in
+    from autopar.cli.profiles import connected
     from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
@@ -117,7 +118,7 @@ def command(
     links = described_in(cluster, profile)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
     text = read_text(profile, Profile.KIND)
-    measured = Profile.parse(text, profile)
+    measured = connected(Profile.parse(text, profile), profile)
     machines, record = _cluster(cluster, links, output, measured, options)
     found = plan(measured, machines, options)
     update = {

@@ -24,6 +24,8 @@ from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = [
     "Alternative",
+    "BoundPart",
+    "Bounds",
     "Crossing",
     "Division",
     "FileReference",
@@ -33,7 +35,9 @@ __all__ = [
     "Price",
     "Shard",
     "SharedParameter",
+    "Shares",
     "Stage",
+    "Term",
     "turns",
 ]
 
@@ -43,6 +47,8 @@ Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
 
 
 def turns(division: Division, replicas: int, replica: int, micro_batches: int) -> range:
@@ -141,6 +147,48 @@ class Price(Record):
     """No plan that was searched, on any of the devices, costs less."""
 
 
+class Bounds(Record):
+    """Lower bounds of the step of every plan that was searched, each knowing more than the one before.
+
+    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Predicted`.
+    """
+
+    work_s: Seconds
+    """Every device computes without pause."""
+    contiguous_s: Seconds
+    """Consecutive layers in stages; links cost nothing, and memory has no limit."""
+    linked_s: Seconds
+    """With transfers and the synchronisation of gradients."""
+
+
+class BoundPart(Record):
+    """A part of the plan's own lower bound; the largest is what binds."""
+
+    term: Term
+    """``compute``: all that a stage computes in a step; ``round trip``: of a micro-batch from the stage to the last one
+    and back, as often as those in flight leave to wait for; ``link``: the messages across the boundary behind the
+    stage; ``filling``: the first micro-batch's way to the stage and the last one's way back; ``synchronisation``: of
+    the stage's gradients, as far as no backward hides it; ``update``: its optimizer's step; ``overhead``: of the step.
+    """
+    stage: Index
+    seconds: Seconds
+    full: bool = False
+    """Of a round trip: whether the stage's memory holds no more micro-batches in flight."""
+
+
+class Shares(Record):
+    """Shares of the ranks' time in a step; they sum to 1."""
+
+    computing: Fraction
+    """Forwards, backwards and updates."""
+    messages: Fraction
+    """Waiting for a message that is under way."""
+    reduction: Fraction
+    """Waiting for the reduction of gradients."""
+    idle: Fraction
+    """The rest: waiting for what others compute, and the step's overhead."""
+
+
 class Predicted(Record):
     """What the simulator says of the plan."""
 
@@ -166,6 +214,12 @@ class Predicted(Record):
     """Per stage, where these times come from; empty where unknown."""
     communication: Provenance | None = None
     """Where the times of messages and reductions come from; none where nothing is communicated."""
+    bounds: Bounds | None = None
+    """Weaker bounds than ``lower_bound_s``; none where unknown."""
+    binding: tuple[BoundPart, ...] = ()
+    """What the plan's own bound is the sum of, largest first; empty where unknown."""
+    shares: Shares | None = None
+    """None where no timeline was predicted."""
 
 
 class Alternative(Record):
@@ -276,6 +330,9 @@ class Plan(Document):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
                 fault(f"predicted.{name}", f"{len(numbers)} numbers for {len(self.stages)} stages")
+        for index, part in enumerate(self.predicted.binding):
+            if part.stage >= len(self.stages) - (part.term == "link"):
+                fault(f"predicted.binding[{index}].stage", f"{part.stage} is not one of {len(self.stages)} stages")
         return self
 
     def _check_shares(self, stage: Stage, at: str) -> None:

@@ -262,6 +262,24 @@ class Profile(Document):
                     crossing[boundary] += tensor.bytes_per_sample
         return crossing
 
+    def apart(self) -> tuple[str, ...]:
+        """Return the layers that no tensor or parameter connects with the last one, however indirectly."""
+        names = [layer.name for layer in self.layers]
+        groups = [{tensor.producer, *tensor.consumers} for tensor in self.tensors if tensor.producer is not None]
+        groups += [set(tied.layers) for tied in self.tied]
+        joined: set[str | None] = {names[-1]}
+        ahead = [names[-1]]
+        members: dict[str | None, list[int]] = {}
+        for index, group in enumerate(groups):
+            for name in group:
+                members.setdefault(name, []).append(index)
+        while ahead:
+            for index in members.pop(ahead.pop(), []):
+                new = groups[index] - joined
+                joined |= new
+                ahead += [name for name in new if name is not None]
+        return tuple(name for name in names if name not in joined)
+
     def to_frame(self) -> pandas.DataFrame:
         """Return one row per layer and micro-batch size, with the bytes per sample that cross behind the layer."""
         import pandas

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from autopar.formats.document import least_certain
+from autopar.report.bounds import binding_text, bound_rows, share_text
 from autopar.report.quantity import duration, percentage, size
 from autopar.report.table import fill, new_table
 
@@ -16,10 +18,20 @@ if TYPE_CHECKING:
 
     from autopar.formats.plan import Plan, Price, Stage
 
-__all__ = ["render"]
+__all__ = ["explained", "render"]
 
+WIDTH = 120
 MOST_STAGES = 24
 """Of an alternative, in full."""
+
+
+def explained(plan: Plan) -> str:
+    """Return as plain text what ``autopar plan`` ends with: stages, bounds, what binds, alternatives."""
+    from rich.console import Console
+
+    text = StringIO()
+    render(plan, Console(file=text, width=WIDTH, color_system=None))
+    return text.getvalue()
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -37,6 +49,9 @@ def render(plan: Plan, console: Console) -> None:
     if any(stage.types for stage in plan.stages):
         console.print(_kinds(plan), highlight=False, markup=False)
     console.print(_prediction(plan))
+    for name, text in (("what binds", binding_text(plan)), ("ranks' time", share_text(plan))):
+        if text:
+            console.print(f"{name}: {text}", highlight=False, markup=False)
     if plan.alternatives:
         console.print(_alternatives(plan))
     for note in plan.notes:
@@ -137,9 +152,8 @@ def _prediction(plan: Plan) -> Table:
     if predicted.price is not None:
         _add_price(table, predicted.price)
     elif predicted.lower_bound_s > 0 or plan.objective == "step":
-        table.add_row("lower bound", duration(predicted.lower_bound_s))
-        if predicted.lower_bound_s > 0:
-            table.add_row("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1))
+        for row in bound_rows(plan):
+            table.add_row(*row)
     table.add_row("bubble", percentage(predicted.bubble))
     computing = least_certain(predicted.compute)
     if computing is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from autopar.planner.judge import Best, Found
 from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
 from autopar.planner.options import PlanOptions
 from autopar.planner.pool import Pool
+from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
@@ -79,7 +81,7 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
     prices = prices_of(costs)
     best = cheapest(costs, families, options)
     if best is None:
-        raise infeasible(costs, families, options, None)
+        raise infeasible(costs, families, options, None, partial(any_plan_fits, costs, {}))
     candidate = best.found.candidate
     price = sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
     rows = [record(each.name, each.found, each.reason) for each in references(Simulator(costs), families, options)]

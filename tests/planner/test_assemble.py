@@ -39,7 +39,9 @@ def test_a_plan_predicts_the_same_with_its_program_and_without(monkeypatch: pyte
         assert action_count(played) == sum(map(len, expand(played).ranks))
         assert quick.predicted.step_s == pytest.approx(played.predicted.step_s, rel=1e-12)
         assert quick.predicted.bubble == pytest.approx(played.predicted.bubble, rel=1e-9, abs=1e-12)
-        same = {"step_s": 0.0, "bubble": 0.0, "lower_bound_s": 0.0}
+        assert played.predicted.shares is not None
+        assert quick.predicted.shares is None
+        same = {"step_s": 0.0, "bubble": 0.0, "lower_bound_s": 0.0, "shares": None}
         assert quick.predicted.model_copy(update=same) == played.predicted.model_copy(update=same)
     assert tried > 100
 

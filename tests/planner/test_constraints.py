@@ -14,10 +14,12 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families, place
+from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything, exhaust
 from autopar.planner.judge import Best
+from autopar.planner.neighbours import neighbours
 from autopar.planner.search import search
 from autopar.planner.simulate import Simulator
 
@@ -193,6 +195,56 @@ def test_the_least_shortfall_is_that_of_plans_that_obey() -> None:
         assert min(shorts) <= int(found[1]) <= min(split), f"seed {seed}: {asked}"
         checked += 1
     assert checked >= 20
+
+
+def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_stages() -> None:
+    near = compared = 0
+    for seed in range(120):
+        profile, cluster, free = _instance(seed, most_layers=5, skips=0.0)
+        if len(profile.layers) < 2:
+            continue
+        free = replace(free, memory_bytes=None)
+        asked = _drawn(random.Random(seed), len(profile.layers))
+        costs = CostModel(profile, cluster, free)
+        try:
+            options = replace(free, **asked)  # type: ignore[arg-type]
+            rules = Constraints.of(costs, options)
+        except UsageError:
+            continue
+        every, simulator, best = families(costs.batch, options), Simulator(costs), Best()
+        search(simulator, every, options, best)
+        if best.found is None:
+            continue
+        for each in neighbours(simulator, every, options, best):
+            assert each.found is None or _obeys(each.found.candidate, cluster, options), f"seed {seed}: {each.name}"
+            near += each.found is not None
+        assert _obeys(best.found.candidate, cluster, options), f"seed {seed}"
+        least: dict[int | None, int] = {}
+        for candidate in everything(costs, options):
+            for count in (None, len(candidate.stages)):
+                short = max(costs.shortfalls(candidate))
+                least[count] = min(least.get(count, short), short)
+        for count in (None, *range(rules.least_stages, rules.most_stages + 1)):
+            found = closest(costs, every, options, count)
+            assert (found and found[0]) == least.get(count), f"seed {seed}: {count}"
+            assert found is None or _obeys(found[1], cluster, options), f"seed {seed}: {count}"
+            compared += 1
+    assert near >= 60
+    assert compared >= 60
+
+
+def test_of_many_layers_those_next_to_what_is_pinned_may_begin_and_end_stages() -> None:
+    options = PlanOptions(gpus=4, pin=("96,97 different stages",), forbid_cut=("95", "100"), max_stages=2)
+    costs = CostModel(gpt_profile(blocks=148), local_cluster(4), options)
+    rules = Constraints.of(costs, options)
+    edges = rules.edges(64)
+    assert 97 in edges
+    assert not {96, 101} & set(edges)
+    assert (edges[0], edges[-1]) == (0, costs.layer_count)
+    assert len(edges) < 80
+    found = closest(costs, families(costs.batch, options)[-1:], options)
+    assert found is not None
+    assert [stage.stop for stage in found[1].stages] == [97, 150]
 
 
 def test_what_is_known_and_the_references_are_held_to_the_constraints() -> None:

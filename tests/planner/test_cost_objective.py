@@ -177,6 +177,9 @@ def test_of_equal_devices_the_cheaper_are_used() -> None:
     assert price.per_million_samples == pytest.approx(price.per_step / made.batch * 1e6)
     assert price.lower_bound_per_step <= price.per_step <= 1.02 * price.lower_bound_per_step
     assert made.predicted.lower_bound_s == pytest.approx(price.lower_bound_per_step * 3600)
+    assert made.predicted.bounds is None
+    assert sum(part.seconds for part in made.predicted.binding) <= made.predicted.step_s
+    assert made.predicted.shares is not None
     assert made.notes[0] == "1 of 2 devices stay idle, and are not paid for (--use-all forbids this)"
 
 
@@ -190,7 +193,7 @@ def test_a_device_without_a_price_is_named() -> None:
 
 def test_what_does_not_fit_and_what_contradicts_is_said() -> None:
     cluster = _priced(local_cluster(2), 0)
-    with pytest.raises(InfeasibleError, match="nothing fits the memory"):
+    with pytest.raises(InfeasibleError, match=r"nothing fits the memory.* a plan fits with --memory"):
         plan(gpt_profile(), cluster, PlanOptions(objective="cost", memory_bytes=1000))
     with pytest.raises(UsageError, match="--stages does not go with --objective cost"):
         plan(gpt_profile(), cluster, PlanOptions(objective="cost", stages="0-13:1"))

@@ -35,7 +35,7 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
             in_flight(actions) for actions in program.ranks
         ]
         assert made.predicted.lower_bound_s <= made.predicted.step_s
-        assert {"pure data parallelism", "equal split", "best"} <= {each.name for each in made.alternatives}
+        assert {"pure data parallelism", "equal split"} <= {each.name for each in made.alternatives}
         for each in made.alternatives:
             excluded = any(note.startswith(f"{each.name} is faster") for note in made.notes)
             assert excluded or each.step_s is None or each.step_s >= made.predicted.step_s
@@ -78,7 +78,7 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
         assert found is not None
         assert int(found[1]) == least
         assert "stage " in str(caught.value)
-        assert "--gpus" in str(caught.value)
+        assert "a plan fits with --" in str(caught.value)
     assert checked >= 40
 
 
@@ -165,9 +165,11 @@ def test_devices_of_another_type_than_measured_are_mentioned() -> None:
 
 def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3))
+    assert len(made.alternatives) >= 6
     for each in made.alternatives:
         shard = "parameters" if each.name == "sharded data parallelism" else "none"
-        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, shard=shard)
+        schedule = "gpipe" if each.schedule == "gpipe" else "auto"
+        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, shard=shard, schedule=schedule)
         assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == pytest.approx(each.step_s)
 
 

@@ -1,0 +1,103 @@
+"""Binding: which terms a candidate's lower bound is the sum of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from autopar.formats.plan import BoundPart, Term
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last, link_terms, stage_terms
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs import CostModel
+
+__all__ = ["binding"]
+
+
+class _Part(NamedTuple):
+    seconds: float
+    term: Term
+    stage: int
+
+
+class _Bound:
+    """The terms of a candidate's stages and boundaries, and of all its suffixes."""
+
+    def __init__(self, costs: CostModel, candidate: Candidate) -> None:
+        stages = candidate.stages
+        self.costs, self.candidate = costs, candidate
+        self.stages: list[StageTerms] = [stage_terms(costs, stage, candidate.micro_batches) for stage in stages]
+        self.links: list[LinkTerms] = [link_terms(costs, *ends, candidate) for ends in pairwise(stages)]
+        self.suffixes: list[Terms] = [last(self.stages[-1])]
+        for stage, link in zip(self.stages[-2::-1], self.links[::-1], strict=True):
+            self.suffixes.insert(0, fold(stage, link, self.suffixes[0]))
+
+    def done(self, index: int) -> list[_Part]:
+        """Return the parts of V(``index``)."""
+        stage, filling = self.stages[index], 0.0
+        first = index
+        while index < len(self.links) and self.links[index].forth:
+            later = float(stage.forward_s + self.links[index].forth_s)
+            if self.suffixes[index].backward_s + stage.closing_s >= later + self.suffixes[index + 1].done_s:
+                break
+            filling += later
+            index += 1
+            stage = self.stages[index]
+        update_s = self.costs.update_s(self.candidate.stages[index])
+        parts = [
+            _Part(filling, "filling", first),
+            _Part(float(stage.closing_s) - update_s, "synchronisation", index),
+            _Part(update_s, "update", index),
+        ]
+        return [*parts, *self.backward(index)]
+
+    def backward(self, index: int) -> list[_Part]:
+        """Return the parts of U(``index``)."""
+        first, filling = index, 0.0
+        while True:
+            stage, until = self.stages[index], float(self.suffixes[index].backward_s)
+            if stage.work_s >= until:
+                return [_Part(filling, "filling", first), _Part(float(stage.work_s), "compute", index)]
+            trip_s = float(stage.rate * self.suffixes[index].trip_s)
+            if trip_s >= until:
+                return [_Part(filling, "filling", first), _Part(trip_s, "round trip", index)]
+            link, own = self.links[index], float(stage.forward_s + stage.backward_s)
+            around = own + float(link.forth_s) + float(link.back_s)
+            if around + self.suffixes[index + 1].backward_s < until:
+                filling += own + float(self.suffixes[index + 1].trip_s)
+                queued = max(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
+                return [_Part(filling, "filling", first), _Part(float(queued), "link", index)]
+            filling += around
+            index += 1
+
+
+def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
+    """Return what :func:`autopar.planner.bounds.bound` of a candidate is the sum of, largest first.
+
+    It is the chain of terms that its recursion takes; of several that are as large, the one of the earliest stage.
+    """
+    found = _Bound(costs, candidate)
+    start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
+    parts = [_Part(costs.profile.step_overhead_s, "overhead", 0), *found.done(start)]
+    filling = [part for part in parts if part.term == "filling"]
+    parts = [part for part in parts if part.term != "filling"]
+    parts.append(_Part(sum(part.seconds for part in filling), "filling", parts[-1].stage))
+    parts = sorted((part for part in parts if part.seconds > 0), key=lambda part: (-part.seconds, part.stage))
+    return tuple(
+        BoundPart(
+            term=part.term,
+            stage=part.stage,
+            seconds=part.seconds,
+            full=part.term == "round trip" and _full(costs, candidate, part.stage),
+        )
+        for part in parts
+    )
+
+
+def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:
+    """Whether a stage's memory holds no more micro-batches in flight."""
+    stages = list(candidate.stages)
+    stage = stages[index]
+    if stage.warmup >= stage.turns(0, candidate.micro_batches):
+        return False
+    stages[index] = stage._replace(warmup=stage.warmup + 1)
+    return costs.shortfall(candidate._replace(stages=tuple(stages)), index) > 0

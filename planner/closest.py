@@ -1,0 +1,235 @@
+"""Closest: the plan whose worst stage exceeds its memory least, by dynamic programming over stages from the last on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.plan import Division, Shard, turns
+from autopar.planner.candidate import Candidate, Family, Placed, within
+from autopar.planner.choices import DIVISIONS, SHARDS
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs import CostModel
+from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
+
+__all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
+
+MOST_EDGES = 64
+FEW_EDGES = 24
+"""Up to so many layers all families and more levels of recomputation are looked at."""
+MOST_WIDTHS = 32
+MOST_LEVELS = 4
+"""Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
+
+Numbers = npt.NDArray[np.float64]
+Known = dict[tuple[int, float, frozenset[int]], Parts]
+"""What stages hold, by kind of device, rows and the layers that are recomputed: the same for all options."""
+
+
+class _Way(NamedTuple):
+    """How a stage's replicas divide its work and its state, and which layers they recompute."""
+
+    division: Division
+    shard: Shard
+    recompute: frozenset[int]
+
+
+class _Stage(NamedTuple):
+    """A stage of the plan sought, by positions among the edges."""
+
+    kind: int
+    width: int
+    stop: int
+    after: int
+
+
+class Closest:
+    """The least shortfalls of one family's plans, with least in flight.
+
+    Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
+    double, and of more than 64 layers these are taken in groups. Replicas take turns in the first stage only: behind
+    it, all stages before would need as much in flight. What a stage sends to several later stages is counted once, so
+    that a plan may lack more than the tables say: :func:`closest` asks the cost model.
+    """
+
+    def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:
+        self.costs, self.family, self.options = costs, family, options
+        self._parts: Known = {} if known is None else known
+        self.pool = Pool(costs.kind_of)
+        self.constraints = Constraints.of(costs, options)
+        self.edges = self.constraints.edges(MOST_EDGES)
+        grid = np.ix_(self.edges[:-1], self.edges)
+        self._allowed = {kind: self.constraints.mask(kind)[grid] for kind in self.pool.kinds}
+        self._peaks: dict[tuple[int, int, bool], tuple[Numbers, list[_Way]]] = {}
+
+    def candidate(self, stages: int | None = None) -> Candidate | None:
+        """Return the candidate that lacks least, of so many stages, or of any number that the options admit."""
+        rules = self.constraints
+        # Where stages are limited in number, suffixes have exactly so many, else at least.
+        exact = stages is not None or rules.most_stages < min(self.costs.layer_count, len(self.costs.devices))
+        counts = stages or (rules.most_stages if exact else rules.least_stages)
+        least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
+        for state in reversed(range(self.pool.empty)):
+            for kind, width in self._widths(state):
+                short = self._short(state, kind, width)
+                after = self.pool.take(state, kind, width)
+                for count in range(counts):
+                    worst = np.maximum(short, self._ends(least, count, after, exact=exact)).min(axis=1)
+                    np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
+        fewest = stages or rules.least_stages
+        if counts < fewest or not least[fewest - 1 :, 0, 0].min() < np.inf:
+            return None
+        placed = []
+        state = first = 0
+        count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
+        while first < len(self.edges) - 1:
+            stage = self._best(least, count, state, first, exact=exact)
+            placed.append(self._placed(state, first, stage))
+            state, first, count = stage.after, stage.stop, max(0, count - 1)
+        return Candidate(*self.family, tuple(placed))
+
+    def alone(self) -> Numbers:
+        """Return by how much every layer exceeds the device that suits it best, as a stage of its own."""
+        found = [self._short(0, kind, width).diagonal(1) for kind, width in self._widths(0)]
+        return np.asarray(np.minimum.reduce(found))
+
+    def _widths(self, state: int) -> Iterator[tuple[int, int]]:
+        """Yield the kinds and widths that a stage may have in a state."""
+        most = 2**31 if self.costs.divisible else self._most(state)
+        for kind in self.pool.kinds:
+            left = self.pool.left(state, kind)
+            width = 1
+            while width <= min(left, most):
+                yield kind, width
+                width += 1 if width < MOST_WIDTHS else width
+
+    def _most(self, state: int) -> int:
+        rows, count = self.family.micro_batch_size, self.family.micro_batches
+        return rows if state else max(rows, count)
+
+    def _ends(self, least: Numbers, count: int, after: int, *, exact: bool) -> Numbers:
+        """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
+        none = np.full(len(self.edges), np.inf)
+        ends = none if exact and count == 0 else least[max(0, count - 1), after].copy()
+        done = count == 0 and (not self.options.use_all or after == self.pool.empty)
+        ends[-1] = -np.inf if done else np.inf
+        return ends
+
+    def _best(self, least: Numbers, count: int, state: int, first: int, *, exact: bool) -> _Stage:
+        """Return the first stage of the best suffix; the narrowest and shortest of equals."""
+        for kind, width in self._widths(state):
+            after = self.pool.take(state, kind, width)
+            ends = self._ends(least, count, after, exact=exact)
+            worst = np.maximum(self._short(state, kind, width)[first], ends)
+            if worst.min() <= least[count, state, first]:
+                return _Stage(kind, width, int(worst.argmin()), after)
+        raise AssertionError("a suffix without a first stage")
+
+    def _short(self, state: int, kind: int, width: int) -> Numbers:
+        limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
+        return self._least_peaks(kind, width, state == 0)[0] - limit
+
+    def _least_peaks(self, kind: int, width: int, begins: bool) -> tuple[Numbers, list[_Way]]:
+        """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
+        if (kind, width, begins) not in self._peaks:
+            ways = list(self._ways(kind, width, begins))
+            allowed = self._allowed[kind]
+            least = np.full(allowed.shape, np.inf)
+            for way in ways:
+                least = np.minimum(least, self._peak(kind, width, way))
+            self._peaks[kind, width, begins] = np.where(allowed, least, np.inf), ways
+        return self._peaks[kind, width, begins]
+
+    def _peak(self, kind: int, width: int, way: _Way) -> Numbers:
+        count = len(turns(way.division, width, 0, self.family.micro_batches))
+        rows = max(self.costs.shares(self.family.micro_batch_size, width, way.division))
+        held = Held(rows, self._depth(count), count, width, 0, frozenset(), way.shard)
+        return np.asarray(peak_of(self._parts_of(kind, rows, way.recompute), held), dtype=np.float64)
+
+    def _depth(self, turns: int) -> int:
+        return turns if self.family.schedule == "gpipe" else 1
+
+    def _ways(self, kind: int, width: int, begins: bool) -> Iterator[_Way]:
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        last = len(levels) - 1
+        steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
+        some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
+        asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
+        shards: Sequence[Shard] = SHARDS if self.options.shard == "auto" else (self.options.shard,)
+        for division in DIVISIONS:
+            most = self.family.micro_batch_size if division == "split" else self.family.micro_batches
+            turning = division == "round-robin"
+            if turning and (width == 1 or self.costs.divisible or not begins):
+                continue
+            if width > most and not self.costs.divisible:
+                continue
+            for shard in shards if width > 1 else ("none",):
+                for level in asked:
+                    yield _Way(division, shard, levels[level])
+
+    def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
+        key = (kind, rows, recompute)
+        if key not in self._parts:
+            memory, last = self.costs.memory[kind], len(self.edges) - 1
+            found = np.zeros((len(Parts._fields), last, last + 1), dtype=np.int64)
+            for at, first in enumerate(self.edges[:-1]):
+                for stop in range(at + 1, last + 1):
+                    found[:, at, stop] = memory.parts(first, self.edges[stop], rows, recompute)
+            self._parts[key] = Parts(*found)
+        return self._parts[key]
+
+    def _placed(self, state: int, first: int, stage: _Stage) -> Placed:
+        ways = self._least_peaks(stage.kind, stage.width, state == 0)[1]
+        way = min(ways, key=lambda each: self._peak(stage.kind, stage.width, each)[first, stage.stop])
+        begin, end = self.edges[first], self.edges[stage.stop]
+        devices = self.pool.devices(state, stage.kind, stage.width)
+        shares = self.costs.shares(self.family.micro_batch_size, stage.width, way.division)
+        placed = Placed(begin, end, devices, shares, 1, within(way.recompute, begin, end), way.shard, way.division)
+        return placed._replace(warmup=self._depth(placed.turns(0, self.family.micro_batches)))
+
+
+def closest(
+    costs: CostModel,
+    families: Sequence[Family],
+    options: PlanOptions,
+    stages: int | None = None,
+    known: Known | None = None,
+    *,
+    any_fits: bool = False,
+) -> tuple[int, Candidate] | None:
+    """Return the least shortfall of all plans of some families, and a plan that lacks it; none if there is no plan.
+
+    With ``stages``, of plans of exactly so many. With ``any_fits``, the first plan that fits will do; small
+    micro-batches, which hold least, are tried first. ``known`` is filled, and spares the next call what it holds.
+    """
+    found: tuple[int, Candidate] | None = None
+    for family in _few(costs, families):
+        candidate = Closest(costs, family, options, known).candidate(stages)
+        if candidate is not None:
+            short = max(costs.shortfalls(candidate))
+            if found is None or short < found[0]:
+                found = (short, candidate)
+            if any_fits and short <= 0:
+                break
+    return found
+
+
+def _few(costs: CostModel, families: Sequence[Family]) -> list[Family]:
+    """Return families by falling micro-batch count; of many layers, the two that hold least, and a single one's."""
+    ordered = sorted(families, key=lambda each: -each.micro_batches)
+    return ordered if costs.layer_count <= FEW_EDGES or len(ordered) <= 3 else [*ordered[:2], ordered[-1]]
+
+
+def oversized(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> int | None:
+    """Return the first layer that fits no device even as a stage of its own; none where there is none, or too many."""
+    options = replace(options, min_stages=1, max_stages=None, forbid_cut=(), pin=())
+    if costs.layer_count > MOST_EDGES or not families:
+        return None
+    least = np.min([Closest(costs, family, options).alone() for family in _few(costs, families)], axis=0)
+    return int(least.argmax()) if least.max() > 0 else None

@@ -1,0 +1,52 @@
+"""Stack: lower bounds of the step that each know more than the one before, from work alone to links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.formats.plan import Bounds
+from autopar.planner.candidate import Family
+from autopar.planner.costs import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.pool import Pool
+from autopar.planner.tables import StageTables, SuffixTables
+from autopar.planner.work import work_s
+
+__all__ = ["Least", "least_bound_s", "stacked"]
+
+Least = Callable[[CostModel, Family], float]
+"""The least bound of any plan of a family under a cost model."""
+
+
+def least_bound_s(options: PlanOptions) -> Least:
+    """Return what bounds the plans that the options admit, by the search's tables."""
+
+    def least(costs: CostModel, family: Family) -> float:
+        tables = SuffixTables(StageTables(costs, Pool(costs.kind_of), family, options), options)
+        return costs.profile.step_overhead_s + float(tables.least[options.min_stages - 1 :, 3, 0, 0].min())
+
+    return least
+
+
+def stacked(costs: CostModel, families: Sequence[Family], least: Least, step_s: float) -> Bounds:
+    """Return the bounds of all plans of some families; none is above ``step_s``, the step of one of them.
+
+    Each drops something that only costs time: the bound without links and memory limits drops both, the next one the
+    limits. A family whose weaker bound is not below the least stronger one met is left out; most are.
+    """
+    known = {family: work_s(costs, family) for family in families}
+    work = min(step_s, *known.values())
+    contiguous = max(work, _least(known, least, costs.without(links=True, memory=True), step_s))
+    linked = max(contiguous, _least(known, least, costs.without(memory=True), step_s))
+    return Bounds(work_s=work, contiguous_s=contiguous, linked_s=linked)
+
+
+def _least(known: dict[Family, float], least: Least, costs: CostModel, most_s: float) -> float:
+    """Return the least bound of all families, but at most ``most_s``; ``known`` bounds become those of ``costs``."""
+    best = most_s
+    for family in sorted(known, key=lambda each: (known[each], each)):
+        if known[family] >= best:
+            break
+        known[family] = max(known[family], least(costs, family))
+        best = min(best, known[family])
+    return best
