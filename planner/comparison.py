@@ -32,8 +32,8 @@ class Comparison(NamedTuple):
 def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
     """Return autopar's plan and those of its peers, all judged by autopar's costs, memory and simulator.
 
-    autopar's search starts from the peers' plans, so that it is never slower than one of them; virtual workers that cut
-    the layers differently are no plan.
+    autopar's search starts from the peers' plans, so that it is never slower than one of them that the options admit;
+    virtual workers that cut the layers differently are no plan.
 
     Raises:
         UsageError: the options contradict the profile or each other.

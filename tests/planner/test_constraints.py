@@ -15,6 +15,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families, place
 from autopar.planner.closest import closest
+from autopar.planner.comparison import compare
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything, exhaust
@@ -294,3 +295,16 @@ def test_a_constraint_that_cannot_be_obeyed_is_refused(asked: dict[str, object],
     with pytest.raises(UsageError) as caught:
         plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, **asked))  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_peers_are_compared_whatever_they_obey_and_only_started_from_where_they_obey() -> None:
+    options = PlanOptions(gpus=2, pin=("wte,head different stages",))
+    found = compare(gpt_profile(blocks=4, batch=4), local_cluster(2), options)
+    rows = {row.name: row for row in found.rows}
+    assert len(found.plan.stages) == 2
+    assert rows["pure data parallelism"].stages == "0-5:2"
+    assert all(
+        row.step_s is None or row.step_s >= found.plan.predicted.step_s
+        for row in found.rows
+        if "," in (row.stages or "")
+    )
