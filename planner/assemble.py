@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Predicted, SharedParameter, Shares, Stage
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding
@@ -60,18 +60,22 @@ def assemble(
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
-    if action_count(plan) > MOST_ACTIONS:
-        step_s, shares = Simulator(costs).step_s(candidate), None
-        bubble = _bubble(candidate, durations(costs, candidate), step_s)
-    else:
-        check(expand(plan), plan)
-        timeline = timeline_of(plan, costs)
-        step_s, bubble, shares = timeline.end_s, timeline.bubble(), shares_of(timeline)
+    step_s, bubble, shares = _simulated(plan, candidate, costs)
     predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), bubble)
     # The program's step may differ in its last digits from the one that the search stopped at.
     least = None if bounds is None else Bounds(**{name: min(each, step_s) for name, each in bounds})
     explained = {"bounds": least, "binding": binding(costs, candidate), "shares": shares}
     return plan.model_copy(update={"predicted": predicted.model_copy(update=explained)})
+
+
+def _simulated(plan: Plan, candidate: Candidate, costs: CostModel) -> tuple[float, float, Shares | None]:
+    """Return the step's seconds, its bubble, and what the ranks' time goes to, where a timeline is traced."""
+    if action_count(plan) > MOST_ACTIONS:
+        step_s = Simulator(costs).step_s(candidate)
+        return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
+    check(expand(plan), plan)
+    timeline = timeline_of(plan, costs)
+    return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
 def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:

@@ -220,6 +220,9 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
             assert each.found is None or _obeys(each.found.candidate, cluster, options), f"seed {seed}: {each.name}"
             near += each.found is not None
         assert _obeys(best.found.candidate, cluster, options), f"seed {seed}"
+        predicted = plan(profile, cluster, options).predicted
+        assert predicted.bounds is not None
+        assert predicted.bounds.linked_s <= predicted.lower_bound_s <= best.step_s * (1 + 1e-9), f"seed {seed}"
         least: dict[int | None, int] = {}
         for candidate in everything(costs, options):
             for count in (None, len(candidate.stages)):
