@@ -30,7 +30,7 @@ __all__ = ["LinkTerms", "StageTerms", "Terms", "Value", "bound", "fold", "last",
 
 Value = float | npt.NDArray[np.float64]
 Flag = bool | npt.NDArray[np.bool_]
-Index = tuple[int | slice | EllipsisType | None, ...]
+Index = tuple[int | slice | EllipsisType | npt.NDArray[np.int64] | None, ...]
 
 
 class StageTerms(NamedTuple):

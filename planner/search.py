@@ -18,6 +18,7 @@ from autopar.planner.choices import Choice
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.placement import pool_of
 from autopar.planner.pool import Pool
 from autopar.planner.simulate import Simulator
 from autopar.planner.tables import StageTables, SuffixTables
@@ -48,6 +49,8 @@ class _Step(NamedTuple):
     stop: int
     kind: int
     width: int
+    variant: int
+    """Which of the ways of taking so many devices."""
     choice: int
     state: int
     """Of the pool, before."""
@@ -162,7 +165,7 @@ class _Search:
     def _place(self, step: _Step, family: int) -> Placed:
         tables = self._tables(family).stages
         choice, rows = self._choice(family, step), self.families[family].micro_batch_size
-        devices = self.pool.devices(step.state, step.kind, step.width)
+        devices = self.pool.devices(step.state, step.kind, step.width, step.variant)
         limit = self.costs.limit_bytes(devices)
         depth = int(tables.depth(choice, step.kind, step.width, limit)[step.first, step.stop])
         shares = self.costs.shares(rows, step.width, choice.division)
@@ -186,10 +189,11 @@ class _Search:
             if behind + 1 + len(node.steps) < self.options.min_stages:
                 continue
             for kind in self.pool.kinds:
-                for number, choice in enumerate(tables.stages.choices[kind]) if self.pool.left(state, kind) else ():
+                moves = tables.stages.moves[kind].of(state)
+                for number, choice in enumerate(tables.stages.choices[kind]) if moves else ():
                     terms = self._ahead(node, Terms(*tables.terms(state, kind, choice, behind, stop)))
-                    for width, after, bound_s, trip_s in self._promising(node, terms):
-                        step = _Step(stop, after, kind, width, number, state)
+                    for move, after, bound_s, trip_s in self._promising(node, terms):
+                        step = _Step(stop, after, kind, *moves[move][:2], number, state)
                         left, steps = self.costs.layer_count - after, (*node.steps, step)
                         found.append(_Node(bound_s, left, trip_s, len(found), node.family, steps, behind))
         if not found:
@@ -201,23 +205,25 @@ class _Search:
         return best
 
     def _promising(self, node: _Node, terms: Terms) -> Iterator[tuple[int, int, float, float]]:
-        """Yield the widths and stops of next stages that may beat the best plan, with their bounds and round trips."""
+        """Yield the moves and stops of next stages that may beat the best plan, with their bounds and round trips."""
         bounds = np.asarray(terms.step_s) + self.costs.profile.step_overhead_s
-        widths, stops = np.nonzero(bounds < self.best.step_s)
-        least = np.maximum(node.bound_s, bounds[widths, stops]).tolist()
-        trips = np.asarray(terms.trip_s)[widths, stops].tolist()
-        return zip((widths + 1).tolist(), stops.tolist(), least, trips, strict=True)
+        moves, stops = np.nonzero(bounds < self.best.step_s)
+        least = np.maximum(node.bound_s, bounds[moves, stops]).tolist()
+        trips = np.asarray(terms.trip_s)[moves, stops].tolist()
+        return zip(moves.tolist(), stops.tolist(), least, trips, strict=True)
 
     def _after(self, step: _Step) -> int:
-        return self.pool.take(step.state, step.kind, step.width)
+        return self.pool.take(step.state, step.kind, step.width, step.variant)
 
     def _ahead(self, node: _Node, terms: Terms) -> Terms:
-        """Fold the chosen stages onto terms of what may follow, ``[width - 1, stop]``."""
+        """Fold the chosen stages onto terms of what may follow, ``[move, stop]``."""
         if not node.steps:
             return terms
         tables, step = self._tables(node.family).stages, node.steps[-1]
         link = tables.links(step.state, step.kind, self._choice(node.family, step))
-        terms = fold(self._placed(step, node.family)[1], link.at((step.width - 1, step.first, step.stop)), terms)
+        moves = tables.moves[step.kind].of(step.state)
+        move = next(at for at, each in enumerate(moves) if each[:2] == (step.width, step.variant))
+        terms = fold(self._placed(step, node.family)[1], link.at((move, step.first, step.stop)), terms)
         for before, after in zip(node.steps[-2::-1], node.steps[:0:-1], strict=True):
             terms = fold(self._placed(before, node.family)[1], self._link(node.family, before, after), terms)
         return terms
@@ -239,5 +245,5 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
     The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
     enough, or as many plans were simulated as the options allow.
     """
-    pool = Pool(simulator.costs.kind_of)
+    pool = pool_of(simulator.costs, exact=options.gap == 0, use_all=options.use_all)
     return _Search(simulator, families, options, best, pool).go()

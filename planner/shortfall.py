@@ -12,7 +12,7 @@ from autopar.planner.candidate import Candidate, Family, Placed, within
 from autopar.planner.choices import Choice
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.pool import in_order
 from autopar.planner.tables import StageTables
 
 __all__ = ["explain", "infeasible", "size"]
@@ -94,7 +94,7 @@ def _remedies(options: PlanOptions) -> list[str]:
 
 def _closest(costs: CostModel, family: Family, options: PlanOptions) -> Candidate | None:
     """The plan whose worst stage exceeds its memory least, with one micro-batch in flight."""
-    pool = Pool(costs.kind_of)
+    pool = in_order(costs.kind_of)
     tables = StageTables(costs, pool, family, options)
     ways: dict[tuple[int, int, int], _Way] = {}
     for state in reversed(range(pool.states)):

@@ -1,4 +1,6 @@
-"""Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (width, first, stop).
+"""Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (move, first, stop).
+
+A move is one way of taking devices for a stage: a width, and one of its variants.
 
 A suffix table holds, for the layers from ``first`` on, placed on the devices that a state of the pool leaves, the
 component-wise minimum of their terms over all that fit: as :func:`autopar.planner.bounds.fold` never falls when one of
@@ -21,6 +23,7 @@ from autopar.planner.choices import Choice, choices
 from autopar.planner.costs import CostModel
 from autopar.planner.links import Collective, Level
 from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.moves import Moves
 from autopar.planner.options import PlanOptions
 from autopar.planner.pool import Pool
 from autopar.schedules.route import Divide, routes
@@ -32,7 +35,6 @@ MOST_ELEMENTS = 20_000_000
 
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-Places = tuple[tuple[Level, int], ...]
 
 
 class StageTables:
@@ -43,44 +45,32 @@ class StageTables:
         self.layers = costs.layer_count
         self._parts: dict[tuple[float, int, int], Parts] = {}
         self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
-        self._stacks: dict[tuple[Choice, int], list[tuple[Places, StageTerms, Numbers]]] = {}
-        self._where: dict[tuple[int, int], Places] = {}
+        self._stacks: dict[tuple[Choice, int], tuple[StageTerms, Numbers]] = {}
+        self._boundaries: dict[tuple[Division, int], LinkTerms] = {}
         self._links: dict[tuple[int, Level, Division], LinkTerms] = {}
-        self._boundaries: dict[tuple[Division, int], list[tuple[tuple[Level, ...], LinkTerms]]] = {}
-        self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
         self._sizes = _crossing_bytes(costs)
         self._ordered = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
         self.choices = {
             kind: choices(costs, options, family.micro_batch_size, kind, self._binding(kind)) for kind in pool.kinds
         }
+        self.moves = {kind: Moves(costs, pool, kind, self._widest(kind)) for kind in pool.kinds}
+        """Of every kind."""
 
     def widths(self, state: int, kind: int) -> int:
         """Return the most replicas of a stage: as many as are left and have something to do."""
+        return min(self.pool.left(state, kind), self._widest(kind))
+
+    def _widest(self, kind: int) -> int:
         rows, count = self.family.micro_batch_size, self.family.micro_batches
-        most = max(choice.widths(count, rows, self.costs.divisible).stop - 1 for choice in self.choices[kind])
-        return min(self.pool.left(state, kind), most)
+        return max(choice.widths(count, rows, self.costs.divisible).stop - 1 for choice in self.choices[kind])
 
     def stages(self, state: int, kind: int, choice: Choice) -> tuple[StageTerms, Numbers]:
-        """Return the terms of all stages, ``[width - 1, first, stop]``, and 0 where they fit, infinity elsewhere."""
-        places = self._places(state, kind)
-        # Where places are alike, a state in which fewer devices are left has the same stages, but for the widest.
-        known = self._stacks.setdefault((choice, kind), [])
-        for others, terms, fits in known:
-            if others[: len(places)] == places:
-                some = (slice(len(places)),)
-                return terms.at(some), fits[some]
-        known.append((places, *self._stacked(choice, kind, places)))
-        return known[-1][1:]
-
-    def _places(self, state: int, kind: int) -> tuple[tuple[Level, int], ...]:
-        """Return the level that connects, and the memory of, the devices of every width."""
-        if (state, kind) not in self._where:
-            devices = self.pool.devices(state, kind, self.widths(state, kind))
-            taken = [devices[:width] for width in range(1, len(devices) + 1)]
-            self._where[state, kind] = tuple(
-                (self.costs.links.level(each), self.costs.limit_bytes(each)) for each in taken
-            )
-        return self._where[state, kind]
+        """Return the terms of all stages, ``[move, first, stop]``, and 0 where they fit, infinity elsewhere."""
+        if (choice, kind) not in self._stacks:
+            self._stacks[choice, kind] = self._stacked(choice, kind)
+        terms, fits = self._stacks[choice, kind]
+        at = self.moves[kind].places.at(state)
+        return terms.at((at,)), fits[at]
 
     def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, stop]``; 0 where none does."""
@@ -112,22 +102,16 @@ class StageTables:
         return np.asarray(peak_of(parts, held)) - limit
 
     def links(self, state: int, kind: int, choice: Choice) -> LinkTerms:
-        """Return the least transfers behind all stages, ``[width - 1, first, stop]``.
+        """Return the least transfers behind all stages, ``[move, first, stop]``.
 
         Least, because the next stage is taken to end after one layer, and to be as wide and as near as suits.
         """
-        if (state, kind) not in self._levels:
-            widths = range(1, self.widths(state, kind) + 1)
-            self._levels[state, kind] = tuple(self._nearest(state, kind, width) for width in widths)
-        levels = self._levels[state, kind]
         division = choice.division
-        known = self._boundaries.setdefault((division, kind), [])
-        for others, terms in known:
-            if others[: len(levels)] == levels:
-                return terms.at((slice(len(levels)),))
-        found = [self._link(width, level, division) for width, level in enumerate(levels, start=1)]
-        known.append((levels, LinkTerms(*(np.stack(each) for each in zip(*found, strict=True)))))
-        return known[-1][1]
+        if (division, kind) not in self._boundaries:
+            found = [self._link(*way, division) for way in self.moves[kind].ways.different]
+            stacks = (np.stack(each) for each in zip(*found, strict=True))
+            self._boundaries[division, kind] = LinkTerms(*stacks)
+        return self._boundaries[division, kind].at((self.moves[kind].ways.at(state),))
 
     def _binding(self, kind: int) -> bool:
         """Whether some stage of one replica does not fit with all micro-batches in flight."""
@@ -166,17 +150,18 @@ class StageTables:
         some = np.where(peak_of(parts, one) <= limit, np.minimum(count - 1, 1 + more), 0)
         return np.maximum(deepest, some)
 
-    def _stacked(self, choice: Choice, kind: int, places: Places) -> tuple[StageTerms, Numbers]:
+    def _stacked(self, choice: Choice, kind: int) -> tuple[StageTerms, Numbers]:
+        places = self.moves[kind].places.different
         asked = choice.widths(self.family.micro_batches, self.family.micro_batch_size, self.costs.divisible)
         shape = (len(places), self.layers, self.layers + 1)
         terms = [np.ones(shape) for _ in range(5)]
         fits = np.full(shape, np.inf)
-        for index, (level, limit) in enumerate(places):
-            if index + 1 in asked:
-                one = self._stage(choice, kind, index + 1, level, limit)
+        for index, (width, level, limit) in enumerate(places):
+            if width in asked:
+                one = self._stage(choice, kind, width, level, limit)
                 for stack, each in zip(terms, one, strict=True):
                     stack[index] = each
-                deep = self.depth(choice, kind, index + 1, limit) > 0
+                deep = self.depth(choice, kind, width, limit) > 0
                 fits[index] = np.where(self._ordered & deep, 0.0, np.inf)
         return StageTerms(*terms), fits
 
@@ -224,13 +209,15 @@ class StageTables:
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
 
-    def _nearest(self, state: int, kind: int, width: int) -> Level:
-        nodes = {self.costs.devices[device].node for device in self.pool.devices(state, kind, width)}
-        after = self.pool.remaining(self.pool.take(state, kind, width))
-        near = not after or any(self.costs.devices[device].node in nodes for device in after)
-        return "node" if near else "network"
+    def _link(self, width: int, levels: frozenset[Level], division: Division) -> LinkTerms:
+        """Return what is least over the levels: a nearer one need not be the quicker."""
+        found = [self._link_at(width, level, division) for level in sorted(levels)]
+        forth, back, *_ = found[0]
+        return LinkTerms(
+            forth, back, *(np.minimum.reduce(each) for each in zip(*(one[2:] for one in found), strict=True))
+        )
 
-    def _link(self, width: int, level: Level, division: Division) -> LinkTerms:
+    def _link_at(self, width: int, level: Level, division: Division) -> LinkTerms:
         key = (width, level, division)
         if key not in self._links:
             forth, back = self._sizes
@@ -300,11 +287,6 @@ class SuffixTables:
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self.least = np.full((self.counts, 4, pool.states, layers + 1), np.inf)
         """``[stages - 1, term, state, first]``."""
-        for kind in pool.kinds:
-            for choice in stages.choices[kind]:
-                # The largest first: those of other states are parts of them.
-                stages.stages(0, kind, choice)
-                stages.links(0, kind, choice)
         for state in reversed(range(pool.empty)):
             for behind in range(self.counts):
                 found = [
@@ -324,13 +306,13 @@ class SuffixTables:
     def terms(self, state: int, kind: int, choice: Choice, behind: int, first: int | None = None) -> Numbers:
         """Return the least terms of suffixes with ``behind`` stages after their first one, by what this one is.
 
-        The largest number that is told apart stands for all larger ones. The terms are arrays ``[term, width - 1,
+        The largest number that is told apart stands for all larger ones. The terms are arrays ``[term, move,
         first, stop]``; with ``first``, of suffixes from that layer on only, without its axis.
         """
         tables, pool = self.stages, self.stages.pool
         stage, fits = tables.stages(state, kind, choice)
         link = tables.links(state, kind, choice)
-        after = [pool.take(state, kind, width) for width in range(1, len(fits) + 1)]
+        after = [move.after for move in tables.moves[kind].of(state)]
         if first is not None:
             stage, link, fits = stage.at((slice(None), first)), link.at((slice(None), first)), fits[:, first]
         if behind == 0 and self.counts > 1:
@@ -350,5 +332,5 @@ class SuffixTables:
         tables, pool = self.stages, self.stages.pool
         choices = sum(map(len, tables.choices.values()))
         devices = sum(pool.left(0, kind) for kind in pool.kinds)
-        elements = pool.states * devices * tables.layers**2 * choices
+        elements = sum(map(len, tables.moves.values())) * tables.layers**2 * choices
         return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // elements))

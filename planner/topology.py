@@ -28,8 +28,6 @@ class Topology:
         """Those that the cluster has links of, the nearest first."""
         self.nodes = tuple(device.node for device in devices)
         self.racks = tuple(device.rack if "rack" in self.levels else 0 for device in devices)
-        self._speaker = {node: device for device, node in enumerate(self.nodes)}
-        """A device of every node."""
 
     def level(self, devices: Iterable[int]) -> Level:
         """Return the widest level that devices need to reach each other."""
@@ -42,8 +40,22 @@ class Topology:
 
     def between(self, some: Iterable[int], others: Iterable[int]) -> frozenset[Level]:
         """Return every level at which one of some devices reaches one of others."""
-        here, there = ({self._speaker[self.nodes[device]] for device in each} for each in (some, others))
-        return frozenset(self.level((one, other)) for one in here for other in there)
+        here, there = self._nodes_by_rack(some), self._nodes_by_rack(others)
+        found: set[Level] = set()
+        for rack in here.keys() & there.keys():
+            if here[rack] & there[rack]:
+                found.add("node")
+            if len(here[rack] | there[rack]) > 1:
+                found.add("rack" if "rack" in self.levels else "network")
+        if len(here.keys() | there.keys()) > 1 and here and there:
+            found.add("network")
+        return frozenset(found)
+
+    def _nodes_by_rack(self, devices: Iterable[int]) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for device in devices:
+            found.setdefault(self.racks[device], set()).add(self.nodes[device])
+        return found
 
     def unit(self, device: int, level: Level) -> int:
         """Return what a device shares its way out to a level with: its node, or its rack where links lead out of it."""

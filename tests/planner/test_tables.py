@@ -11,11 +11,11 @@ from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.placement import pool_of
 from autopar.planner.tables import StageTables, SuffixTables
 from autopar.planner.work import work_s
 
-Key = tuple[int, int, int, str, str]
+Key = tuple[int, int, str, int, str, str]
 
 
 def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
@@ -24,21 +24,24 @@ def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
     for candidate in everything(costs, options):
         if max(costs.shortfalls(candidate)) <= 0:
             first = candidate.stages[0]
-            key = (candidate.micro_batches, len(first.devices), first.stop, first.division, first.shard)
+            level = costs.links.level(first.devices)
+            key = (candidate.micro_batches, len(first.devices), level, first.stop, first.division, first.shard)
             least[key] = min(least.get(key, np.inf), bound(costs, candidate))
     return least
 
 
 def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dict[Key, float]:
-    tables = SuffixTables(StageTables(costs, Pool(costs.kind_of), family, options), options)
+    pool = pool_of(costs, exact=True, use_all=False)
+    tables = SuffixTables(StageTables(costs, pool, family, options), options)
     values: dict[Key, float] = {}
     for choice in tables.stages.choices[0]:
         for behind in range(tables.counts):
             step = tables.terms(0, 0, choice, behind)[3] + costs.profile.step_overhead_s
-            for width in range(1, len(step) + 1):
+            for move, (width, variant, _) in enumerate(tables.stages.moves[0].of(0)):
+                level = costs.links.level(pool.devices(0, 0, width, variant))
                 for stop in range(1, costs.layer_count + 1):
-                    key = (family.micro_batches, width, stop, choice.division, choice.shard)
-                    values[key] = min(values.get(key, np.inf), float(step[width - 1, 0, stop]))
+                    key = (family.micro_batches, width, level, stop, choice.division, choice.shard)
+                    values[key] = min(values.get(key, np.inf), float(step[move, 0, stop]))
     return values
 
 
