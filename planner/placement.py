@@ -12,9 +12,9 @@ from autopar.planner.sharing import Sharing
 
 __all__ = ["groups_of", "pool_of"]
 
-_MOST_WORK = 1_000_000
+_MOST_WORK = 100_000
 """Moves x layers squared: tables of so many entries take a fraction of a second."""
-_MOST_WORK_WHEN_EXACT = 20_000_000
+_MOST_WORK_WHEN_EXACT = 2_000_000
 
 
 def pool_of(costs: CostModel, *, exact: bool, use_all: bool) -> Pool:

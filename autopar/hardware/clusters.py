@@ -1,11 +1,13 @@
 """Clusters: built-in ones by name, own ones from a file.
 
-    name    = [ nodes "x" ] gpus "x" GPU [ ":" bandwidth ]
+    name    = [ [ racks "x" ] nodes "x" ] gpus "x" GPU [ ":" bandwidth [ ":" bandwidth ] ]
     8xH100                      one node of eight
     4x8xA100-80G:200Gbps        four nodes of eight; each node sends 200 Gbit/s to the others
+    2x4x8xH100:400Gbps:100Gbps  two racks of four such nodes; each node sends 400 Gbit/s to those of its rack, and
+                                100 Gbit/s to those of the other
 
-GPU is a name that :func:`autopar.hardware.gpus.find` knows; the bandwidth is a node's to the network, in one direction,
-in bits (``200Gbps``) or bytes (``25GB/s``) per second.
+GPU is a name that :func:`autopar.hardware.gpus.find` knows; bandwidths are a node's, in one direction, in bits
+(``200Gbps``) or bytes (``25GB/s``) per second.
 """
 
 from __future__ import annotations
@@ -21,17 +23,27 @@ from pydantic import Field, ValidationError
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.document import MOST_RANKS, Name, Record, first_fault, read_text
+from autopar.formats.document import MOST_RANKS, Index, Name, Record, first_fault, read_text
 from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
 from autopar.hardware.machines import Network, Node, cluster_of
 
-__all__ = ["EXAMPLES", "cluster_named", "described", "is_file", "read_cluster"]
+__all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "is_file", "read_cluster"]
 
-EXAMPLES = ("8xH100", "4x8xA100-80G:200Gbps", "2x4xV100", "2x8xB200:3200Gbps", "4xRTX4090")
-_GRAMMAR = "a name is [NODESx]GPUSxGPU[:BANDWIDTH], such as 8xH100 or 4x8xA100-80G:200Gbps"
+EXAMPLES = (
+    "8xH100",
+    "4x8xA100-80G:200Gbps",
+    "2x4xV100",
+    "2x8xB200:3200Gbps",
+    "4xRTX4090",
+    "2x4x8xH100:400Gbps:100Gbps",
+)
+GRAMMAR = "[[RACKSx]NODESx]GPUSxGPU[:BANDWIDTH[:BANDWIDTH]]"
+_GRAMMAR = f"a name is {GRAMMAR}, such as 8xH100 or 4x8xA100-80G:200Gbps"
 _NAME = re.compile(
-    r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:\s/\\][^:/\\]*)(?::(?P<bandwidth>[^:]+))?", re.IGNORECASE
+    r"(?:(?:(?P<racks>\d{1,9})x)?(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:\s/\\][^:/\\]*)"
+    r"(?::(?P<bandwidth>[^:]+))?(?::(?P<between>[^:]+))?",
+    re.IGNORECASE,
 )
 _ASSUMED_NETWORK = "100Gbps"
 _Value = TypeVar("_Value")
@@ -61,19 +73,37 @@ def cluster_named(text: str) -> Cluster:
     match = _NAME.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"no cluster is called {text!r}, and no such file exists; {_GRAMMAR}")
-    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
-    if nodes < 1 or gpus < 1:
+    racks, nodes, gpus = (int(match[part] or 1) for part in ("racks", "nodes", "gpus"))
+    if min(racks, nodes, gpus) < 1:
         raise UsageError(f"cluster {text!r} has no devices; {_GRAMMAR}")
-    if nodes * gpus > MOST_RANKS:
-        raise UsageError(f"cluster {text!r} has {nodes * gpus} devices; at most {MOST_RANKS} can be planned for")
+    if racks * nodes * gpus > MOST_RANKS:
+        raise UsageError(
+            f"cluster {text!r} has {racks * nodes * gpus} devices; at most {MOST_RANKS} can be planned for"
+        )
     gpu = find(match["gpu"])
-    notes = [f"links and collectives of {text.strip()} are estimated from what is published of {gpu.name}"]
-    if nodes == 1 and match["bandwidth"] is not None:
-        raise UsageError(f"cluster {text!r} is one node, which needs no network; leave out :{match['bandwidth']}")
-    if nodes > 1 and match["bandwidth"] is None:
-        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {text.strip()}:200Gbps would say another")
-    rate = parse_bandwidth(match["bandwidth"] or _ASSUMED_NETWORK, f"cluster {text!r}: bandwidth")
-    return cluster_of(text.strip(), [Node(gpu, gpus)] * nodes, Network(rate), notes)
+    name = text.strip()
+    notes = [f"links and collectives of {name} are estimated from what is published of {gpu.name}"]
+    near, far = _networks(name, match, racks, nodes, notes)
+    machines = [Node(gpu, gpus, rack=rack) for rack in range(racks) for _ in range(nodes)]
+    if match["racks"] is None:
+        return cluster_of(name, machines, near, notes)
+    return cluster_of(name, machines, far, notes, near)
+
+
+def _networks(name: str, match: re.Match[str], racks: int, nodes: int, notes: list[str]) -> tuple[Network, Network]:
+    """Return what connects the nodes, of a rack where there are racks, and the racks; note what is assumed."""
+    stated, between = match["bandwidth"], match["between"]
+    if racks * nodes == 1 and stated is not None:
+        raise UsageError(f"cluster {name!r} is one node, which needs no network; leave out :{stated}")
+    if racks == 1 and between is not None:
+        raise UsageError(f"cluster {name!r} has no racks for :{between} to connect; write RACKSxNODESxGPUSxGPU")
+    if racks * nodes > 1 and stated is None:
+        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {name}:200Gbps would say another")
+    elif racks > 1 and between is None:
+        notes.append(f"{stated} per node between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
+    near = parse_bandwidth(stated or _ASSUMED_NETWORK, f"cluster {name!r}: bandwidth")
+    far = near if between is None else parse_bandwidth(between, f"cluster {name!r}: bandwidth between racks")
+    return Network(near), Network(far)
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -107,6 +137,7 @@ class _Nodes(Record):
     memory: str | None = None
     price_per_hour: float | None = Field(default=None, ge=0)
     bandwidth: str | None = None
+    rack: Index = 0
 
 
 class _Network(Record):
@@ -118,35 +149,48 @@ class _Description(Record):
     name: Name | None = None
     nodes: Annotated[tuple[_Nodes, ...], Field(min_length=1)]
     network: _Network | None = None
+    rack: _Network | None = None
 
 
 def _built(description: _Description, path: Path) -> Cluster:
     total = sum(each.count * each.gpus for each in description.nodes)
     if total > MOST_RANKS:
         raise FileError(f"{path}: $.nodes: {total} devices; at most {MOST_RANKS} can be planned for")
-    network = description.network
-    if network is None and sum(each.count for each in description.nodes) > 1:
-        raise FileError(f'{path}: $.network: several nodes need a [network] with a bandwidth, such as "200Gbps"')
+    _check_connected(description, path)
     nodes = []
     for index, each in enumerate(description.nodes):
         nodes += [_node(each, f"{path}: $.nodes[{index}]")] * each.count
-    joined = Network(0.0)
-    if network is not None:
-        joined = Network(
-            _parsed(parse_bandwidth, network.bandwidth, f"{path}: $.network.bandwidth:"), network.latency_s
-        )
+    network = _network(description.network, f"{path}: $.network") or Network(0.0)
+    rack = _network(description.rack, f"{path}: $.rack")
     kinds = ", ".join(dict.fromkeys(node.gpu.name for node in nodes))
     notes = [f"links and collectives of {path.name} are estimated from what is published of {kinds}"]
     if len({(node.gpu.name, node.bytes_per_s) for node in nodes}) > 1:
         notes.append("nodes differ: links in a node and over the network are those of the slowest")
-    return cluster_of(description.name or path.stem, nodes, joined, notes)
+    return cluster_of(description.name or path.stem, nodes, network, notes, rack)
+
+
+def _check_connected(description: _Description, path: Path) -> None:
+    """Refuse nodes or racks between which nothing is said to be, and racks that nothing would tell apart."""
+    racks = {each.rack for each in description.nodes}
+    if len(racks) > 1 and description.rack is None:
+        raise FileError(f'{path}: $.rack: nodes in several racks need a [rack] with a bandwidth, such as "400Gbps"')
+    apart = len(racks) if description.rack is not None else sum(each.count for each in description.nodes)
+    if apart > 1 and description.network is None:
+        what = "racks" if description.rack is not None else "nodes"
+        raise FileError(f'{path}: $.network: several {what} need a [network] with a bandwidth, such as "200Gbps"')
+
+
+def _network(network: _Network | None, at: str) -> Network | None:
+    if network is None:
+        return None
+    return Network(_parsed(parse_bandwidth, network.bandwidth, f"{at}.bandwidth:"), network.latency_s)
 
 
 def _node(nodes: _Nodes, at: str) -> Node:
     gpu = _parsed(lambda name, flag: find(name), nodes.gpu, f"{at}.gpu:")
     memory = None if nodes.memory is None else _parsed(parse_bytes, nodes.memory, f"{at}.memory:")
     rate = None if nodes.bandwidth is None else _parsed(parse_bandwidth, nodes.bandwidth, f"{at}.bandwidth:")
-    return Node(gpu, nodes.gpus, memory, nodes.price_per_hour, rate)
+    return Node(gpu, nodes.gpus, memory, nodes.price_per_hour, rate, nodes.rack)
 
 
 def _parsed(parse: Callable[[str, str], _Value], text: str, at: str) -> _Value:
