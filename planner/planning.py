@@ -19,6 +19,7 @@ from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.placement import pool_of
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
@@ -231,6 +232,23 @@ def _notes(
             f"{idle} of {len(costs.devices)} devices stay idle: no plan simulated with them is faster "
             "(--use-all forbids this)"
         )
+    notes += _placement(costs, candidate, options)
     if lower_bound_s > 0 and step_s > (1 + options.gap) * lower_bound_s * (1 + 1e-9):
         notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; --gap 0 searches on")
+    return notes
+
+
+def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
+    """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
+    notes = []
+    exact = options.gap == 0
+    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
+        remedy = "" if exact else "; --gap 0 searches more of them"
+        notes.append(
+            f"not all ways to place stages on nodes were searched, nor does the lower bound hold for all{remedy}"
+        )
+    devices = [device for stage in candidate.stages for device in stage.devices]
+    nodes = {costs.devices[device].node for device in devices}
+    if len(nodes) > 1 and devices != sorted(devices):
+        notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")
     return notes

@@ -26,7 +26,8 @@ class Move(NamedTuple):
 class Pool:
     """States of a cluster while stages take devices of one kind each.
 
-    A state is a number, 0 while none is taken; taking devices leads to a larger one.
+    A state is a number, 0 while none is taken; taking devices leads to a larger one. A pool is ``complete`` where there
+    is no way to take devices that it does not offer.
 
     >>> pool = in_order([0, 0, 1])
     >>> state = pool.take(0, 0, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from drawn import random_candidate
 from hierarchies import hierarchy
 from instances import random_profile, two_kinds
 
@@ -85,6 +86,24 @@ def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
         moved += devices != list(range(len(devices)))
     assert compared >= 110
     assert moved >= 40
+
+
+def test_no_simulated_step_is_shorter_than_its_bound_wherever_stages_stand() -> None:
+    tight = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        cluster = hierarchy(seed, SIZES[seed % len(SIZES)], racks=1 + seed % 3, more_links=seed % 2 == 0)
+        profile = random_profile(seed, most_layers=8, batches=(4, 6, 12))
+        if seed % 5 == 0:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        costs = CostModel(profile, cluster, PlanOptions())
+        simulator = Simulator(costs)
+        for _ in range(15):
+            candidate = random_candidate(rng, costs)
+            step_s, least_s = simulator.step_s(candidate), bound(costs, candidate)
+            assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
+            tight += least_s >= step_s * (1 - 1e-9)
+    assert tight >= 300
 
 
 @pytest.mark.parametrize("most", [0, 30, 120])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hierarchies import hierarchy
 from instances import random_cluster, random_profile
 
 from autopar.planner.bounds import bound
@@ -51,6 +52,8 @@ def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() 
         devices = seed % 2 + 2
         profile = random_profile(seed, most_layers=4, batches=(2, 4), skips=0.5)
         cluster = random_cluster(seed, devices)
+        if seed % 3 == 0:
+            cluster = hierarchy(seed, [1, 1] if devices == 2 else [1, 2], racks=1 + seed % 2, more_links=True)
         options = PlanOptions(gpus=devices, memory_bytes=4_000_000 if seed % 2 else None)
         costs = CostModel(profile, cluster, options)
         least = _by_first_stage(costs, options)
