@@ -107,32 +107,39 @@ def _too_many(costs: CostModel, options: PlanOptions) -> bool:
     """Whether there are more than :data:`MOST_PLANS` plans, of depths counting only the last stage's."""
     plans = 0
     for frame in _frames(costs, options):
-        seen: dict[tuple[int, tuple[int, ...]], int] = {}
-        structures = _structures(costs, options, frame, 0, _Free.of(costs), seen)
+        structures = _Structures(costs, options, frame).count(0, _Free.of(costs))
         plans += structures * (1 if frame.schedule == "gpipe" else frame.micro_batches)
         if plans > MOST_PLANS:
             return True
     return False
 
 
-def _structures(
-    costs: CostModel,
-    options: PlanOptions,
-    frame: _Frame,
-    index: int,
-    free: _Free,
-    seen: dict[tuple[int, tuple[int, ...]], int],
-) -> int:
-    """Count the ways to place the stages from ``index`` on."""
-    if index == len(frame.edges) - 1:
-        return int(not options.use_all or not any(free.left))
-    if (index, free.left) not in seen:
-        seen[index, free.left] = sum(
-            len(list(_placed(costs, options, frame, index, devices)))
-            * _structures(costs, options, frame, index + 1, others, seen)
-            for devices, others in free.taken()
-        )
-    return seen[index, free.left]
+class _Structures:
+    """Counts the ways to place the stages of a frame; no further than there are too many."""
+
+    def __init__(self, costs: CostModel, options: PlanOptions, frame: _Frame) -> None:
+        self.costs, self.options, self.frame = costs, options, frame
+        self.placed: dict[tuple[int, int, int], int] = {}
+        self.seen: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def count(self, index: int, free: _Free) -> int:
+        """Count the ways to place the stages from ``index`` on."""
+        if index == len(self.frame.edges) - 1:
+            return int(not self.options.use_all or not any(free.left))
+        if (index, free.left) not in self.seen:
+            found = 0
+            for devices, others in free.taken():
+                found += self._ways(index, devices) * self.count(index + 1, others)
+                if found > MOST_PLANS:
+                    break
+            self.seen[index, free.left] = found
+        return self.seen[index, free.left]
+
+    def _ways(self, index: int, devices: tuple[int, ...]) -> int:
+        key = index, self.costs.kind_of[devices[0]], len(devices)
+        if key not in self.placed:
+            self.placed[key] = len(list(_placed(self.costs, self.options, self.frame, index, devices)))
+        return self.placed[key]
 
 
 def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:

@@ -15,12 +15,14 @@ __all__ = ["groups_of", "pool_of"]
 _MOST_WORK = 100_000
 """Moves x layers squared: tables of so many entries take a fraction of a second."""
 _MOST_WORK_WHEN_EXACT = 2_000_000
+_MOST_MOVES = 50_000
+"""Found in a fraction of a second."""
 
 
 def pool_of(costs: CostModel, *, exact: bool, use_all: bool) -> Pool:
     """Return a cost model's devices as a pool; ``exact`` goes through more placements."""
     most = (_MOST_WORK_WHEN_EXACT if exact else _MOST_WORK) // costs.layer_count**2
-    return Pool(groups_of(costs), most, idle=not use_all)
+    return Pool(groups_of(costs), min(most, _MOST_MOVES), idle=not use_all)
 
 
 def groups_of(costs: CostModel) -> dict[int, list[Group]]:

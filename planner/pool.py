@@ -14,6 +14,10 @@ from autopar.planner.reserve import Chain, Group, Reserve, States, by_policies, 
 __all__ = ["Move", "Pool", "in_order"]
 
 
+SKIPPING = 10
+"""How many times as many moves may be gone through where they are at most twice those of cluster order."""
+
+
 class Move(NamedTuple):
     """One of the variants of taking ``width`` devices of a kind."""
 
@@ -108,7 +112,7 @@ def _richest(groups: Mapping[int, Sequence[Group]], most: int, *, idle: bool) ->
         if len(whole) == len(found) and _moves(whole) <= most:
             return whole, ways is every_way
     skipping = {kind: Chain(groups[kind], skip=True) for kind in chains} if idle else {}
-    if skipping and _moves(skipping) <= most:
+    if skipping and _moves(skipping) <= SKIPPING * most:
         return dict(skipping), False
     return dict(chains), False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -151,6 +150,9 @@ def listed(
 ) -> Reserve | None:
     """Return the states that some ways lead to; none where there are more than ``most`` moves."""
     start = tuple(len(group.devices) for group in groups)
+    if sum(start) * (sum(start) + 1) // 2 > most:
+        # As many as cluster order alone has.
+        return None
     known: dict[Free, list[Free]] = {start: []}
     waiting, moves = [start], 0
     while waiting:
@@ -177,20 +179,19 @@ def every_way(groups: Sequence[Group], free: Free) -> Iterator[Free]:
     >>> [*every_way([Group((0,)), Group((1,))], (1, 1))]
     [(1, 1), (1, 0)]
     """
-    for taken in product(*(range(count, -1, -1) for count in free)):
-        if any(taken) and _in_turn(groups, free, taken):
-            yield taken
+    return (taken for taken in _ways(groups, free, 0, None) if any(taken))
 
 
-def _in_turn(groups: Sequence[Group], free: Free, taken: Free) -> bool:
-    passed = None
-    for group, left, count in zip(groups, free, taken, strict=True):
-        if left == len(group.devices):
-            if count and passed == group.alike:
-                return False
-            if not count:
-                passed = group.alike
-    return True
+def _ways(groups: Sequence[Group], free: Free, at: int, passed: int | None) -> Iterator[Free]:
+    """Yield what may be taken of the groups from ``at`` on, behind an untouched group of those alike to ``passed``."""
+    if at == len(groups):
+        yield ()
+        return
+    untouched = free[at] == len(groups[at].devices)
+    most = 0 if untouched and passed == groups[at].alike else free[at]
+    for count in range(most, -1, -1):
+        for others in _ways(groups, free, at + 1, groups[at].alike if untouched and not count else passed):
+            yield (count, *others)
 
 
 def by_policies(groups: Sequence[Group], free: Free) -> Iterator[Free]:

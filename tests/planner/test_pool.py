@@ -36,7 +36,7 @@ def _pools() -> list[tuple[list[Group], list[Group], Pool]]:
         start = sum(first)
         others = [Group(tuple(start + device for device in group.devices), group.alike) for group in _groups(second)]
         kinds = {0: groups, 1: others} if others else {0: groups}
-        found += [(groups, others, Pool(kinds, most)) for most in (0, 20, 60, 10_000)]
+        found += [(groups, others, Pool(kinds, most)) for most in (0, 5, 60, 10_000)]
     return found
 
 
@@ -133,5 +133,5 @@ def test_policies_lead_to_some_of_all_states() -> None:
 
 def test_where_all_devices_are_to_be_used_none_is_skipped() -> None:
     groups = {0: _groups((8, 8))}
-    assert [len(Pool(groups, 300, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
-    assert [Pool(groups, most).complete for most in (300, 5_000)] == [False, True]
+    assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
+    assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
