@@ -243,9 +243,9 @@ def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> 
     notes = []
     exact = options.gap == 0
     if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
-        remedy = "" if exact else "; --gap 0 searches more of them"
+        remedy = "" if exact else "; --gap 0 leaves out fewer"
         notes.append(
-            f"not all ways to place stages on nodes were searched, nor does the lower bound hold for all{remedy}"
+            f"some placements of stages on nodes were not searched, nor does the lower bound cover them{remedy}"
         )
     devices = [device for stage in candidate.stages for device in stage.devices]
     nodes = {costs.devices[device].node for device in devices}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from drawn import random_candidate
@@ -168,3 +169,20 @@ def test_no_plan_of_dapples_is_faster_on_nodes_and_racks() -> None:
             behind += dapple_s > step_s * (1 + 1e-6)
     assert compared >= 40
     assert behind >= 20
+
+
+def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = 0
+    for seed in range(20):
+        profile, cluster, options = _instance(seed)
+        options = replace(options, use_all=False)
+        found = plan(profile, cluster, options)
+        assert not any("were not searched" in note for note in found.notes)
+        nodes = {cluster.devices[device].node for device in found.devices}
+        astray = len(nodes) > 1 and list(found.devices) != sorted(found.devices)
+        assert astray == any("start rank i on the i-th device" in note for note in found.notes)
+        apart += astray
+    assert apart > 0
+    monkeypatch.setattr("autopar.planner.placement._MOST_WORK", 0)
+    hasty = plan(profile, cluster, replace(options, gap=0.02))
+    assert any("some placements of stages on nodes were not searched" in note for note in hasty.notes)
