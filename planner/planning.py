@@ -244,9 +244,7 @@ def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> 
     exact = options.gap == 0
     if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
         remedy = "" if exact else "; --gap 0 leaves out fewer"
-        notes.append(
-            f"some placements of stages on nodes were not searched, nor does the lower bound cover them{remedy}"
-        )
+        notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = [device for stage in candidate.stages for device in stage.devices]
     nodes = {costs.devices[device].node for device in devices}
     if len(nodes) > 1 and devices != sorted(devices):
