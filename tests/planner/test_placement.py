@@ -68,7 +68,7 @@ def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[
 
 def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
     compared = moved = 0
-    for seed in range(140):
+    for seed in range(120):
         profile, cluster, options = _instance(seed)
         if seed % 4 == 1:
             cluster = _uneven(profile, cluster, options, seed)
@@ -85,8 +85,8 @@ def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
         assert best.found is not None
         devices = [device for stage in best.found.candidate.stages for device in stage.devices]
         moved += devices != list(range(len(devices)))
-    assert compared >= 110
-    assert moved >= 40
+    assert compared >= 95
+    assert moved >= 30
 
 
 def test_no_simulated_step_is_shorter_than_its_bound_wherever_stages_stand() -> None:
@@ -154,7 +154,7 @@ def test_nodes_are_alike_only_where_nothing_tells_them_apart() -> None:
 
 def test_no_plan_of_dapples_is_faster_on_nodes_and_racks() -> None:
     compared = behind = 0
-    for seed in range(50):
+    for seed in range(36):
         sizes = SIZES[seed % len(SIZES)]
         cluster = hierarchy(seed, sizes, racks=1 + seed % 3, more_links=seed % 2 == 0)
         profile = random_profile(seed, most_layers=5, batches=(6, 12))
@@ -167,8 +167,8 @@ def test_no_plan_of_dapples_is_faster_on_nodes_and_racks() -> None:
             assert step_s <= dapple_s * (1 + 1e-9), f"seed {seed}"
             compared += 1
             behind += dapple_s > step_s * (1 + 1e-6)
-    assert compared >= 40
-    assert behind >= 20
+    assert compared >= 28
+    assert behind >= 14
 
 
 def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkeypatch: pytest.MonkeyPatch) -> None:
