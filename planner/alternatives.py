@@ -14,6 +14,7 @@ from autopar.planner.choices import SHARDS
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best, Found
+from autopar.planner.levels import Span
 from autopar.planner.options import PlanOptions
 from autopar.planner.shortfall import explain
 from autopar.planner.simulate import Simulator
@@ -52,8 +53,8 @@ def try_stages(
     for family in families:
         every = frames(simulator.costs, family, options, cuts, widths, shards)
         for frame in _promising(simulator.costs, family, [_on(order, frame) for frame in every], most):
-            levels = [_levels(simulator.costs, family, options, stage) for stage in frame]
-            found = depth_choices(simulator.costs, family, frame, levels, exact=False)
+            spans = [_span(simulator.costs, family, options, stage) for stage in frame]
+            found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
                 best.judge(simulator, candidate)
             if found.closest is not None:
@@ -105,9 +106,10 @@ def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard
     return [(division, shard) for division in found for shard in shards]
 
 
-def _levels(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> list[frozenset[int]]:
+def _span(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> Span:
     levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
-    return {"auto": levels, "none": levels[:1], "full": levels[-1:]}[options.recompute]
+    whole = stage.stop - stage.first
+    return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

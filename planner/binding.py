@@ -60,6 +60,10 @@ class _Bound:
             trip_s = float(stage.rate * self.suffixes[index].trip_s)
             if trip_s >= until:
                 return [_Part(filling, "filling", first), _Part(trip_s, "round trip", index)]
+            # The first round trip fills the stages behind; what is in flight then is all that is computed meanwhile.
+            once_s = float(self.suffixes[index].trip_s)
+            if once_s + stage.beside_s >= until:
+                return [_Part(filling + once_s, "filling", first), _Part(float(stage.beside_s), "compute", index)]
             link, own = self.links[index], float(stage.forward_s + stage.backward_s)
             around = own + float(link.forth_s) + float(link.back_s)
             if around + self.suffixes[index + 1].backward_s < until:

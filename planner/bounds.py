@@ -4,18 +4,27 @@ With stages s = 1..S, one micro-batch's forward f and backward b, t = f + b, tra
 boundary behind a stage, M micro-batches, k in flight, and a from the last backward to the end of the update:
 
     R(s) = t + c + c' + R(s+1)                                            one micro-batch's round trip
-    U(s) = max(M t, M R(s) / k, t + c + c' + U(s+1),
+    U(s) = max(M t, M R(s) / k, R(s) + max((M - k) f + (M - 1) b, (M - 1) f + (M - k) b),
+               t + c + c' + U(s+1),
                t + R(s+1) + max(M c + c', c + M c'))                      until the last backward of s
     V(s) = max(U(s) + a, f + c + V(s+1))                                  until everything behind s is done
 
-Of unequal replicas the fastest counts, but the busiest in M t, and the fullest queue in M c and M c'; of replicas that
-take turns, each has its own M, and k, and so has every queue. Only tensors that the next stage reads count in c. Where
-none travels back, R(s) = t and U(s) has no terms of what is behind; where none travels forth either, V(s) has none, and
-V(s+1) bounds the step by itself. Tied parameters' reductions count 0.
+When the first backward of s ends, R(s) has passed and at most k forwards have begun; when the last forward begins, at
+most k backwards are left, and R(s) is yet to come.
+
+Of a stage whose replicas split micro-batches, all numbers are those of the last replica. It holds a micro-batch's last
+rows, and so do the last ones of the stages beside: these rows' way is a micro-batch's shortest way of which every part
+is known, and no replica has more rows. Replicas that take turns each have their own M, and k, and so has every queue.
+Only tensors that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no terms of what is
+behind; where none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters'
+reductions count 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from math import lcm
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -24,13 +33,24 @@ import numpy.typing as npt
 
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
-from autopar.schedules.route import routes
+from autopar.schedules.route import Route
 
-__all__ = ["LinkTerms", "StageTerms", "Terms", "Value", "bound", "fold", "last", "link_terms", "stage_terms"]
+__all__ = [
+    "LinkTerms",
+    "StageTerms",
+    "Terms",
+    "Value",
+    "bound",
+    "fold",
+    "last",
+    "link_terms",
+    "round_trips",
+    "stage_terms",
+]
 
 Value = float | npt.NDArray[np.float64]
 Flag = bool | npt.NDArray[np.bool_]
-Index = tuple[int | slice | EllipsisType | None, ...]
+Index = tuple[int | slice | EllipsisType | npt.NDArray[np.int64] | None, ...]
 
 
 class StageTerms(NamedTuple):
@@ -38,17 +58,22 @@ class StageTerms(NamedTuple):
 
     forward_s: Value
     backward_s: Value
-    """Forward and backward of the fastest replica."""
     work_s: Value
-    """Forwards and backwards of a whole step on the busiest replica."""
+    """Forwards and backwards of a whole step."""
     closing_s: Value
-    """Exposed reduction of the replica where it is least, and the update."""
+    """Exposed reduction, and the update."""
     rate: Value
-    """Micro-batches of a step on a replica over those in flight there at most."""
+    """Micro-batches of a step over those in flight at most."""
+    beside_s: Value
+    """What is computed at least while none of one micro-batch's round trip passes."""
 
     def at(self, index: Index) -> StageTerms:
         """Return the terms at an index of all arrays."""
         return StageTerms(*(np.asarray(each)[index] for each in self))
+
+    def shaped(self, shape: tuple[int, ...]) -> StageTerms:
+        """Return the terms with all arrays in another shape."""
+        return StageTerms(*(np.asarray(each).reshape(shape) for each in self))
 
 
 class LinkTerms(NamedTuple):
@@ -60,14 +85,18 @@ class LinkTerms(NamedTuple):
     """Whether a gradient returns."""
     forth_s: Value
     back_s: Value
-    """The quickest message of each direction."""
+    """A message of each direction."""
     forth_work_s: Value
     back_work_s: Value
-    """What a step's messages occupy the fullest queue."""
+    """What a step's messages occupy their queue."""
 
     def at(self, index: Index) -> LinkTerms:
         """Return the terms at an index of all arrays."""
         return LinkTerms(*(np.asarray(each)[index] for each in self))
+
+    def shaped(self, shape: tuple[int, ...]) -> LinkTerms:
+        """Return the terms with all arrays in another shape."""
+        return LinkTerms(*(np.asarray(each).reshape(shape) for each in self))
 
 
 class Terms(NamedTuple):
@@ -84,7 +113,7 @@ def last(stage: StageTerms) -> Terms:
     """Return the terms of the last stage."""
     trip = stage.forward_s + stage.backward_s
     # Of one micro-batch after the other, at most so many as are in flight overlap.
-    busy = np.maximum(stage.work_s, stage.rate * trip)
+    busy = np.maximum(np.maximum(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     return Terms(trip, busy, busy + stage.closing_s, busy + stage.closing_s)
 
 
@@ -95,35 +124,73 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     trip = np.where(link.back, around + behind.trip_s, own)
     queued = np.maximum(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
     ahead = np.maximum(around + behind.backward_s, own + behind.trip_s + queued)
-    backward = np.maximum(stage.work_s, stage.rate * trip)
+    backward = np.maximum(np.maximum(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     backward = np.maximum(backward, np.where(link.back, ahead, 0.0))
     later = np.where(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
     done = np.maximum(backward + stage.closing_s, later)
     return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 
+def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
+    """Return :func:`fold` where tensors travel forth and back; overwrites the arrays ``behind``."""
+    trip, backward, done = (np.asarray(each) for each in behind[:3])
+    own = stage.forward_s + stage.backward_s
+    around = own + link.forth_s + link.back_s
+    queued = np.maximum(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s) + own - around
+    trip += around
+    backward += around
+    np.maximum(backward, stage.work_s, out=backward)
+    np.maximum(backward, stage.rate * trip, out=backward)
+    np.maximum(backward, trip + np.maximum(stage.beside_s, queued), out=backward)
+    done += stage.forward_s + link.forth_s
+    np.maximum(done, backward + stage.closing_s, out=done)
+    return Terms(trip, backward, done, np.maximum(done, behind.step_s))
+
+
 def bound(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
+    for terms in _suffixes(costs, candidate):
+        found = float(terms.step_s)
+    return costs.profile.step_overhead_s + found
+
+
+def round_trips(costs: CostModel, candidate: Candidate) -> list[float]:
+    """Return the least seconds of one micro-batch's way from each stage to the last one and back."""
+    return [float(terms.trip_s) for terms in _suffixes(costs, candidate)][::-1]
+
+
+def _suffixes(costs: CostModel, candidate: Candidate) -> Iterator[Terms]:
+    """The terms of the last stage, the last two, and so on."""
     stages = candidate.stages
     terms = last(stage_terms(costs, stages[-1], candidate.micro_batches))
+    yield terms
     for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
         link = link_terms(costs, before, after, candidate)
         terms = fold(stage_terms(costs, before, candidate.micro_batches), link, terms)
-    return costs.profile.step_overhead_s + float(terms.step_s)
+        yield terms
 
 
 def stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
     """Return one stage's terms."""
-    turns = [stage.turns(at, micro_batches) for at in range(len(stage.devices))]
-    kinds = (costs.kind_of[device] for device in stage.devices)
-    # Of replicas that are alike, one stands for all.
-    replicas = {each: at for at, each in enumerate(zip(stage.shares, kinds, turns, strict=True))}.values()
-    forward = [costs.forward_s(stage, replica) for replica in replicas]
-    backward = [costs.backward_s(stage, replica, micro_batches) for replica in replicas]
-    exposed = min(costs.replica_exposed_s(stage, replica) for replica in replicas)
-    work = max((f + b) * turns[at] for f, b, at in zip(forward, backward, replicas, strict=True))
-    rate = turns[0] / stage.warmup
-    return StageTerms(min(forward), min(backward), work, exposed + costs.update_s(stage), rate)
+    at = [len(stage.devices) - 1]
+    if stage.division == "round-robin":
+        # Of replicas on one kind of device, the first has the most turns.
+        at = list({costs.kind_of[device]: index for index, device in reversed([*enumerate(stage.devices)])}.values())
+    counts = [stage.turns(each, micro_batches) for each in at]
+    forward = [costs.forward_s(stage, each) for each in at]
+    backward = [costs.backward_s(stage, each, count) for each, count in zip(at, counts, strict=True)]
+    columns = list(zip(forward, backward, counts, strict=True))
+    work = max(count * (there + back) for there, back, count in columns)
+    beside = max(float(beside_s(*column, stage.warmup)) for column in columns)
+    closing = min(costs.replica_exposed_s(stage, each) for each in at) + costs.update_s(stage)
+    return StageTerms(min(forward), min(backward), work, closing, max(counts) / stage.warmup, beside)
+
+
+def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: Value) -> Value:
+    """Return what a replica computes before its last forward, or behind its first backward, whichever is more."""
+    idle = micro_batches - np.minimum(depth, micro_batches)
+    most = micro_batches - 1
+    return np.maximum(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
 
 
 def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candidate) -> LinkTerms:
@@ -131,15 +198,26 @@ def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candi
     flow = costs.flows.between(before.first, before.stop, after.first, after.stop)
     if not flow.tensors:
         return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
-    forth, back, counts = [], [], []
-    for route in routes(before, after):
-        devices = before.devices[route.sender], after.devices[route.receiver]
+    # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
+    rows = min(before.shares[-1], after.shares[-1])
+    count = len(range(0, candidate.micro_batches, lcm(_turning(before), _turning(after))))
+    forth, back = [], []
+    for sender, receiver in product(_ends(costs, before), _ends(costs, after)):
+        route = Route(0, 0, 0, rows)
         sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
         there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
-        counts.append(route.count(candidate.micro_batches))
-        forth.append(costs.message_s(there, *devices))
-        back.append(costs.message_s(returned, *devices) if flow.gradients else 0.0)
-    forth_work, back_work = (
-        max(count * seconds for count, seconds in zip(counts, each, strict=True)) for each in (forth, back)
-    )
-    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), forth_work, back_work)
+        forth.append(costs.message_s(there, sender, receiver))
+        back.append(costs.message_s(returned, receiver, sender) if flow.gradients else 0.0)
+    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
+
+
+def _turning(stage: Placed) -> int:
+    return len(stage.devices) if stage.division == "round-robin" else 1
+
+
+def _ends(costs: CostModel, stage: Placed) -> list[int]:
+    """Devices that a micro-batch's last rows may be on, one of every node."""
+    if stage.division == "split":
+        return [stage.devices[-1]]
+    topology = costs.links.topology
+    return list({(topology.racks[each], topology.nodes[each]): each for each in stage.devices}.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.formats.plan import Division, Shard
+from autopar.planner.areas import Counts
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 
@@ -13,20 +15,23 @@ __all__ = ["DIVISIONS", "SHARDS", "Choice", "choices"]
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
-MOST_GROUPS = 5
+MOST_PARTS = 5
 
 
 class Choice(NamedTuple):
-    """Division, sharding, and a range of recomputation levels (:meth:`CostModel.recompute_levels`).
+    """Division, sharding, and how many of its own layers a stage recomputes (:meth:`CostModel.recompute_levels`).
 
-    More recomputation only ever takes longer, so that a stage takes the first level that fits. The search prices a
-    range by the times of its first level and the memory of its last one.
+    More recomputation only ever takes longer, so that a stage recomputes as few layers of a range as fit. The search
+    prices a range by the times of the fewest and the memory of the most.
     """
 
     division: Division
     shard: Shard
-    first_level: int
-    last_level: int
+    part: int = 0
+    """Of the range, among ``parts`` about equal ones from the first layer on; 0: none is recomputed."""
+    parts: int = 1
+    every: bool = False
+    """Whether all layers are to be recomputed."""
     alone: bool = False
     """Whether this is for single replicas only, because others are to be sharded."""
 
@@ -36,29 +41,40 @@ class Choice(NamedTuple):
         most = micro_batches if self.division == "round-robin" else rows
         return range(least, (1 if self.alone else 2**31 if divisible else most) + 1)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer may be recomputed."""
+        return self.every or self.part > 0
 
-def choices(costs: CostModel, options: PlanOptions, rows: int, kind: int, binding: bool) -> list[Choice]:
+    def recomputed(self, layers: Counts) -> tuple[Counts, Counts]:
+        """Return the fewest and the most layers of stages that are recomputed; more than the most: no such range.
+
+        >>> low, high = Choice("split", "none", 2, 3).recomputed(np.array([2, 3, 7]))
+        >>> low.tolist(), high.tolist()
+        ([1, 2, 3], [1, 2, 5])
+        """
+        if self.every:
+            return layers, layers
+        if self.part == 0:
+            return 0 * layers, 0 * layers
+        high = np.rint(layers * self.part / self.parts).astype(np.int64)
+        return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
+
+
+def choices(costs: CostModel, options: PlanOptions, binding: bool) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
     ``binding`` tells whether memory may bind: if not, nothing is recomputed.
     """
     shards = SHARDS if options.shard == "auto" else tuple(dict.fromkeys(("none", options.shard)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
-    ranges = _ranges(len(costs.recompute_levels(rows, kind)), options, binding)
+    every = options.recompute == "full"
+    parts = min(MOST_PARTS, costs.layer_count)
+    ranges = range(parts + 1) if options.recompute == "auto" and binding else range(1)
     alone = options.shard not in ("auto", "none")
     return [
-        Choice(division, shard, *levels, alone=alone and shard == "none")
-        for levels in ranges
+        Choice(division, shard, part, parts, every, alone=alone and shard == "none")
+        for part in ranges
         for division in divisions
         for shard in shards
     ]
-
-
-def _ranges(levels: int, options: PlanOptions, binding: bool) -> list[tuple[int, int]]:
-    if options.recompute == "full":
-        return [(levels - 1, levels - 1)]
-    if options.recompute == "none" or not binding or levels == 1:
-        return [(0, 0)]
-    groups = min(MOST_GROUPS, levels) - 1
-    edges = [1 + round(index * (levels - 1) / groups) for index in range(groups + 1)]
-    return [(0, 0), *((start, stop - 1) for start, stop in pairwise(edges))]

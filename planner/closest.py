@@ -16,7 +16,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.memory import Held, Parts, peak_of
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.pool import in_order
 
 __all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
 
@@ -61,7 +61,7 @@ class Closest:
     def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:
         self.costs, self.family, self.options = costs, family, options
         self._parts: Known = {} if known is None else known
-        self.pool = Pool(costs.kind_of)
+        self.pool = in_order(costs.kind_of)
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
         grid = np.ix_(self.edges[:-1], self.edges)

@@ -15,6 +15,7 @@ from autopar.hardware.gpus import known_as
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
+from autopar.planner.levels import Levels
 from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
 from autopar.planner.options import PlanOptions
@@ -54,6 +55,7 @@ class CostModel:
         self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
         """By kind."""
         self.layer_count = len(profile.layers)
+        self.every_layer = frozenset(range(self.layer_count))
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
         self.cluster = cluster
@@ -66,7 +68,7 @@ class CostModel:
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
         self._exposed: dict[tuple[int, int, float, int, Level, Shard, int], float] = {}
-        self._levels: dict[tuple[float, int], list[frozenset[int]]] = {}
+        self._levels: dict[tuple[float, int], Levels] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = list(cluster.devices)
@@ -162,10 +164,14 @@ class CostModel:
     def backward_s(self, stage: Placed, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
         ranks = len(stage.devices)
-        adding, recompute = self.adding(micro_batches, ranks), frozenset(stage.recompute)
-        where = ranks, self._level(stage), self.kind_of[stage.devices[replica]]
-        sums = self.sums.backward(stage.shares[replica], adding, recompute, stage.shard, *where)
-        return sums[stage.stop] - sums[stage.first]
+        rows, adding = stage.shares[replica], self.adding(micro_batches, ranks)
+        where = stage.shard, ranks, self._level(stage), self.kind_of[stage.devices[replica]]
+        sums = self.sums.backward(rows, adding, frozenset(), *where)
+        seconds = sums[stage.stop] - sums[stage.first]
+        if stage.recompute:
+            again = self.sums.backward(rows, adding, self.every_layer, *where)
+            seconds += sum(again[at + 1] - again[at] - (sums[at + 1] - sums[at]) for at in stage.recompute)
+        return seconds
 
     def _level(self, stage: Placed) -> Level:
         return self.links.level(stage.devices)
@@ -179,7 +185,7 @@ class CostModel:
         """
         return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
 
-    def recompute_levels(self, rows: float, kind: int = 0) -> list[frozenset[int]]:
+    def recompute_levels(self, rows: float, kind: int = 0) -> Levels:
         """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
 
         Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
@@ -191,8 +197,7 @@ class CostModel:
                 freed = self.memory[kind].freed_bytes(layer, rows)
                 if freed > 0:
                     ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
-            order = [layer for _, layer in sorted(ranked)]
-            self._levels[rows, kind] = [frozenset(order[:count]) for count in range(len(order) + 1)]
+            self._levels[rows, kind] = Levels([layer for _, layer in sorted(ranked)])
         return self._levels[rows, kind]
 
     def update_s(self, stage: Placed) -> float:

@@ -6,7 +6,7 @@ Shares with the search its costs and its simulator only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.placement import groups_of
+from autopar.planner.reserve import Group
 from autopar.planner.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -34,6 +36,42 @@ class Exhausted(NamedTuple):
     """Of the fastest plan that fits; infinite if none does."""
     least_bound_s: float
     """The least bound of a plan that fits."""
+
+
+class _Free(NamedTuple):
+    """The devices that are left while stages take theirs."""
+
+    groups: tuple[tuple[int, Group], ...]
+    """Kind and devices of all groups of :func:`autopar.planner.placement.groups_of`."""
+    left: tuple[int, ...]
+    """By group."""
+    begun: tuple[int, ...] = ()
+    """Groups of which stages have devices, in the order in which they came to have them."""
+
+    @classmethod
+    def of(cls, costs: CostModel) -> _Free:
+        """Return all devices."""
+        groups = [(kind, group) for kind, own in sorted(groups_of(costs).items()) for group in own]
+        return cls(tuple(groups), tuple(len(group.devices) for _, group in groups))
+
+    def taken(self) -> Iterator[tuple[tuple[int, ...], _Free]]:
+        """Yield the devices that a stage may have, any number of each group of a kind, and what is left then."""
+        for kind in dict.fromkeys(kind for kind, _ in self.groups):
+            own = [at for at, (other, _) in enumerate(self.groups) if other == kind]
+            for counts in product(*(range(self.left[at] + 1) for at in own)):
+                if any(counts):
+                    yield self._take(dict(zip(own, counts, strict=True)))
+
+    def _take(self, counts: dict[int, int]) -> tuple[tuple[int, ...], _Free]:
+        """Order replicas as stages do: of groups that are alike, those first that were begun first."""
+        some = [at for at, count in counts.items() if count]
+        begun = (*self.begun, *(at for at in some if at not in self.begun))
+        devices: list[int] = []
+        for at in sorted(some, key=lambda at: (self.groups[at][1].alike, begun.index(at))):
+            own = self.groups[at][1].devices[-self.left[at] :]
+            devices += own[: counts[at]]
+        left = tuple(count - counts.get(at, 0) for at, count in enumerate(self.left))
+        return tuple(devices), self._replace(left=left, begun=begun)
 
 
 class _Frame(NamedTuple):
@@ -64,7 +102,7 @@ def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted
 def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
     """Yield every candidate: all micro-batch counts, cuts, devices, divisions, shards, recomputations and depths."""
     for frame in _frames(costs, options):
-        for stages in _stages(costs, options, frame, 0, tuple(range(len(costs.devices)))):
+        for stages in _stages(costs, options, frame, 0, _Free.of(costs)):
             for deep in _deep(frame, stages):
                 yield Candidate(frame.micro_batches, frame.rows, frame.schedule, deep)
 
@@ -73,27 +111,39 @@ def _too_many(costs: CostModel, options: PlanOptions) -> bool:
     """Whether there are more than :data:`MOST_PLANS` plans, of depths counting only the last stage's."""
     plans = 0
     for frame in _frames(costs, options):
-        seen: dict[tuple[int, int], int] = {}
-        structures = _structures(costs, options, frame, 0, len(costs.devices), seen)
+        structures = _Structures(costs, options, frame).count(0, _Free.of(costs))
         plans += structures * (1 if frame.schedule == "gpipe" else frame.micro_batches)
         if plans > MOST_PLANS:
             return True
     return False
 
 
-def _structures(
-    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: int, seen: dict[tuple[int, int], int]
-) -> int:
-    """Count the ways to place the stages from ``index`` on, were all devices of one kind."""
-    if index == len(frame.edges) - 1:
-        return int(not options.use_all or free == 0)
-    if (index, free) not in seen:
-        seen[index, free] = sum(
-            len(list(_placed(costs, options, frame, index, tuple(range(width)))))
-            * _structures(costs, options, frame, index + 1, free - width, seen)
-            for width in range(1, free + 1)
-        )
-    return seen[index, free]
+class _Structures:
+    """Counts the ways to place the stages of a frame; no further than there are too many."""
+
+    def __init__(self, costs: CostModel, options: PlanOptions, frame: _Frame) -> None:
+        self.costs, self.options, self.frame = costs, options, frame
+        self.placed: dict[tuple[int, int, int], int] = {}
+        self.seen: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def count(self, index: int, free: _Free) -> int:
+        """Count the ways to place the stages from ``index`` on."""
+        if index == len(self.frame.edges) - 1:
+            return int(not self.options.use_all or not any(free.left))
+        if (index, free.left) not in self.seen:
+            found = 0
+            for devices, others in free.taken():
+                found += self._ways(index, devices) * self.count(index + 1, others)
+                if found > MOST_PLANS:
+                    break
+            self.seen[index, free.left] = found
+        return self.seen[index, free.left]
+
+    def _ways(self, index: int, devices: tuple[int, ...]) -> int:
+        key = index, self.costs.kind_of[devices[0]], len(devices)
+        if key not in self.placed:
+            self.placed[key] = len(list(_placed(self.costs, self.options, self.frame, index, devices)))
+        return self.placed[key]
 
 
 def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
@@ -111,25 +161,21 @@ def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
 
 
 def _stages(
-    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: tuple[int, ...]
+    costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: _Free
 ) -> Iterator[tuple[Placed, ...]]:
-    """Every way to place the stages from ``index`` on; devices of a kind are taken in cluster order."""
+    """Yield every way to place the stages from ``index`` on."""
     if index == len(frame.edges) - 1:
-        if not options.use_all or not free:
+        if not options.use_all or not any(free.left):
             yield ()
         return
     ends = frame.edges[index], frame.edges[index + 1]
-    for kind in sorted({costs.kind_of[device] for device in free}):
-        if not frame.constraints.allows(*ends, kind):
+    for devices, rest in free.taken():
+        if not frame.constraints.allows(*ends, costs.kind_of[devices[0]]):
             continue
-        own = [device for device in free if costs.kind_of[device] == kind]
-        for width in range(1, len(own) + 1):
-            devices = tuple(own[:width])
-            rest = tuple(device for device in free if device not in devices)
-            placed = list(_placed(costs, options, frame, index, devices))
-            for others in _stages(costs, options, frame, index + 1, rest) if placed else ():
-                for stage in placed:
-                    yield (stage, *others)
+        placed = list(_placed(costs, options, frame, index, devices))
+        for others in _stages(costs, options, frame, index + 1, rest) if placed else ():
+            for stage in placed:
+                yield (stage, *others)
 
 
 def _placed(
@@ -160,8 +206,9 @@ def _recomputed(
     costs: CostModel, options: PlanOptions, frame: _Frame, kind: int, first: int, stop: int
 ) -> list[tuple[int, ...]]:
     levels = costs.recompute_levels(frame.rows, kind)
-    asked = {"auto": levels, "none": levels[:1], "full": levels[-1:]}[options.recompute]
-    return sorted({within(level, first, stop) for level in asked})
+    every = range(len(levels))
+    asked = {"auto": every, "none": every[:1], "full": every[-1:]}[options.recompute]
+    return sorted({within(levels[level], first, stop) for level in asked})
 
 
 def _deep(frame: _Frame, stages: tuple[Placed, ...]) -> Iterator[tuple[Placed, ...]]:

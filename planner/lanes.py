@@ -82,9 +82,9 @@ class Lanes:
         self._sharing, self._devices = traffic
         self.lanes: list[Lane] = []
         self._known: dict[_Course, Lane] = {}
-        messages = {pair: self._message(*pair) for pair in times.message_s}
+        messages = {pair: self._message(*pair, seconds) for pair, seconds in times.message_s.items()}
         parts = dict(self._reductions(times))
-        joint = [self._collective(ranks, ranks) for ranks in tied]
+        joint = [self._collective(ranks, ranks, s) for ranks, s in zip(tied, times.tied_s, strict=True)]
         self._passages = self._crowded([*messages.values(), *parts.values(), *joint])
         self.queues = {
             (sender, receiver): Queue(sender, receiver, seconds, self._lane(messages[sender, receiver]))
@@ -100,16 +100,16 @@ class Lanes:
                 self.parts[rank] = Part(rank, hidden_s, hidden_s + times.exposed_s[rank], lane)
         self.tied = [self._lane(course) for course in joint]
 
-    def _message(self, sender: int, receiver: int) -> _Course:
+    def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
         ends = self._devices[sender], self._devices[receiver]
         level = self._sharing.level(ends)
-        return _Course(level, self._sharing.ports(level, *ends), (sender, receiver))
+        return _Course(level, self._sharing.ports(level, *ends, seconds), (sender, receiver))
 
-    def _collective(self, members: Sequence[int], group: Sequence[int]) -> _Course:
+    def _collective(self, members: Sequence[int], group: Sequence[int], seconds: float) -> _Course:
         """A rank both sends and receives at the level that connects its group."""
         level = self._sharing.level([self._devices[rank] for rank in group])
         places = [self._devices[rank] for rank in members]
-        ports = tuple(port for device in places for port in self._sharing.ports(level, device, device))
+        ports = tuple(port for device in places for port in self._sharing.ports(level, device, device, seconds))
         return _Course(level, ports, tuple(members))
 
     def _reductions(self, times: Durations) -> Iterator[tuple[int, _Course]]:
@@ -119,7 +119,7 @@ class Lanes:
             groups.setdefault(stage, []).append(rank)
         for group in groups.values():
             for rank in group if len(group) > 1 else ():
-                yield rank, self._collective((rank,), group)
+                yield rank, self._collective((rank,), group, times.reduce_s[rank])
 
     def _crowded(self, courses: Sequence[_Course]) -> dict[Port, Passage]:
         """Return the ports where more transfers can meet than the port takes at full speed."""

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.cluster import Cluster, Curve, Device
+from autopar.formats.cluster import Cluster, Curve, Device, Level
 from autopar.formats.document import Provenance
+from autopar.planner.topology import Topology
 
 __all__ = ["Collective", "Level", "LinkModel"]
 
-Level = Literal["node", "network"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Rounds of a ring, in multiples of n - 1."""
 Numbers = npt.NDArray[np.float64]
+
+
+class _Way(NamedTuple):
+    """One of a level's links."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Of a transfer, while all that share the link send."""
+    known: Provenance
 
 
 class _Line:
@@ -68,38 +77,39 @@ class LinkModel:
             bytes_per_s: of every link, in place of the cluster's numbers and curves.
             latencies: whether a link that has no curve has its latency.
         """
-        self._known: dict[Level, Provenance] = {}
-        self._nodes = [device.node for device in devices]
-        self._latency_s: dict[Level, float] = {}
-        self._bytes_per_s: dict[Level, float] = {}
+        self.topology = Topology(cluster, devices)
+        self._ways: dict[Level, list[_Way]] = {}
         self._lines: dict[tuple[str, int, Level], _Line] = {}
         for link in cluster.links:
             # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
             shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
-            self._latency_s.setdefault(link.level, link.latency_s if latencies else 0.0)
-            self._known.setdefault(link.level, "estimated" if bytes_per_s else link.provenance)
-            self._bytes_per_s.setdefault(link.level, bytes_per_s or shared)
+            known = "estimated" if bytes_per_s else link.provenance
+            way = _Way(link.latency_s if latencies else 0.0, bytes_per_s or shared, known)
+            self._ways.setdefault(link.level, []).append(way)
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
-            if curve.level in self._bytes_per_s:
-                self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, self._bytes_per_s[curve.level]))
+            # What a curve does not say of large messages, the link of most bandwidth does.
+            rate = max(way.bytes_per_s for way in self._ways[curve.level])
+            self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, rate))
         self._collected: dict[tuple[Collective, int, int, Level], float] = {}
         self._sent: dict[tuple[float, Level], float] = {}
 
     def among(self, devices: Sequence[int]) -> LinkModel:
         """Return the prices between some of the devices, which are then counted from 0."""
         other = copy(self)
-        other._nodes = [self._nodes[device] for device in devices]
+        other.topology = self.topology.among(devices)
         return other
 
     def level(self, devices: Sequence[int]) -> Level:
-        """Return the slowest level that connects these devices."""
-        return "node" if len({self._nodes[device] for device in devices}) <= 1 else "network"
+        """Return the widest level that these devices need to reach each other."""
+        return self.topology.level(devices)
 
     def message_provenance(self, size_bytes: float, level: Level) -> Provenance:
         """Return where the seconds of a message come from."""
         line = self._lines.get(("p2p", 2, level))
-        return self._known[level] if line is None else line.provenance(size_bytes)
+        if line is not None:
+            return line.provenance(size_bytes)
+        return min(self._ways[level], key=lambda way: way.latency_s + size_bytes / way.bytes_per_s).known
 
     def collective_provenance(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> Provenance:
         """Return where the seconds of a collective come from."""
@@ -107,11 +117,12 @@ class LinkModel:
         return "estimated" if line is None else line.provenance(size_bytes)
 
     def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
-        """Return the seconds of point-to-point messages."""
+        """Return the seconds of point-to-point messages: by the level's curve, else on the quickest of its links."""
         line = self._lines.get(("p2p", 2, level))
         if line is not None:
             return line(sizes_bytes)
-        return np.asarray(self._latency_s[level] + sizes_bytes / self._bytes_per_s[level])
+        seconds = [way.latency_s + sizes_bytes / way.bytes_per_s for way in self._ways[level]]
+        return np.asarray(np.minimum.reduce(seconds))
 
     def message_s(self, size_bytes: float, level: Level) -> float:
         """Return the seconds of one point-to-point message."""
@@ -125,6 +136,7 @@ class LinkModel:
 
         Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by (n - 1) / n, latency by
         n - 1, and an all-reduce takes both twice (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+        Without any curve, it is a ring over the quickest of the level's links.
         """
         if ranks < 2 or size_bytes == 0:
             return 0.0
@@ -155,7 +167,9 @@ class LinkModel:
         nearest = self._nearest(kind, ranks, level)
         if nearest is None:
             rounds = _ROUNDS[kind] * (ranks - 1)
-            return rounds / ranks * sizes_bytes / self._bytes_per_s[level] + rounds * self._latency_s[level]
+            moved = rounds / ranks * sizes_bytes
+            every = [moved / way.bytes_per_s + rounds * way.latency_s for way in self._ways[level]]
+            return np.asarray(np.minimum.reduce(every))
         line = self._lines[kind, nearest, level]
         seconds = line(sizes_bytes)
         if nearest == ranks:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import accumulate
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
+from autopar.planner.activations import Activations, rows_bytes
+from autopar.planner.areas import Area, Areas, Counts, windowed
 from autopar.planner.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.layers import LayerCosts
 
-__all__ = ["Held", "MemoryModel", "Parts", "Table", "peak_of"]
+__all__ = ["Held", "MemoryModel", "Parts", "peak_of"]
 
-Table = list[list[int]]
-"""Bytes of the layers first:stop, as ``table[first][stop]``."""
-Bytes = int | npt.NDArray[np.int64]
+Bytes = int | Counts
 
 
 class Held(NamedTuple):
@@ -89,9 +88,9 @@ def peak_of(parts: Parts, held: Held) -> Bytes:
     if held.warmup == held.micro_batches and r == 1:
         begun = full * parts.activations + parts.first_peak + parts.lasting
         # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
-        full, sent = full - 1, _rows(held.rows, parts.answered)
+        full, sent = full - 1, rows_bytes(held.rows, parts.answered)
     steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
-    inputs = held.micro_batches * _rows(held.rows, parts.inputs)
+    inputs = held.micro_batches * rows_bytes(held.rows, parts.inputs)
     most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
     return kept + inputs + most
 
@@ -99,18 +98,13 @@ def peak_of(parts: Parts, held: Held) -> Bytes:
 def _messages(parts: Parts, held: Held) -> Bytes:
     """Bytes of messages under way, beside what is in flight."""
     rows, most = held.rows, held.micro_batches
-    returned = _rows(rows, parts.returned)
-    answered = min(held.lead, most) * _rows(rows, parts.answered)
+    returned = rows_bytes(rows, parts.returned)
+    answered = min(held.lead, most) * rows_bytes(rows, parts.answered)
     if held.warmup == most:
         return min(3, most) * returned + answered
-    least = _rows(rows, parts.received) + min(2, most) * returned
+    least = rows_bytes(rows, parts.received) + min(2, most) * returned
     longest: Bytes = np.maximum(least, min(3, most) * returned)
     return longest + answered
-
-
-def _rows(rows: float, per_sample: Bytes) -> Bytes:
-    """Bytes of some rows, rounded up where rows are fractions."""
-    return rows * per_sample if isinstance(rows, int) else np.ceil(rows * np.asarray(per_sample)).astype(np.int64)
 
 
 class MemoryModel:
@@ -137,49 +131,81 @@ class MemoryModel:
     """
 
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
-        self._costs, self._flows = costs, flows
+        self._costs, self._flows, self._updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
-        self._saved: dict[float, list[dict[str, int]]] = {}
         self._totals: dict[float, tuple[int, int]] = {}
-        self._sweeps: dict[tuple[int, float, frozenset[int]], tuple[list[int], list[int], list[int]]] = {}
-        self._parameters = self._state_table(
-            lambda layer: layer.parameters_bytes + layer.buffers_bytes, lambda _, tied: tied.bytes
+        self._fixed: dict[tuple[int, int], Parts] = {}
+        self._windows: dict[int, Parts] = {}
+        layers = costs.layers
+        state = (
+            ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, tied: tied.bytes),
+            ([layer.optimizer_bytes for layer in layers], lambda at, tied: _share(at, tied, at.optimizer_bytes)),
+            ([layer.gradient_bytes for layer in layers], lambda at, tied: _share(at, tied, at.gradient_bytes)),
         )
-        self._optimizer = self._state_table(
-            lambda layer: layer.optimizer_bytes, lambda layer, tied: _share(layer, tied, layer.optimizer_bytes)
+        self._state = [(np.array([0, *accumulate(values)]), self._shared(share)) for values, share in state]
+        """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
+        self._activations = Activations(costs, flows, self._gradients_made)
+        self._largest = [layer.parameters_bytes for layer in layers]
+        self._updates = [layer.update_bytes for layer in layers]
+        gradients = [tensor for tensor in flows.crossing if tensor.gradient]
+        self._messages = (
+            self._read(flows.inputs),
+            self._read(flows.crossing),
+            self._read(gradients),
+            Areas(
+                self._count,
+                (
+                    Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
+                    for tensor in gradients
+                ),
+            ),
         )
-        self._gradients = self._state_table(
-            lambda layer: layer.gradient_bytes, lambda layer, tied: _share(layer, tied, layer.gradient_bytes)
-        )
-        self._largest = self._running([layer.parameters_bytes for layer in costs.layers], max)
-        updates = [layer.update_bytes for layer in costs.layers]
-        self._update = self._running(updates, operator.add if updates_at_once else max)
-        self._lasting = self._lasting_table()
-        self._inputs = self._read_table(flows.inputs)
-        self._received = self._read_table(flows.crossing)
-        self._answered = self._read_table([tensor for tensor in flows.crossing if tensor.gradient])
-        self._returned = self._returned_table()
+        """Per sample: model inputs, activations received, gradients sent back, gradients received."""
+        self._lasting = self._lasting_areas()
 
     def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
         """Return what the peak of one stage is made of."""
-        tables = self._tables()
-        sweep = self._sweep(first, rows, recompute)
-        return Parts(*(table[first][stop] for table in tables), *(each[stop] for each in sweep))
+        if (first, stop) not in self._fixed:
+            state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
+            update = (sum if self._updates_at_once else max)(self._updates[first:stop])
+            messages = (areas.at(first, stop) for areas in self._messages)
+            largest = max(self._largest[first:stop])
+            fixed: list[int] = [*state, largest, self._lasting.at(first, stop), update, *messages]
+            self._fixed[first, stop] = Parts._make((*fixed, 0, 0, 0))
+        return self._fixed[first, stop]._replace(**self._activations.of(first, stop, rows, recompute)._asdict())
 
-    def arrays(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
-        """Return what the peaks of all stages are made of, as arrays ``[first, stop]``.
+    def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
+        """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
 
-        ``recompute`` are layers of the model: a stage recomputes those of its own among them.
+        ``recompute`` are layers of the model: a stage recomputes those of its own among them. What stages would hold
+        that end behind the last layer has no meaning.
         """
-        sweeps = [self._sweep(first, rows, recompute) for first in range(self._count)]
-        own = (np.array([sweep[which] for sweep in sweeps], dtype=np.int64) for which in range(3))
-        return Parts(*(np.array(table, dtype=np.int64) for table in self._tables()), *own)
+        if longest not in self._windows:
+            state = [windowed(sums, longest) - shared.window(longest) for sums, shared in self._state]
+            update = np.add if self._updates_at_once else np.maximum
+            messages = [areas.window(longest) for areas in self._messages]
+            lasting = self._lasting.window(longest)
+            running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
+            self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
+        known = self._windows[longest]
+        swept = self._activations.window(rows, recompute, longest, np.asarray(known.gradients))
+        return known._replace(**swept._asdict())
+
+    def by_stop(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+        """Return :meth:`arrays` of all stages as ``[first, stop]``; 0 where there are none."""
+        firsts, stops = np.triu_indices(self._count, 1, self._count + 1)
+        found = []
+        for each in self.arrays(rows, recompute, self._count):
+            table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+            table[firsts, stops] = np.asarray(each)[firsts, stops - firsts - 1]
+            found.append(table)
+        return Parts._make(found)
 
     def most(self, rows: float, micro_batches: int) -> int:
         """Return what no stage exceeds, whatever it is and however it is run: everything there is, twice."""
         if rows not in self._totals:
             layers = range(self._count)
-            saved = sum(sum(self._saved_by(layer, rows, recomputed=False).values()) for layer in layers)
+            saved = sum(sum(self._activations.saved(layer, rows, recomputed=False).values()) for layer in layers)
             passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
             crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
             inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
@@ -192,140 +218,73 @@ class MemoryModel:
                 + 4 * layer.parameters_bytes
                 for layer in self._costs.layers
             )
-            self._totals[rows] = state + passing, saved + int(_rows(rows, 6 * crossing + inputs))
+            self._totals[rows] = state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
         fixed, each = self._totals[rows]
         return 2 * (fixed + micro_batches * each)
 
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by(layer)}
-        saved = self._saved_by(layer, rows, recomputed=False)
+        saved = self._activations.saved(layer, rows, recomputed=False)
         return sum(size for name, size in saved.items() if name not in read)
 
-    def _tables(self) -> tuple[Table, ...]:
-        state = (self._parameters, self._optimizer, self._gradients, self._largest, self._lasting, self._update)
-        return (*state, self._inputs, self._received, self._answered, self._returned)
-
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
-        """Return the peak of a stage whose later stages end before the layers ``cuts``."""
+        """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
         extra = 0
-        for tensor in self._flows.crossing:
-            if first <= tensor.producer < stop and tensor.gradient:
-                readers, start = 0, stop
-                for end in cuts:
-                    readers += any(start <= consumer < end for consumer in tensor.consumers)
-                    start = end
-                extra += max(0, readers - 1) * tensor.bytes_per_sample
+        for layer in range(first, stop):
+            for tensor in self._flows.made_by(layer):
+                if tensor.gradient and tensor.consumers[-1] >= stop:
+                    readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
+                    extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         parts = self.parts(first, stop, held.rows, held.recompute)
-        return int(peak_of(parts, held)) + 2 * int(_rows(held.rows, extra))
+        return int(peak_of(parts, held)) + 2 * int(rows_bytes(held.rows, extra))
 
-    def _state_table(self, of: Callable[[Layer], int], shared: Callable[[Layer, TiedLayers], int]) -> Table:
-        table = [[0] * (self._count + 1) for _ in range(self._count)]
-        for first in range(self._count):
-            total = 0
-            for last in range(first, self._count):
-                total += of(self._costs.layers[last])
-                for tied in self._flows.tied:
-                    if last in tied.layers and any(first <= other < last for other in tied.layers):
-                        total -= shared(self._costs.layers[last], tied)
-                table[first][last + 1] = total
-        return table
+    def _gradients_made(self, first: int, stop: int) -> int:
+        sums, shared = self._state[2]
+        return int(sums[stop] - sums[first]) - shared.at(first, stop)
 
-    def _running(self, values: Sequence[int], join: Callable[[int, int], int]) -> Table:
-        """``join`` of the values of layers first:stop."""
-        return [[0] * (first + 1) + list(accumulate(values[first:], join)) for first in range(self._count)]
+    def _shared(self, share: Callable[[Layer, TiedLayers], int]) -> Areas:
+        """What layers of one stage count twice, since they share a parameter."""
+        return Areas(
+            self._count,
+            (
+                Area(0, before, layer + 1, self._count, share(self._costs.layers[layer], tied))
+                for tied in self._flows.tied
+                for before, layer in pairwise(tied.layers)
+            ),
+        )
 
-    def _lasting_table(self) -> Table:
-        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+    def _lasting_areas(self) -> Areas:
+        """Gradients of parameters that a stage holds, and another one too."""
+        found = []
         for tied in self._flows.tied:
             if tied.trainable:
-                held = np.zeros(self._count + 1, dtype=np.int64)
-                held[np.array(tied.layers) + 1] = 1
-                counts = np.cumsum(held)
-                within = np.subtract.outer(counts, counts).T[:-1]
-                table += tied.bytes * ((within > 0) & (within < len(tied.layers)))
-        return table.tolist()
+                first, last = tied.layers[0], tied.layers[-1]
+                for before, layer in pairwise((-1, *tied.layers)):
+                    found.append(Area(before + 1, layer, layer + 1, self._count, tied.bytes))
+                found.append(Area(0, first, last + 1, self._count, -tied.bytes))
+        return Areas(self._count, found)
 
-    def _read_table(self, tensors: Iterable[FlowTensor]) -> Table:
+    def _read(self, tensors: Iterable[FlowTensor]) -> Areas:
         """Bytes per sample that layers first:stop read of what is made before them."""
-        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+        found = []
         for tensor in tensors:
             start = tensor.producer + 1
             for consumer in tensor.consumers:
                 # Of stages that begin behind the reader before, this is the first one to be met.
-                table[start : consumer + 1, consumer + 1 :] += tensor.bytes_per_sample
+                found.append(Area(start, consumer, consumer + 1, self._count, tensor.bytes_per_sample))
                 start = max(start, consumer + 1)
-        return table.tolist()
+        return Areas(self._count, found)
 
-    def _returned_table(self) -> Table:
-        """Bytes per sample of gradients of what layers first:stop make and later ones read."""
-        table = np.zeros((self._count, self._count + 1), dtype=np.int64)
-        for tensor in self._flows.crossing:
-            if tensor.gradient:
-                table[: tensor.producer + 1, tensor.producer + 1 : tensor.consumers[-1] + 1] += tensor.bytes_per_sample
-        return table.tolist()
 
-    def _sweep(self, first: int, rows: float, recompute: frozenset[int]) -> tuple[list[int], list[int], list[int]]:
-        """Activations, peaks and first peaks of the stages that begin with a layer, by their stop."""
-        key = (first, rows, frozenset(layer for layer in recompute if layer >= first))
-        if key not in self._sweeps:
-            self._sweeps[key] = self._swept(*key)
-        return self._sweeps[key]
-
-    def _swept(self, first: int, rows: float, recompute: frozenset[int]) -> tuple[list[int], list[int], list[int]]:
-        activations, peaks, first_peaks = ([0] * (self._count + 1) for _ in range(3))
-        held: dict[str, int] = {}
-        ahead: dict[str, tuple[int, int]] = {}
-        total = highest = 0
-        highest_begun = -self._gradients[first][self._count]
-        for last in range(first, self._count):
-            saved = self._saved_by(last, rows, last in recompute)
-            transient = self._transient(last, rows, saved)
-            for name, size in saved.items():
-                total += max(0, size - held.get(name, 0))
-                held[name] = max(size, held.get(name, 0))
-            for tensor in self._flows.received_by(last):
-                if tensor.producer < first and tensor.name not in held:
-                    held[tensor.name] = int(_rows(rows, tensor.bytes_per_sample))
-                    total += held[tensor.name]
-            # Behind this layer, the first backward has left the gradients of the stage's later layers.
-            made = self._gradients[first][last + 1]
-            for tensor in self._flows.made_by(last):
-                ahead[tensor.name] = tensor.consumers[-1], int(_rows(rows, tensor.bytes_per_sample))
-            ahead = {name: until for name, until in ahead.items() if until[0] > last and name not in held}
-            kept = sum(size for _, size in ahead.values())
-            # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
-            final = total + max(0, transient - int(_rows(rows, self._sent_bytes(last, held))))
-            activations[last + 1] = total + kept
-            peaks[last + 1] = max(highest, final) + kept
-            first_peaks[last + 1] = max(highest_begun + made, final) + kept
-            highest = max(highest, total + transient)
-            highest_begun = max(highest_begun, total + transient - made)
-        return activations, peaks, first_peaks
-
-    def _saved_by(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
-        """Bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
-        if recomputed:
-            return {tensor.name: int(_rows(rows, tensor.bytes_per_sample)) for tensor in self._flows.received_by(layer)}
-        if rows not in self._saved:
-            inputs = {tensor.name for tensor in self._flows.inputs}
-            self._saved[rows] = [
-                {name: size for name, size in self._costs.saved_at(index, rows).items() if name not in inputs}
-                for index in range(self._count)
-            ]
-        return self._saved[rows][layer]
-
-    def _sent_bytes(self, layer: int, held: Container[str]) -> int:
-        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
-        made = self._flows.made_by(layer)
-        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in held)
-        return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
-
-    def _transient(self, layer: int, rows: float, saved: dict[str, int]) -> int:
-        """Bytes a layer holds for a while beyond what it saves; a layer's peak does not count its inputs."""
-        read = {tensor.name for tensor in self._flows.received_by(layer)}
-        own = sum(size for name, size in saved.items() if name not in read)
-        return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
+def _running(values: Sequence[int], longest: int, join: np.ufunc) -> Counts:
+    """``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``."""
+    found = np.zeros((len(values), longest), dtype=np.int64)
+    found[:, 0] = values
+    for at in range(1, longest):
+        found[:, at] = found[:, at - 1]
+        join(found[: len(values) - at, at], found[at:, 0], out=found[: len(values) - at, at])
+    return found
 
 
 def _share(layer: Layer, tied: TiedLayers, size: int) -> int:

@@ -18,11 +18,12 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best
-from autopar.planner.milp_arcs import MOST_ARCS, Arc, Network, asked_levels, network
+from autopar.planner.levels import Span
+from autopar.planner.milp_arcs import MOST_ARCS, Arc, Network, network
 from autopar.planner.milp_linear import linear
 from autopar.planner.milp_solver import SOLVERS, Failed, Solution, Solver
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.placement import pool_of
 from autopar.planner.search import HOPELESS, search
 from autopar.planner.simulate import Simulator
 from autopar.planner.work import work_s
@@ -194,7 +195,8 @@ class _Rounds:
     ) -> None:
         self.simulator, self.costs, self.families = simulator, simulator.costs, families
         self.options, self.best, self.solvers = options, best, solvers
-        self.pool, self.constraints = Pool(self.costs.kind_of), Constraints.of(self.costs, options)
+        self.pool = pool_of(self.costs, exact=options.gap == 0, use_all=options.use_all)
+        self.constraints = Constraints.of(self.costs, options)
         self.programs: dict[int, _Program] = {}
         self.heap: list[_Entry] = []
         self.sequence = self.candidates = self.paths = 0
@@ -247,9 +249,9 @@ class _Rounds:
     def _try(self, program: _Program, path: Sequence[int]) -> None:
         """Try the depths of a path: with no gap all of them, in the order of their bounds; else a few at once."""
         family, stages = program.network.family, program.stages(path)
-        levels = [self._levels(family, program.network.arcs[arc]) for arc in path]
+        spans = [self._span(family, program.network.arcs[arc]) for arc in path]
         exact = self.options.gap == 0
-        found = depth_choices(self.costs, family, stages, levels, exact=exact)
+        found = depth_choices(self.costs, family, stages, spans, exact=exact)
         tried: list[float] = []
         for candidate in found.candidates:
             bound_s = bound(self.costs, candidate)
@@ -265,10 +267,11 @@ class _Rounds:
         if not found.complete:
             self.floor_s = min(self.floor_s, bound(self.costs, Candidate(*family, stages)))
 
-    def _levels(self, family: Family, arc: Arc) -> list[frozenset[int]]:
+    def _span(self, family: Family, arc: Arc) -> Span:
         """What a stage may recompute, from the least that lets it fit by itself."""
         levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[arc.stage.devices[0]])
-        return levels[arc.level : asked_levels(len(levels), self.options.recompute).stop]
+        low = len(arc.stage.recompute)
+        return Span(levels, low, low if self.options.recompute == "none" else None)
 
     def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
         self.least_bound_s = min(self.least_bound_s, bound_s)

@@ -121,12 +121,11 @@ class _Pricing:
         for kind in self.pool.kinds:
             stops = [stop for stop in range(first + 1, constraints.layers + 1) if constraints.allows(first, stop, kind)]
             for width in range(1, self.pool.left(state, kind) + 1):
-                devices = self.pool.devices(state, kind, width)
-                after = self.pool.take(state, kind, width)
-                for stop in stops:
-                    for stage, level, terms in self._ways(first, stop, kind, devices):
-                        placed = stage._replace(devices=devices)
-                        yield Arc(node, (stop, after), placed, level, terms)
+                for variant, after in self.pool.variants(state, kind, width):
+                    devices = self.pool.devices(state, kind, width, variant)
+                    for stop in stops:
+                        for stage, level, terms in self._ways(first, stop, kind, devices):
+                            yield Arc(node, (stop, after), stage._replace(devices=devices), level, terms)
 
     def _ways(self, first: int, stop: int, kind: int, devices: tuple[int, ...]) -> list[tuple[Placed, int, StageTerms]]:
         alike = tuple(self.costs.devices[device] for device in devices)

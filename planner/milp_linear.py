@@ -160,6 +160,7 @@ class _Writer:
         trip, busy, done = (self.of[name][layer] for name in ("R", "U", "V"))
         self._above(trip, trips, {self.of["R'"][layer + 1]: 1.0})
         self._above(busy, self._seconds((index, _busy(arc)) for index, arc in arcs))
+        self._above(busy, {trip: 1.0}, self._seconds((index, float(arc.terms.beside_s)) for index, arc in arcs))
         self._above(busy, trips, {self.of["U'"][layer + 1]: 1.0})
         self._above(busy, trips, {self.of["G"][layer + 1]: 1.0})
         self._above(done, {busy: 1.0}, closings)

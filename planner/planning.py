@@ -27,16 +27,15 @@ from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
+from autopar.planner.placement import pool_of
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
-from autopar.planner.tables import table_bytes
 
 __all__ = ["plan", "simulate"]
 
-MOST_TABLE_BYTES = 8 * 2**30
 _OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
     "throughput": throughput_plan,
     "pipedream": planned_by_pipedream,
@@ -68,7 +67,7 @@ def plan(
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
     every = families(costs.batch, options)
-    _check_size(costs, every, options)
+    _check_stages(costs, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
@@ -105,22 +104,13 @@ def _explained(
     return assemble(costs, best.found.candidate, options, lower_bound_s, rows, notes, bounds)
 
 
-def _check_size(costs: CostModel, every: Sequence[Family], options: PlanOptions) -> None:
-    """Refuse more stages than can be, and a search whose tables no ordinary machine holds, instead of dying of it."""
+def _check_stages(costs: CostModel, options: PlanOptions) -> None:
+    """Refuse more stages than can be."""
     layers, devices = costs.layer_count, len(costs.devices)
     if options.min_stages > min(layers, devices):
         raise UsageError(
             f"--min-stages {options.min_stages}: {layers} layers on {devices} devices make at most "
             f"{min(layers, devices)} stages"
-        )
-    if options.solver == "exhaustive":
-        return
-    choices = 8 if options.shard == "auto" else 2
-    size = sum(table_bytes(layers, devices, max(family[:2]), choices) for family in every)
-    if size > MOST_TABLE_BYTES:
-        raise UsageError(
-            f"searching plans of {layers} layers on {devices} devices takes about {size / 2**30:.0f} GiB of tables; "
-            "narrow it with fewer --gpus, one --schedule or one --micro-batches"
         )
 
 
@@ -251,9 +241,9 @@ def _dictated(
 ) -> Plan:
     assert own.found is not None
 
-    def least(model: CostModel, family: Family) -> float:
+    def least(model: CostModel, family: Family, below_s: float) -> float:
         found = frames(model, family, options, *dictated)
-        return min((bound(model, Candidate(*family, frame)) for frame in found), default=float("inf"))
+        return min((bound(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = stacked(costs, every, least, own.step_s)
     if best.found is None or own.step_s < best.step_s:
@@ -296,6 +286,21 @@ def _notes(
             f"{idle} of {len(costs.devices)} devices stay idle: no plan simulated with them is faster "
             "(--use-all forbids this)"
         )
+    notes += _placement(costs, candidate, options)
     if lower_bound_s > 0 and step_s > (1 + options.gap) * lower_bound_s * (1 + 1e-9):
         notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; --gap 0 searches on")
+    return notes
+
+
+def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
+    """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
+    notes = []
+    exact = options.gap == 0
+    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
+        remedy = "" if exact else "; --gap 0 leaves out fewer"
+        notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
+    devices = [device for stage in candidate.stages for device in stage.devices]
+    nodes = {costs.devices[device].node for device in devices}
+    if len(nodes) > 1 and devices != sorted(devices):
+        notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")
     return notes

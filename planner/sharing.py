@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.formats.cluster import Cluster, Device, Level, Link
+from autopar.planner.topology import Topology
 
 __all__ = ["Port", "Sharing", "Slowdown", "Traffic"]
 
@@ -15,9 +17,12 @@ class Port(NamedTuple):
     """What several transfers pass through; hashable, so that equal ones are the same."""
 
     level: Level
-    node: int
+    link: int
+    """Counts the links of the level."""
+    unit: int
+    """Node, or rack, see :meth:`Topology.unit`."""
     number: int
-    """Counts the ports of a node at this level."""
+    """Counts the ports of a unit at this link."""
     direction: str
     """``out``, ``in``, or ``both`` of a half-duplex link."""
 
@@ -33,12 +38,11 @@ class Slowdown(NamedTuple):
 class Sharing:
     """What a cluster says of links that are shared and of work that overlaps."""
 
-    nodes: tuple[int, ...]
-    """Node of every device."""
-    places: tuple[int, ...]
-    """Position of every device among those of its node."""
-    links: dict[Level, Link] = field(default_factory=dict)
-    """Those that are shared."""
+    topology: Topology
+    places: dict[Level, tuple[int, ...]]
+    """By level, the position of every device among those that share its way out."""
+    links: dict[Level, tuple[Link, ...]] = field(default_factory=dict)
+    """Those of levels of which one is shared."""
     slowdowns: dict[Level, Slowdown] = field(default_factory=dict)
     """Those above 1."""
 
@@ -49,46 +53,54 @@ class Sharing:
         >>> link = Link(level="node", latency_s=0.0, bytes_per_s=1e9, shared_by=2)
         >>> cluster = Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 4, links=(link,))
         >>> sharing = Sharing.of(cluster, cluster.devices)
-        >>> [port.number for device in range(4) for port in sharing.ports("node", device, device)[:1]]
+        >>> [port.number for device in range(4) for port in sharing.ports("node", device, device, 1.0)[:1]]
         [0, 0, 1, 1]
         """
-        counts: dict[int, int] = {}
-        places = []
-        for device in devices:
-            places.append(counts.get(device.node, 0))
-            counts[device.node] = places[-1] + 1
-        links: dict[Level, Link] = {}
-        for link in cluster.links:
-            links.setdefault(link.level, link)
-        shared = {level: link for level, link in links.items() if link.shared_by > 1 or link.duplex == "half"}
+        topology = Topology(cluster, devices)
+        places = {
+            level: _counted([topology.unit(at, level) for at in range(len(devices))]) for level in topology.levels
+        }
+        links: dict[Level, tuple[Link, ...]] = {}
+        for level in topology.levels if bytes_per_s is None else ():
+            own = tuple(link for link in cluster.links if link.level == level)
+            if any(link.shared_by > 1 or link.duplex == "half" for link in own):
+                links[level] = own
         slowdowns: dict[Level, Slowdown] = {}
         for each in cluster.overlaps:
             if max(each.compute, each.communication) > 1:
                 slowdowns.setdefault(each.level, Slowdown(each.compute, each.communication))
-        nodes = tuple(device.node for device in devices)
-        return cls(nodes, tuple(places), shared if bytes_per_s is None else {}, slowdowns)
+        return cls(topology, places, links, slowdowns)
 
     def among(self, devices: Sequence[int]) -> Sharing:
         """Return what some of the devices share, each at the port that it has."""
-        nodes, places = ([each[device] for device in devices] for each in (self.nodes, self.places))
-        return replace(self, nodes=tuple(nodes), places=tuple(places))
+        places = {level: tuple(own[device] for device in devices) for level, own in self.places.items()}
+        return replace(self, topology=self.topology.among(devices), places=places)
 
     def __bool__(self) -> bool:
         return bool(self.links or self.slowdowns)
 
     def level(self, devices: Sequence[int]) -> Level:
         """Return the level of what connects devices."""
-        return "node" if len({self.nodes[device] for device in devices}) <= 1 else "network"
+        return self.topology.level(devices)
 
-    def ports(self, level: Level, sender: int, receiver: int) -> tuple[Port, ...]:
-        """Return what a transfer from one device to another passes through; nothing where the link is not shared."""
-        link = self.links.get(level)
-        if link is None:
+    def ports(self, level: Level, sender: int, receiver: int, seconds: float) -> tuple[Port, ...]:
+        """Return what a transfer of some seconds passes from one device to another; nothing where that is not shared.
+
+        Of several links of a level a transfer passes the one that moves most in its seconds: for a message that the
+        links price, that is the one which is quickest for its size.
+        """
+        links = self.links.get(level)
+        if links is None:
+            return ()
+        at = max(range(len(links)), key=lambda index: _moved(links[index], seconds))
+        link = links[at]
+        if link.shared_by == 1 and link.duplex == "full":
             return ()
         full = link.duplex == "full"
         ends = ((sender, "out" if full else "both"), (receiver, "in" if full else "both"))
+        places, unit = self.places[level], self.topology.unit
         found = (
-            Port(level, self.nodes[device], self.places[device] // link.shared_by, direction)
+            Port(level, at, unit(device, level), places[device] // link.shared_by, direction)
             for device, direction in ends
         )
         return tuple(dict.fromkeys(found))
@@ -99,8 +111,25 @@ class Sharing:
         The price of a shared link is that of one among ``shared_by`` senders, and in each of two directions where it
         is half-duplex.
         """
-        link = self.links[port.level]
-        return link.shared_by * (2 if link.duplex == "half" else 1)
+        return _shares(self.links[port.level][port.link])
+
+
+def _shares(link: Link) -> int:
+    return link.shared_by * (2 if link.duplex == "half" else 1)
+
+
+def _moved(link: Link, seconds: float) -> float:
+    """Return the bytes that a transfer moves in some seconds; the link's latency may leave it less than none."""
+    return (seconds - link.latency_s) * link.bytes_per_s / _shares(link)
+
+
+def _counted(units: Sequence[int]) -> tuple[int, ...]:
+    counts: Counter[int] = Counter()
+    places = []
+    for unit in units:
+        places.append(counts[unit])
+        counts[unit] += 1
+    return tuple(places)
 
 
 class Traffic(NamedTuple):

@@ -8,22 +8,25 @@ from autopar.formats.plan import Bounds
 from autopar.planner.candidate import Family
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
-from autopar.planner.tables import StageTables, SuffixTables
+from autopar.planner.placement import pool_of
+from autopar.planner.search import tables_of
 from autopar.planner.work import work_s
 
 __all__ = ["Least", "least_bound_s", "stacked"]
 
-Least = Callable[[CostModel, Family], float]
-"""The least bound of any plan of a family under a cost model."""
+Least = Callable[[CostModel, Family, float], float]
+"""The least bound of any plan of a family under a cost model, if it is below some seconds."""
 
 
 def least_bound_s(options: PlanOptions) -> Least:
-    """Return what bounds the plans that the options admit, by the search's tables."""
+    """Return what bounds the plans that the options admit, by the search's tables; their work where these are large."""
 
-    def least(costs: CostModel, family: Family) -> float:
-        tables = SuffixTables(StageTables(costs, Pool(costs.kind_of), family, options), options)
-        return costs.profile.step_overhead_s + float(tables.least[options.min_stages - 1 :, 3, 0, 0].min())
+    def least(costs: CostModel, family: Family, below_s: float) -> float:
+        pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)
+        tables = tables_of(costs, family, options, pool, below_s)
+        if tables is None:
+            return work_s(costs, family)
+        return min(below_s, costs.profile.step_overhead_s + tables.least_s)
 
     return least
 
@@ -47,6 +50,6 @@ def _least(known: dict[Family, float], least: Least, costs: CostModel, most_s: f
     for family in sorted(known, key=lambda each: (known[each], each)):
         if known[family] >= best:
             break
-        known[family] = max(known[family], least(costs, family))
+        known[family] = max(known[family], least(costs, family, best))
         best = min(best, known[family])
     return best

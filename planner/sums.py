@@ -67,7 +67,8 @@ class StageSums:
         communicating = shard in ("gradients", "parameters")
         if not recompute and not communicating:
             return self._costs[kind].backward_sums(rows, adding)
-        key = ("backward", rows, adding, recompute, shard if communicating else "none", ranks, level, kind)
+        where = (shard, ranks, level) if communicating else ()
+        key = ("backward", rows, adding, recompute, *where, kind)
         if key not in self._sums:
             layers = self._costs[kind]
             sums = layers.backward_sums(rows, adding)

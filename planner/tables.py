@@ -1,361 +1,152 @@
-"""Tables: the terms of all stages, and lower bounds of all suffixes, as arrays over (width, first, stop).
+"""Tables: lower bounds of all suffixes, as arrays over the states of the pool.
 
-A suffix table holds, for the layers from ``first`` on, placed on the devices that a state of the pool leaves, the
-component-wise minimum of their terms over all that fit: as :func:`autopar.planner.bounds.fold` never falls when one of
-them grows, folding a prefix onto the minima never exceeds the bound of any completion. In flight is as much as fits;
-recomputation, reductions and transfers are priced from below, and exactly once a plan is whole.
+For the layers from ``first`` on, placed on the devices that a state of the pool leaves, a table holds the
+component-wise minimum of the terms of all stages that fit: as :func:`autopar.planner.bounds.fold` never falls when one
+of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Division, turns
-from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
-from autopar.planner.candidate import Family
-from autopar.planner.choices import Choice, choices
-from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
-from autopar.planner.links import Collective, Level
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.areas import Counts
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain, last
+from autopar.planner.caps import Capped
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
-from autopar.schedules.route import Divide, routes
+from autopar.planner.stages import Next, StageTables
+from autopar.planner.states import Group, States
 
-__all__ = ["StageTables", "SuffixTables", "table_bytes"]
+__all__ = ["SuffixTables"]
 
 MOST_ELEMENTS = 20_000_000
 """Of the arrays that make a family's tables; about a tenth of a second for so many."""
 
 Numbers = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
-Places = tuple[tuple[Level, int], ...]
-
-
-class StageTables:
-    """Terms of all stages and of the boundaries behind them, for one family."""
-
-    def __init__(self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> None:
-        self.costs, self.pool, self.family = costs, pool, family
-        self.layers = costs.layer_count
-        self._parts: dict[tuple[float, int, int], Parts] = {}
-        self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
-        self._stacks: dict[tuple[Choice, int], list[tuple[Places, StageTerms, Numbers]]] = {}
-        self._where: dict[tuple[int, int], Places] = {}
-        self._links: dict[tuple[int, Level, Division], LinkTerms] = {}
-        self._boundaries: dict[tuple[Division, int], list[tuple[tuple[Level, ...], LinkTerms]]] = {}
-        self._levels: dict[tuple[int, int], tuple[Level, ...]] = {}
-        self._sizes = _crossing_bytes(costs)
-        self._ordered = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
-        self.constraints = Constraints.of(costs, options)
-        self.allowed = {kind: self.constraints.mask(kind) for kind in pool.kinds}
-        """By kind, the stages that the user's constraints allow, ``[first, stop]``."""
-        self.choices = {
-            kind: choices(costs, options, family.micro_batch_size, kind, self._binding(kind)) for kind in pool.kinds
-        }
-
-    def widths(self, state: int, kind: int) -> int:
-        """Return the most replicas of a stage: as many as are left and have something to do."""
-        rows, count = self.family.micro_batch_size, self.family.micro_batches
-        most = max(choice.widths(count, rows, self.costs.divisible).stop - 1 for choice in self.choices[kind])
-        return min(self.pool.left(state, kind), most)
-
-    def stages(self, state: int, kind: int, choice: Choice) -> tuple[StageTerms, Numbers]:
-        """Return the terms of all stages, ``[width - 1, first, stop]``, and 0 where they fit, infinity elsewhere."""
-        places = self._places(state, kind)
-        # Where places are alike, a state in which fewer devices are left has the same stages, but for the widest.
-        known = self._stacks.setdefault((choice, kind), [])
-        for others, terms, fits in known:
-            if others[: len(places)] == places:
-                some = (slice(len(places)),)
-                return terms.at(some), fits[some]
-        known.append((places, *self._stacked(choice, kind, places)))
-        return known[-1][1:]
-
-    def _places(self, state: int, kind: int) -> tuple[tuple[Level, int], ...]:
-        """Return the level that connects, and the memory of, the devices of every width."""
-        if (state, kind) not in self._where:
-            devices = self.pool.devices(state, kind, self.widths(state, kind))
-            taken = [devices[:width] for width in range(1, len(devices) + 1)]
-            self._where[state, kind] = tuple(
-                (self.costs.links.level(each), self.costs.limit_bytes(each)) for each in taken
-            )
-        return self._where[state, kind]
-
-    def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
-        """Return the most micro-batches in flight that fit, ``[first, stop]``; 0 where none does."""
-        key = (choice, kind, width, limit)
-        if key not in self._depths:
-            rows = {max(self._shares(choice, width)), min(self._shares(choice, width))}
-            count = self._turns(choice, width)
-            if self.costs.memory[kind].most(max(rows), count) <= limit:
-                self._depths[key] = np.full((self.layers, self.layers + 1), count)
-                return self._depths[key]
-            found = [
-                self._deepest(self._parts_of(each, level, kind), self._held(choice, each, width), limit)
-                for each in rows
-                for level in {choice.first_level, choice.last_level}
-            ]
-            # Of the range's levels the one that holds least, of unequal shares the largest.
-            pairs = len({choice.first_level, choice.last_level})
-            by_rows = [np.maximum.reduce(found[at : at + pairs]) for at in range(0, len(found), pairs)]
-            self._depths[key] = np.minimum.reduce(by_rows)
-        return self._depths[key]
-
-    def shortfall(self, state: int, kind: int, choice: Choice, width: int) -> Counts:
-        """Return by how many bytes stages exceed their devices with least in flight, ``[first, stop]``."""
-        limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
-        parts = self._parts_of(max(self._shares(choice, width)), choice.last_level, kind)
-        held = self._held(choice, max(self._shares(choice, width)), width)
-        if self.family.schedule != "gpipe":
-            held = held._replace(warmup=1)
-        return np.asarray(peak_of(parts, held)) - limit
-
-    def links(self, state: int, kind: int, choice: Choice) -> LinkTerms:
-        """Return the least transfers behind all stages, ``[width - 1, first, stop]``.
-
-        Least, because the next stage is taken to end after one layer, and to be as wide and as near as suits.
-        """
-        if (state, kind) not in self._levels:
-            widths = range(1, self.widths(state, kind) + 1)
-            self._levels[state, kind] = tuple(self._nearest(state, kind, width) for width in widths)
-        levels = self._levels[state, kind]
-        division = choice.division
-        known = self._boundaries.setdefault((division, kind), [])
-        for others, terms in known:
-            if others[: len(levels)] == levels:
-                return terms.at((slice(len(levels)),))
-        found = [self._link(width, level, division) for width, level in enumerate(levels, start=1)]
-        known.append((levels, LinkTerms(*(np.stack(each) for each in zip(*found, strict=True)))))
-        return known[-1][1]
-
-    def _binding(self, kind: int) -> bool:
-        """Whether some stage of one replica does not fit with all micro-batches in flight."""
-        plain = Choice("split", "none", 0, 0)
-        limits = [limit for limit, own in zip(self.costs.limits_bytes, self.costs.kind_of, strict=True) if own == kind]
-        depth = self.depth(plain, kind, 1, min(limits))
-        return bool((depth[self._ordered] < self.family.micro_batches).any())
-
-    def _shares(self, choice: Choice, width: int) -> tuple[float, ...]:
-        return self.costs.shares(self.family.micro_batch_size, width, choice.division)
-
-    def _turns(self, choice: Choice, width: int) -> int:
-        return len(turns(choice.division, width, 0, self.family.micro_batches))
-
-    def _held(self, choice: Choice, rows: float, width: int) -> Held:
-        count = self._turns(choice, width)
-        return Held(rows, count, count, width, 0, frozenset(), choice.shard)
-
-    def _parts_of(self, rows: float, level: int, kind: int) -> Parts:
-        key = (rows, level, kind)
-        if key not in self._parts:
-            recompute = self.costs.recompute_levels(self.family.micro_batch_size, kind)[level]
-            self._parts[key] = self.costs.memory[kind].arrays(rows, recompute)
-        return self._parts[key]
-
-    def _deepest(self, parts: Parts, held: Held, limit: int) -> Counts:
-        """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
-        count = held.micro_batches
-        deepest = np.where(peak_of(parts, held) <= limit, count, 0)
-        if self.family.schedule == "gpipe" or count == 1:
-            return deepest
-        one = held._replace(warmup=1)
-        # Without the update's moment, which has nothing in flight.
-        steady = peak_of(parts._replace(update=-(2**60)), one)
-        more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)
-        some = np.where(peak_of(parts, one) <= limit, np.minimum(count - 1, 1 + more), 0)
-        return np.maximum(deepest, some)
-
-    def _stacked(self, choice: Choice, kind: int, places: Places) -> tuple[StageTerms, Numbers]:
-        asked = choice.widths(self.family.micro_batches, self.family.micro_batch_size, self.costs.divisible)
-        shape = (len(places), self.layers, self.layers + 1)
-        terms = [np.ones(shape) for _ in range(5)]
-        fits = np.full(shape, np.inf)
-        for index, (level, limit) in enumerate(places):
-            if index + 1 in asked:
-                one = self._stage(choice, kind, index + 1, level, limit)
-                for stack, each in zip(terms, one, strict=True):
-                    stack[index] = each
-                deep = self.depth(choice, kind, index + 1, limit) > 0
-                fits[index] = np.where(self.allowed[kind] & deep, 0.0, np.inf)
-        return StageTerms(*terms), fits
-
-    def _stage(self, choice: Choice, kind: int, width: int, level: Level, limit: int) -> StageTerms:
-        depth, count = self.depth(choice, kind, width, limit), self._turns(choice, width)
-        there, back, both = self._times(choice, kind, width, level)
-        closing = self._closing(choice, kind, width, level)
-        return StageTerms(there, back, count * both, closing, count / np.maximum(depth, 1))
-
-    def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers, Numbers]:
-        forward, backward, both = [], [], []
-        adding = self.costs.adding(self._turns(choice, width), width)
-        recompute = self.costs.recompute_levels(self.family.micro_batch_size, kind)[choice.first_level]
-        for rows in sorted(set(self._shares(choice, width))):
-            where = (choice.shard, width, level, kind)
-            sums = (
-                self.costs.sums.forward(rows, *where),
-                self.costs.sums.backward(rows, adding, recompute, *where),
-            )
-            there, back = (_differences(each) for each in sums)
-            forward.append(there)
-            backward.append(back)
-            both.append(there + back)
-        return np.minimum.reduce(forward), np.minimum.reduce(backward), np.maximum.reduce(both)
-
-    def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
-        """From below: reductions at the best rate of any size, as far as they outlast the last backward."""
-        costs = self.costs
-        update = _differences(costs.layers[kind].update_sums)
-        if width == 1:
-            return update
-        trained = (float(layer.trainable_bytes) for layer in costs.profile.layers)
-        sizes = _differences(list(accumulate(trained, initial=0.0)))
-        if choice.shard != "none":
-            update = update / width
-        if choice.shard in ("optimizer", "gradients"):
-            update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
-        if choice.shard in ("gradients", "parameters"):
-            return update
-        rows = max(self._shares(choice, width))
-        tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
-        operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
-        reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
-        hidden = 0.0 if costs.divisible else _differences(costs.layers[kind].backward_sums(rows, 1.0))
-        exposed: Numbers = np.maximum(0.0, reduced - hidden)
-        return update + exposed
-
-    def _nearest(self, state: int, kind: int, width: int) -> Level:
-        nodes = {self.costs.devices[device].node for device in self.pool.devices(state, kind, width)}
-        after = self.pool.remaining(self.pool.take(state, kind, width))
-        near = not after or any(self.costs.devices[device].node in nodes for device in after)
-        return "node" if near else "network"
-
-    def _link(self, width: int, level: Level, division: Division) -> LinkTerms:
-        key = (width, level, division)
-        if key not in self._links:
-            forth, back = self._sizes
-            least, fullest = self._rows(width, division)
-            quickest = [self._messages(sizes * least, sizes > 0, level) for sizes in (forth, back)]
-            busy = [
-                np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, level) for count, rows in fullest])
-                for sizes in (forth, back)
-            ]
-            self._links[key] = LinkTerms(forth > 0, back > 0, *quickest, *busy)
-        return self._links[key]
-
-    def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], level: Level) -> Numbers:
-        return np.where(there, self.costs.links.messages_s(sizes, level), 0.0)
-
-    def _rows(self, width: int, division: Division) -> tuple[float, set[tuple[int, float]]]:
-        """The fewest rows of any message, and (messages, rows) of the fullest queue, by the next stage's width."""
-        rows, count = self.family.micro_batch_size, self.family.micro_batches
-        if self.costs.divisible:
-            return rows, {(count, rows)}
-        sending = Divide(self.costs.shares(rows, width, division), division)
-        least, fullest = float(rows), set()
-        most = min(sum(self.pool.left(0, kind) for kind in self.pool.kinds), max(rows, count))
-        for next_width in range(1, most + 1):
-            receivers = []
-            if next_width <= rows:
-                receivers.append(Divide(self.costs.shares(rows, next_width)))
-            if 1 < next_width <= count:
-                receivers.append(Divide(self.costs.shares(rows, next_width, "round-robin"), "round-robin"))
-            for receiving in receivers:
-                found = [(route.count(count), route.stop - route.start) for route in routes(sending, receiving)]
-                least = min(least, *(each for _, each in found))
-                fullest.add(max(found, key=lambda pair: pair[0] * pair[1]))
-        return least, fullest
-
-
-def _differences(sums: Sequence[float]) -> Numbers:
-    return np.asarray(np.subtract.outer(np.array(sums), np.array(sums)).T[:-1])
-
-
-def _crossing_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
-    """Bytes per sample from layers ``first:stop`` to layer ``stop``, forth and back, ``[first, stop]``."""
-    forth, back = (np.zeros((costs.layer_count, costs.layer_count + 1)) for _ in range(2))
-    for tensor in costs.flows.crossing:
-        for consumer in tensor.consumers:
-            forth[: tensor.producer + 1, consumer] += tensor.bytes_per_sample
-            if tensor.gradient:
-                back[: tensor.producer + 1, consumer] += tensor.bytes_per_sample
-    return forth, back
-
-
-def table_bytes(layers: int, devices: int, micro_batch_size: int, choices: int) -> int:
-    """Return about how many bytes one family's tables take."""
-    return 8 * min(devices, micro_batch_size) * layers**2 * (6 * choices + 40)
 
 
 class SuffixTables:
     """Least terms of all suffixes, for one family, by how many stages they have.
 
-    Those of many stages are lumped together, so that tables of large problems stay small.
+    Those of many stages are lumped together, so that tables of large problems stay small. What cannot
+    be part of a plan of fewer seconds than the cap is left out.
     """
 
-    def __init__(self, stages: StageTables, options: PlanOptions) -> None:
+    def __init__(self, stages: StageTables, options: PlanOptions, capped: Capped | None = None) -> None:
         self.stages, self._use_all = stages, options.use_all
+        self._capped = capped or Capped(stages)
         pool, layers = stages.pool, stages.layers
         most = stages.constraints.most_stages
         told = self._distinguished(stages.constraints.least_stages)
         self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self._lumped = told < most
-        self.least = np.full((self.counts, 4, pool.states, layers + 1), np.inf)
-        """``[stages - 1, term, state, first]``."""
-        for kind in pool.kinds:
-            for choice in stages.choices[kind]:
-                # The largest first: those of other states are parts of them.
-                stages.stages(0, kind, choice)
-                stages.links(0, kind, choice)
-        for state in reversed(range(pool.empty)):
-            for behind in range(self.counts):
-                found = [
-                    np.min(self.terms(state, kind, choice, behind), axis=(1, 3))
-                    for kind in pool.kinds
-                    if pool.left(state, kind)
-                    for choice in stages.choices[kind]
-                ]
-                self.least[behind, :, state, :layers] = np.minimum.reduce(found)
+        self.states = States(stages)
+        self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf)
+        self._chain = stages.chain
+        self._before = self._prefixes()
+        if self._capped.possible:
+            for first in reversed(range(layers)):
+                self._fill(first)
 
-    def behinds(self, stages: int | None) -> slice:
+    @property
+    def least_s(self) -> float:
+        """The least bound of a plan, without what precedes every step; infinite where there is none below the cap."""
+        return float(self._least[3, self.stages.constraints.least_stages - 1 :, 0, 0].min())
+
+    def behinds(self, stages: int | None) -> range:
         """Return how many stages may follow the first of ``stages``, as :meth:`terms` takes them; none: any number."""
         if stages is None:
-            return slice(self.counts)
-        return slice(max(0, stages - 1), stages + (self._lumped and stages == self.counts - 1))
+            return range(self.counts)
+        return range(max(0, stages - 1), stages + (self._lumped and stages == self.counts - 1))
 
-    def terms(self, state: int, kind: int, choice: Choice, behind: int, first: int | None = None) -> Numbers:
-        """Return the least terms of suffixes with ``behind`` stages after their first one, by what this one is.
+    def after(self, way: int, state: int) -> int:
+        """Return the state behind a stage."""
+        return int(self.states.after[way, state])
 
-        The largest number that is told apart stands for all larger ones. The terms are arrays ``[term, width - 1,
-        first, stop]``; with ``first``, of suffixes from that layer on only, without its axis.
+    def terms(self, first: int, state: int, behind: int) -> tuple[Next, Terms]:
+        """Return the stages that may begin with a layer, and the least terms of suffixes that begin so.
+
+        ``behind`` stages follow; the largest number that is told apart stands for all larger ones.
         """
-        tables, pool = self.stages, self.stages.pool
-        stage, fits = tables.stages(state, kind, choice)
-        link = tables.links(state, kind, choice)
-        after = [pool.take(state, kind, width) for width in range(1, len(fits) + 1)]
-        if first is not None:
-            stage, link, fits = stage.at((slice(None), first)), link.at((slice(None), first)), fits[:, first]
-        if behind == 0 and not (self._lumped and self.counts == 1):
-            found = np.full((4, *fits.shape), np.inf)
-        else:
-            rows = self.least[self.behinds(behind)].min(axis=0)
-            suffix = rows[:, after] if first is not None else rows[:, after, None, :]
-            found = np.stack(np.broadcast_arrays(*fold(stage, link, Terms(*suffix)))) + fits
-            found[..., -1] = np.inf
-        if behind == 0:
-            closed = np.stack(np.broadcast_arrays(*last(stage.at((..., -1))))) + fits[..., -1]
-            ended = np.array([not self._use_all or each == pool.empty for each in after])
-            found[..., -1] = np.where(ended if first is not None else ended[None, :, None], closed, np.inf)
+        following = self._capped.next(first)
+        found = self._extended(first, following, self.states.group_of(state), np.array([state]))
+        return following, Terms(*(each[behind, :, 0] for each in found))
+
+    def _prefixes(self) -> Numbers:
+        """Least round trips of all stages before every position, if there is a cap and they count for what follows."""
+        found = np.zeros(self.stages.layers + 1)
+        if not np.isfinite(self._capped.cap_s) or not self._chain:
+            return found
+        found[1:] = np.inf
+        for first in range(self.stages.layers):
+            following = self._capped.next(first)
+            stage, link = following.stage, following.link
+            around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
+            for more in range(int((following.longest - following.length).max(initial=0)) + 1):
+                some = following.longest - following.length >= more
+                np.minimum.at(found, first + following.length[some] + more, found[first] + around[some])
         return found
+
+    def _placed(self, following: Next, group: Group) -> tuple[StageTerms, LinkTerms]:
+        every = np.arange(len(following.way))
+        return following.stage.at((group.place[following.way], every)), following.link.at(
+            (group.near[following.way], every)
+        )
+
+    def _fill(self, first: int) -> None:
+        following = self._capped.next(first)
+        for group in self.states.groups if len(following.way) else ():
+            states = self.states.within(group, first, self._capped)
+            near = self._capped.some(following, group.place) if len(states) else following
+            if len(states) and len(near.way):
+                found = self._extended(first, near, group, states)
+                if np.isfinite(self._capped.cap_s):
+                    over = found[1] + self._before[first] > self._capped.limit_s
+                    for each in found:
+                        each[over] = np.inf
+                for term, each in enumerate(found):
+                    self._least[term, :, first, states] = each.min(axis=1).T
+
+    def _extended(self, first: int, following: Next, group: Group, states: Counts) -> tuple[Numbers, ...]:
+        """Terms ``[stages behind, stage, state]``."""
+        stage, link = self._placed(following, group)
+        after = self.states.after[following.way][:, states]
+        column = (slice(None), None)
+        wide, beyond = stage.at(column), link.at(column)
+        behind = Terms(*(self._suffix(term, first, following, after) for term in range(4)))
+        shape = np.shape(behind.trip_s)
+        folded = fold_chain(wide, beyond, behind) if self._chain else fold(wide, beyond, behind)
+        every = (np.asarray(each) for each in folded)
+        found = tuple(each if each.shape == shape else np.array(np.broadcast_to(each, shape)) for each in every)
+        ends = first + following.longest >= self.stages.layers
+        if ends.any():
+            empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none
+            for each, closed in zip(found, last(wide.at((np.flatnonzero(ends),))), strict=True):
+                closing = np.where(empty, np.asarray(closed), np.inf)
+                each[0, ends] = np.minimum(each[0, ends], closing) if self.counts == 1 and self._lumped else closing
+        return found
+
+    def _suffix(self, term: int, first: int, following: Next, after: Counts) -> Numbers:
+        """Least terms behind every next stage, ``[stages behind, stage, state]``."""
+        table = self._least[term]
+        stops = first + following.length
+        behind = after + stops[:, None] * table.shape[2]
+        found: Numbers = np.take(table.reshape(self.counts, -1), behind, axis=1)
+        for step in range(1, int((following.longest - following.length).max(initial=0)) + 1):
+            more = np.flatnonzero(following.longest - following.length >= step)
+            found[:, more] = np.minimum(found[:, more], table[:, stops[more, None] + step, after[more]])
+        if self.counts == 1 and self._lumped:
+            return found
+        # Behind a stage that n stages follow stands a suffix of n; of the most that are told apart, of as many or more.
+        shifted: Numbers = np.full_like(found, np.inf)
+        shifted[1:] = found[:-1]
+        if self._lumped:
+            shifted[-1] = np.minimum(found[-1], shifted[-1])
+        return shifted
 
     def _distinguished(self, least: int) -> int:
         tables, pool = self.stages, self.stages.pool
-        choices = sum(map(len, tables.choices.values()))
-        devices = sum(pool.left(0, kind) for kind in pool.kinds)
-        elements = pool.states * devices * tables.layers**2 * choices
-        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // elements))
+        devices = len(pool.remaining(0))
+        size = max(1, pool.states * len(tables.ways) * tables.layers * len(tables.lengths))
+        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // size))

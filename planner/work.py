@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +32,8 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
     for width in range(1, most + 1):
         total = np.zeros(costs.layer_count)
         adding = costs.adding(family.micro_batches, width)
-        for rows in costs.shares(family.micro_batch_size, width):
-            total += np.diff(costs.sums.forward(rows, kind=kind))
-            total += np.diff(costs.sums.backward(rows, adding, kind=kind))
+        for rows, replicas in Counter(costs.shares(family.micro_batch_size, width)).items():
+            total += replicas * np.diff(costs.sums.forward(rows, kind=kind))
+            total += replicas * np.diff(costs.sums.backward(rows, adding, kind=kind))
         least = np.minimum(least, total)
     return least * family.micro_batches * (1 - ROUNDING)

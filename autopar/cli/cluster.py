@@ -146,15 +146,14 @@ def list_known(
     if cluster is not None:
         _show(cluster, console, as_json)
         return
-    from autopar.hardware.clusters import EXAMPLES
+    from autopar.hardware.clusters import EXAMPLES, GRAMMAR
     from autopar.hardware.gpus import GPUS
     from autopar.report.gpus import render
 
     render(GPUS, console)
     examples = ", ".join(EXAMPLES)
-    console.print(
-        "Clusters: [NODESx]GPUSxGPU[:BANDWIDTH of a node], such as", style="bold", markup=False, highlight=False
-    )
+    title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
+    console.print(title, style="bold", markup=False, highlight=False)
     console.print(f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one", markup=False, highlight=False)
     if as_json:
         sys.stdout.write(json.dumps([asdict(gpu) for gpu in GPUS], indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -19,12 +19,14 @@ from autopar.formats.document import (
     fault,
 )
 
-__all__ = ["PROBED", "Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
+__all__ = ["LEVELS", "PROBED", "Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
 
 PROBED = "probed"
 """The name of a cluster that `autopar cluster probe` measured; one that a profile came with is `local`."""
 
-Level = Literal["node", "network"]
+Level = Literal["node", "rack", "network"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""The nearest first: within a node, between the nodes of a rack, between any others."""
 CurveKind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
 
@@ -35,11 +37,16 @@ class Device(Record):
     """``cpu``, ``cuda``, or the name of a known GPU, such as ``H100-SXM``."""
     memory_bytes: Bytes
     node: Index = 0
+    rack: Index = 0
+    """Of the node; tells nodes apart where the cluster has links of level ``rack``."""
     price_per_hour: float | None = Field(default=None, ge=0)
 
 
 class Link(Record):
-    """What connects two devices at one level of the topology."""
+    """What connects two devices at one level of the topology.
+
+    Several links of one level are ways beside each other: a transfer takes the one that is quickest for its size.
+    """
 
     level: Level
     latency_s: Seconds
@@ -103,6 +110,28 @@ class Cluster(Document):
         levels = {link.level for link in self.links}
         if "node" not in levels:
             fault("links", 'no link of level "node"')
-        if len({device.node for device in self.devices}) > 1 and "network" not in levels:
-            fault("links", 'devices on several nodes need a link of level "network"')
+        racks: dict[int, int] = {}
+        for index, device in enumerate(self.devices):
+            if racks.setdefault(device.node, device.rack) != device.rack:
+                at, found = f"devices[{index}].rack", f"node {device.node} is in rack {racks[device.node]}"
+                fault(at, f"{found} by the devices before it, and in rack {device.rack} by this one")
+        apart = len(set(racks.values())) if "rack" in levels else len(racks)
+        if apart > 1 and "network" not in levels:
+            what = "in several racks" if "rack" in levels else "on several nodes"
+            fault("links", f'devices {what} need a link of level "network"')
+        return self
+
+    @model_validator(mode="after")
+    def _curves_are_of_links(self) -> Self:
+        levels = {link.level for link in self.links}
+        seen: dict[tuple[CurveKind, int, Level], int] = {}
+        for index, curve in enumerate(self.curves):
+            if curve.level not in levels:
+                fault(f"curves[{index}].level", f'there is a curve, but no link, of level "{curve.level}"')
+            key = curve.kind, 2 if curve.kind == "p2p" else curve.ranks, curve.level
+            if seen.setdefault(key, index) != index:
+                fault(f"curves[{index}]", f"curves[{seen[key]}] is of the same operation, ranks and level; keep one")
+        for index, overlap in enumerate(self.overlaps):
+            if overlap.level in {other.level for other in self.overlaps[:index]}:
+                fault(f"overlaps[{index}].level", f'level "{overlap.level}" is given twice; keep one')
         return self

@@ -228,7 +228,7 @@ class Alternative(Record):
     name: Name
     step_s: Seconds | None = None
     infeasible: Name | None = None
-    stages: Name | None = None
+    stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
     """In the form that ``autopar plan --stages`` takes."""
     micro_batches: Count | None = None
     schedule: Name | None = None

@@ -1,13 +1,15 @@
 """Clusters: built-in ones by name, own ones from a file.
 
-    name    = part { "+" part } [ ":" bandwidth ]
-    part    = [ nodes "x" ] gpus "x" GPU
+    name    = part { "+" part } [ ":" bandwidth [ ":" bandwidth ] ]
+    part    = [ [ racks "x" ] nodes "x" ] gpus "x" GPU
     8xH100                      one node of eight
     4x8xA100-80G:200Gbps        four nodes of eight; each node sends 200 Gbit/s to the others
     4xA100+2x4xV100:100Gbps     three nodes of four, two of them with other GPUs
+    2x4x8xH100:400Gbps:100Gbps  two racks of four such nodes; each node sends 400 Gbit/s to those of its rack, and
+                                100 Gbit/s to those of the other
 
-GPU is a name that :func:`autopar.hardware.gpus.find` knows; the bandwidth is a node's to the network, in one direction,
-in bits (``200Gbps``) or bytes (``25GB/s``) per second.
+GPU is a name that :func:`autopar.hardware.gpus.find` knows; bandwidths are a node's, in one direction, in bits
+(``200Gbps``) or bytes (``25GB/s``) per second.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from pydantic import Field, ValidationError
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.document import MOST_RANKS, Name, Record, first_fault, read_text
+from autopar.formats.document import MOST_RANKS, Index, Name, Record, first_fault, read_text
 from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
 from autopar.hardware.machines import Network, Node, cluster_of
 
-__all__ = ["EXAMPLES", "cluster_named", "described", "is_file", "read_cluster"]
+__all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "is_file", "read_cluster"]
 
 EXAMPLES = (
     "8xH100",
@@ -37,14 +39,20 @@ EXAMPLES = (
     "2x8xB200:3200Gbps",
     "4xRTX4090",
     "8xH100+8xA100-80G:200Gbps",
+    "2x4x8xH100:400Gbps:100Gbps",
 )
+GRAMMAR = "[[RACKSx]NODESx]GPUSxGPU[:BANDWIDTH[:BANDWIDTH]]"
 _GRAMMAR = (
-    "a name is [NODESx]GPUSxGPU[:BANDWIDTH], such as 8xH100 or 4x8xA100-80G:200Gbps; nodes with other GPUs are added, "
-    "as in 8xH100+8xA100-80G:200Gbps"
+    f"a name is {GRAMMAR}, such as 8xH100 or 4x8xA100-80G:200Gbps; nodes with other GPUs are added, as in "
+    "8xH100+8xA100-80G:200Gbps"
 )
-_PART = re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:+\s/\\][^:+/\\]*)", re.IGNORECASE)
+_PART = re.compile(
+    r"(?:(?:(?P<racks>\d{1,9})x)?(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:+\s/\\][^:+/\\]*)", re.IGNORECASE
+)
 _SAME_PART = re.sub(r"\?P<\w+>", "?:", _PART.pattern)
-_NAME = re.compile(rf"(?P<parts>{_SAME_PART}(?:\+{_SAME_PART})*)(?::(?P<bandwidth>[^:+]+))?", re.IGNORECASE)
+_NAME = re.compile(
+    rf"(?P<parts>{_SAME_PART}(?:\+{_SAME_PART})*)(?::(?P<bandwidth>[^:+]+))?(?::(?P<between>[^:+]+))?", re.IGNORECASE
+)
 _ASSUMED_NETWORK = "100Gbps"
 _SLOWEST = "nodes differ: links in a node and over the network are those of the slowest"
 _Value = TypeVar("_Value")
@@ -74,35 +82,59 @@ def cluster_named(text: str) -> Cluster:
     match = _NAME.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"no cluster is called {text!r}, and no such file exists; {_GRAMMAR}")
-    nodes = [node for part in match["parts"].split("+") for node in _nodes(part, text)]
-    devices = sum(node.gpus for node in nodes)
-    if devices > MOST_RANKS:
+    nodes = _every_node(match["parts"], text)
+    if len(nodes) > MOST_RANKS or sum(node.gpus for node in nodes) > MOST_RANKS:
+        devices = sum(node.gpus for node in nodes)
         raise UsageError(f"cluster {text!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
-    notes = [_origin(text.strip(), nodes)]
-    if len(nodes) == 1 and match["bandwidth"] is not None:
-        raise UsageError(f"cluster {text!r} is one node, which needs no network; leave out :{match['bandwidth']}")
-    if len(nodes) > 1 and match["bandwidth"] is None:
-        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {text.strip()}:200Gbps would say another")
+    name, racks = text.strip(), len({node.rack for node in nodes})
+    notes = [_origin(name, nodes)]
+    near, far = _networks(name, match, racks, len(nodes), notes)
     if len({node.gpu.name for node in nodes}) > 1:
         notes.append(_SLOWEST)
-    rate = parse_bandwidth(match["bandwidth"] or _ASSUMED_NETWORK, f"cluster {text!r}: bandwidth")
-    return cluster_of(text.strip(), nodes, Network(rate), notes)
+    return cluster_of(name, nodes, near, notes) if racks == 1 else cluster_of(name, nodes, far, notes, near)
 
 
-def _nodes(part: str, text: str) -> list[Node]:
-    """Return the nodes of a part of the name ``text``.
+def _every_node(parts: str, text: str) -> list[Node]:
+    """Return the nodes of all parts of a name; where one has racks, each of the others is a rack of its own."""
+    found: list[Node] = []
+    matches = [match for part in parts.split("+") if (match := _PART.fullmatch(part)) is not None]
+    apart = any(match["racks"] is not None for match in matches)
+    for match in matches:
+        found += _nodes(match, text, found[-1].rack + 1 if apart and found else 0)
+    return found
+
+
+def _nodes(match: re.Match[str], text: str, rack: int) -> list[Node]:
+    """Return the nodes of a part of the name ``text``, whose first rack is given.
 
     Raises:
         UsageError: its GPU is not known, or there are too many or none.
     """
-    match = _PART.fullmatch(part)
-    assert match is not None
-    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
-    if nodes < 1 or gpus < 1:
+    part = match.group()
+    racks, nodes, gpus = (int(match[each] or 1) for each in ("racks", "nodes", "gpus"))
+    if min(racks, nodes, gpus) < 1:
         raise UsageError(f"cluster {text!r} has no devices{f' in {part}' if part != text.strip() else ''}; {_GRAMMAR}")
-    if nodes * gpus > MOST_RANKS:
-        raise UsageError(f"cluster {text!r} has {nodes * gpus} devices; at most {MOST_RANKS} can be planned for")
-    return [Node(find(match["gpu"]), gpus)] * nodes
+    if racks * nodes * gpus > MOST_RANKS:
+        devices = racks * nodes * gpus
+        raise UsageError(f"cluster {text!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
+    gpu = find(match["gpu"])
+    return [Node(gpu, gpus, rack=rack + at) for at in range(racks) for _ in range(nodes)]
+
+
+def _networks(name: str, match: re.Match[str], racks: int, nodes: int, notes: list[str]) -> tuple[Network, Network]:
+    """Return what connects the nodes, of a rack where there are racks, and the racks; note what is assumed."""
+    stated, between = match["bandwidth"], match["between"]
+    if nodes == 1 and stated is not None:
+        raise UsageError(f"cluster {name!r} is one node, which needs no network; leave out :{stated}")
+    if racks == 1 and between is not None:
+        raise UsageError(f"cluster {name!r} has no racks for :{between} to connect; write RACKSxNODESxGPUSxGPU")
+    if nodes > 1 and stated is None:
+        notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {name}:200Gbps would say another")
+    elif racks > 1 and between is None:
+        notes.append(f"{stated} per node between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
+    near = parse_bandwidth(stated or _ASSUMED_NETWORK, f"cluster {name!r}: bandwidth")
+    far = near if between is None else parse_bandwidth(between, f"cluster {name!r}: bandwidth between racks")
+    return Network(near), Network(far)
 
 
 def _origin(what: str, nodes: Iterable[Node]) -> str:
@@ -141,6 +173,7 @@ class _Nodes(Record):
     memory: str | None = None
     price_per_hour: float | None = Field(default=None, ge=0)
     bandwidth: str | None = None
+    rack: Index = 0
 
 
 class _Network(Record):
@@ -152,34 +185,47 @@ class _Description(Record):
     name: Name | None = None
     nodes: Annotated[tuple[_Nodes, ...], Field(min_length=1)]
     network: _Network | None = None
+    rack: _Network | None = None
 
 
 def _built(description: _Description, path: Path) -> Cluster:
     total = sum(each.count * each.gpus for each in description.nodes)
     if total > MOST_RANKS:
         raise FileError(f"{path}: $.nodes: {total} devices; at most {MOST_RANKS} can be planned for")
-    network = description.network
-    if network is None and sum(each.count for each in description.nodes) > 1:
-        raise FileError(f'{path}: $.network: several nodes need a [network] with a bandwidth, such as "200Gbps"')
+    _check_connected(description, path)
     nodes = []
     for index, each in enumerate(description.nodes):
         nodes += [_node(each, f"{path}: $.nodes[{index}]")] * each.count
-    joined = Network(0.0)
-    if network is not None:
-        joined = Network(
-            _parsed(parse_bandwidth, network.bandwidth, f"{path}: $.network.bandwidth:"), network.latency_s
-        )
+    network = _network(description.network, f"{path}: $.network") or Network(0.0)
+    rack = _network(description.rack, f"{path}: $.rack")
     notes = [_origin(path.name, nodes)]
     if len({(node.gpu.name, node.bytes_per_s) for node in nodes}) > 1:
         notes.append(_SLOWEST)
-    return cluster_of(description.name or path.stem, nodes, joined, notes)
+    return cluster_of(description.name or path.stem, nodes, network, notes, rack)
+
+
+def _check_connected(description: _Description, path: Path) -> None:
+    """Refuse nodes or racks between which nothing is said to be, and racks that nothing would tell apart."""
+    racks = {each.rack for each in description.nodes}
+    if len(racks) > 1 and description.rack is None:
+        raise FileError(f'{path}: $.rack: nodes in several racks need a [rack] with a bandwidth, such as "400Gbps"')
+    apart = len(racks) if description.rack is not None else sum(each.count for each in description.nodes)
+    if apart > 1 and description.network is None:
+        what = "racks" if description.rack is not None else "nodes"
+        raise FileError(f'{path}: $.network: several {what} need a [network] with a bandwidth, such as "200Gbps"')
+
+
+def _network(network: _Network | None, at: str) -> Network | None:
+    if network is None:
+        return None
+    return Network(_parsed(parse_bandwidth, network.bandwidth, f"{at}.bandwidth:"), network.latency_s)
 
 
 def _node(nodes: _Nodes, at: str) -> Node:
     gpu = _parsed(lambda name, flag: find(name), nodes.gpu, f"{at}.gpu:")
     memory = None if nodes.memory is None else _parsed(parse_bytes, nodes.memory, f"{at}.memory:")
     rate = None if nodes.bandwidth is None else _parsed(parse_bandwidth, nodes.bandwidth, f"{at}.bandwidth:")
-    return Node(gpu, nodes.gpus, memory, nodes.price_per_hour, rate)
+    return Node(gpu, nodes.gpus, memory, nodes.price_per_hour, rate, nodes.rack)
 
 
 def _parsed(parse: Callable[[str, str], _Value], text: str, at: str) -> _Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,11 +32,12 @@ class Node:
     """Of a GPU."""
     bytes_per_s: float | None = None
     """What collectives reach in the node, in place of what is known of the GPU."""
+    rack: int = 0
 
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the nodes."""
+    """What connects nodes."""
 
     bytes_per_s: float
     """Of a node, in one direction."""
@@ -53,36 +55,49 @@ def message_sizes(largest_bytes: int) -> tuple[int, ...]:
     return tuple(round(2 ** (10 + exponents * index / 11) / 64) * 64 for index in range(12))
 
 
-def cluster_of(name: str, nodes: Sequence[Node], network: Network, notes: Sequence[str] = ()) -> Cluster:
+def cluster_of(
+    name: str, nodes: Sequence[Node], network: Network, notes: Sequence[str] = (), rack: Network | None = None
+) -> Cluster:
     """Return nodes as a cluster; where they differ, links and curves are those of the slowest.
 
-    Curves of the network are for whole nodes, and for one GPU on each of several nodes, whose other GPUs are assumed
-    to send at the same time.
+    With ``rack``, that is what connects the nodes of a rack, and ``network`` the racks. Curves over several nodes are
+    for whole nodes, and for one GPU on each, whose other GPUs are assumed to send at the same time.
     """
-    links = _slowest(nodes, network)
     devices = tuple(
         Device(
             type=node.gpu.name,
             memory_bytes=node.memory_bytes or node.gpu.memory_bytes,
             node=index,
+            rack=node.rack,
             price_per_hour=node.price_per_hour,
         )
         for index, node in enumerate(nodes)
         for _ in range(node.gpus)
     )
-    connections = [Link(level="node", latency_s=message_latency_s(1, links), bytes_per_s=links.peer_bytes_per_s)]
-    if len(nodes) > 1:
-        latency_s = message_latency_s(2, links)
-        rate = links.network_bytes_per_s * NETWORK_SHARE
-        connections.append(Link(level="network", latency_s=latency_s, bytes_per_s=rate, shared_by=links.devices))
+    slowest = _slowest(nodes, network)
+    connections = [Link(level="node", latency_s=message_latency_s(1, slowest), bytes_per_s=slowest.peer_bytes_per_s)]
+    curves = list(_node_curves(nodes, slowest))
+    for level, among, count in _among_nodes(nodes, network, rack):
+        links = _slowest(nodes, among)
+        connections.append(_between(level, links))
+        curves += _curves(level, nodes, count, links)
     return Cluster(
-        name=name,
-        backend="nccl",
-        devices=devices,
-        links=tuple(connections),
-        curves=tuple(_curves(nodes, links)),
-        notes=tuple(notes),
+        name=name, backend="nccl", devices=devices, links=tuple(connections), curves=tuple(curves), notes=tuple(notes)
     )
+
+
+def _among_nodes(nodes: Sequence[Node], network: Network, rack: Network | None) -> Iterator[tuple[Level, Network, int]]:
+    """Yield the levels that connect nodes, and how many nodes there are to connect."""
+    racks = Counter(node.rack for node in nodes)
+    if rack is not None and max(racks.values()) > 1:
+        yield "rack", rack, max(racks.values())
+    if len(racks) > 1 if rack is not None else len(nodes) > 1:
+        yield "network", network, len(nodes)
+
+
+def _between(level: Level, links: NodeLinks) -> Link:
+    rate = links.network_bytes_per_s * NETWORK_SHARE
+    return Link(level=level, latency_s=message_latency_s(2, links), bytes_per_s=rate, shared_by=links.devices)
 
 
 def _slowest(nodes: Sequence[Node], network: Network) -> NodeLinks:
@@ -104,15 +119,17 @@ def _links(node: Node, network: Network) -> NodeLinks:
     )
 
 
-def _curves(nodes: Sequence[Node], links: NodeLinks) -> Iterator[Curve]:
-    fewest, most = min(node.gpus for node in nodes), max(node.gpus for node in nodes)
+def _node_curves(nodes: Sequence[Node], links: NodeLinks) -> Iterator[Curve]:
+    most = max(node.gpus for node in nodes)
     if most > 1:
-        yield _curve("p2p", Group(1, 2), links)
-        yield from (_curve(kind, Group(1, count), links) for count in group_sizes(most) for kind in _KINDS)
-    if len(nodes) > 1:
-        yield _curve("p2p", Group(2, 1), links)
-        for group in _groups(len(nodes), fewest):
-            yield from (_curve(kind, group, links) for kind in _KINDS)
+        yield _curve("p2p", "node", Group(1, 2), links)
+        yield from (_curve(kind, "node", Group(1, count), links) for count in group_sizes(most) for kind in _KINDS)
+
+
+def _curves(level: Level, nodes: Sequence[Node], count: int, links: NodeLinks) -> Iterator[Curve]:
+    yield _curve("p2p", level, Group(2, 1), links)
+    for group in _groups(count, min(node.gpus for node in nodes)):
+        yield from (_curve(kind, level, group, links) for kind in _KINDS)
 
 
 def _groups(nodes: int, per_node: int) -> Iterator[Group]:
@@ -137,9 +154,8 @@ def group_sizes(most: int) -> list[int]:
     return powers if most < 2 or most in powers else [*powers, most]
 
 
-def _curve(kind: CurveKind, group: Group, links: NodeLinks) -> Curve:
+def _curve(kind: CurveKind, level: Level, group: Group, links: NodeLinks) -> Curve:
     sizes = message_sizes(LARGEST_BYTES)
-    level: Level = "node" if group.nodes == 1 else "network"
     seconds = tuple(collective_s(kind, size, group, links) for size in sizes)
     ranks = group.ranks
     return Curve(kind=kind, ranks=ranks, level=level, sizes=sizes, seconds=seconds, provenance="estimated")

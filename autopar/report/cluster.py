@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["render"]
 
+_Make = tuple[str, int, float | None]
+"""Type, memory and price of a device."""
+_Nodes = tuple[tuple[tuple[tuple[_Make, int], ...], int], ...]
+"""(devices of every make, number of nodes with so many)."""
+
 
 def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
     """Print a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
@@ -38,17 +43,29 @@ def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
 
 
 def _devices(cluster: Cluster) -> Table:
+    racked = any(link.level == "rack" for link in cluster.links)
     columns = (">nodes", ">devices each", "type", ">memory each", ">price per hour")
-    table = new_table("Devices", columns, folded="type")
-    nodes: dict[int, Counter[tuple[str, int, float | None]]] = {}
-    for each in cluster.devices:
-        nodes.setdefault(each.node, Counter())[each.type, each.memory_bytes, each.price_per_hour] += 1
-    alike = Counter(tuple(counted.items()) for counted in nodes.values())
-    for kinds, count in alike.items():
-        for (kind, memory, price), devices in kinds:
-            dear = "" if price is None else f"{price:g}"
-            table.add_row(str(count), str(devices), escape(kind), size(memory), dear)
+    table = new_table("Devices", (">racks", *columns) if racked else columns, folded="type")
+    for racks, alike in _by_rack(cluster, racked):
+        for kinds, count in alike:
+            for (kind, memory, price), devices in kinds:
+                dear = "" if price is None else f"{price:g}"
+                row = (str(count), str(devices), escape(kind), size(memory), dear)
+                table.add_row(*((str(racks), *row) if racked else row))
     return table
+
+
+def _by_rack(cluster: Cluster, racked: bool) -> list[tuple[int, _Nodes]]:
+    """Return how many racks, all nodes in one unless ``racked``, hold as many nodes of each make."""
+    nodes: dict[tuple[int, int], Counter[_Make]] = {}
+    for each in cluster.devices:
+        place = each.rack if racked else 0, each.node
+        nodes.setdefault(place, Counter())[each.type, each.memory_bytes, each.price_per_hour] += 1
+    racks: dict[int, Counter[tuple[tuple[_Make, int], ...]]] = {}
+    for (rack, _), counted in nodes.items():
+        racks.setdefault(rack, Counter())[tuple(counted.items())] += 1
+    alike = Counter(tuple(counted.items()) for counted in racks.values())
+    return [(count, found) for found, count in alike.items()]
 
 
 def _links(cluster: Cluster) -> Table:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best, Found
 from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.placement import groups_of
+from autopar.planner.pool import Pool, in_order
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
@@ -34,6 +36,8 @@ from autopar.planner.work import layers_work_s
 __all__ = ["Cheapest", "cheapest", "cheapest_plan"]
 
 MOST_SETS = 100_000
+MOST_BY_NODES = 2_000
+"""Sets up to which it matters in which nodes the devices are."""
 SEARCHED = 12
 """Sets that are searched, where a gap is allowed; the bounds of the others hold for what they might cost."""
 _HOUR_S = 3600.0
@@ -138,18 +142,9 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
 
 
 def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
-    """Yield sets of devices, first those that may be cheapest; of a kind and price, the first ones in the cluster."""
+    """Yield sets of devices, first those that may be cheapest."""
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
-    groups: dict[tuple[int, float], list[int]] = {}
-    for device, key in enumerate(zip(costs.kind_of, prices, strict=True)):
-        groups.setdefault(key, []).append(device)
-    counts = [[len(own)] if options.use_all else list(range(len(own) + 1)) for own in groups.values()]
-    if np.prod([float(len(each)) for each in counts]) > MOST_SETS:
-        raise UsageError(
-            f"--objective cost: more than {MOST_SETS} sets of {len(groups)} kinds and prices of devices; "
-            "narrow it with fewer --gpus"
-        )
-    pool, kinds = Pool(costs.kind_of), sorted(set(costs.kind_of))
+    pool, kinds = in_order(costs.kind_of), sorted(set(costs.kind_of))
     bounds = [
         _Bounds(
             {kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool)
@@ -157,20 +152,45 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
         for family in families
     ]
     found = []
-    for taken in product(*counts):
-        own = {key: devices[:count] for (key, devices), count in zip(groups.items(), taken, strict=True) if count}
-        used = tuple(sorted(device for devices in own.values() for device in devices))
+    for used in _used(costs, prices, use_all=options.use_all):
+        own = sorted({(costs.kind_of[device], prices[device]) for device in used})
         if len(used) >= options.min_stages and constraints.possible_on([costs.kind_of[device] for device in used]):
             price = sum(prices[device] for device in used) / _HOUR_S
             idle_s = costs.profile.step_overhead_s
             state = _state(costs, pool, used)
             least = min(
-                max(each.steps_s[state] * price, idle_s * price + _least_busy(each.work_s, own, price))
+                max(each.steps_s[state] * price, idle_s * price + _least_busy(each.work_s, own, len(used), price))
                 for each in bounds
             )
             if least < float("inf"):
                 found.append(_Set(least, used, price))
     return iter(sorted(found, key=lambda each: (each.least, len(each.devices), each.devices)))
+
+
+def _used(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterator[tuple[int, ...]]:
+    """Yield sets of devices: of every node so many of a kind and price; of many nodes, of the cluster the first ones.
+
+    Raises:
+        UsageError: there are too many.
+    """
+    nodes: dict[tuple[int, float, int], list[int]] = {}
+    whole: dict[tuple[int, float], list[int]] = {}
+    for kind, groups in sorted(groups_of(costs).items()):
+        for number, group in enumerate(groups):
+            for device in group.devices:
+                nodes.setdefault((kind, prices[device], number), []).append(device)
+                whole.setdefault((kind, prices[device]), []).append(device)
+    chosen = list(nodes.values())
+    if prod(len(devices) + 1 for devices in chosen) > MOST_BY_NODES:
+        chosen = [sorted(devices) for devices in whole.values()]
+    counts = [[len(own)] if use_all else range(len(own) + 1) for own in chosen]
+    if prod(map(len, counts)) > MOST_SETS:
+        raise UsageError(
+            f"--objective cost: more than {MOST_SETS} sets of {len(chosen)} kinds and prices of devices; "
+            "narrow it with fewer --gpus"
+        )
+    for taken in product(*counts):
+        yield tuple(sorted(device for own, count in zip(chosen, taken, strict=True) for device in own[:count]))
 
 
 def _state(costs: CostModel, pool: Pool, used: Sequence[int]) -> int:
@@ -182,13 +202,8 @@ def _state(costs: CostModel, pool: Pool, used: Sequence[int]) -> int:
     return state
 
 
-def _least_busy(
-    work: dict[int, Numbers],
-    own: dict[tuple[int, float], list[int]],
-    price: float,
-) -> float:
+def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], count: int, price: float) -> float:
     """Return what a family's step costs at least: all devices last as long, and each layer is paid for somewhere."""
-    count = sum(map(len, own.values()))
     quickest = np.minimum.reduce([work[kind] for kind, _ in own])
     paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
     return max(float(quickest.sum()) / count * price, float(paid.sum()))

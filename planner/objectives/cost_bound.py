@@ -107,8 +107,8 @@ def _fits(
 ) -> Numbers:
     """Return 0 where a stage fits the largest device of a kind in some way, infinity elsewhere."""
     levels = costs.recompute_levels(family.micro_batch_size, kind)
-    ends = levels[:1] if options.recompute == "none" else (levels[0], levels[-1])
-    parts = [costs.memory[kind].arrays(rows, level) for level in dict.fromkeys(ends)]
+    ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
+    parts = [costs.memory[kind].by_stop(rows, level) for level in dict.fromkeys(ends)]
     shards: tuple[Shard, ...] = SHARDS if options.shard == "auto" else ("none", options.shard)
     warmup = turns if family.schedule == "gpipe" else 1
     held = [Held(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]

@@ -10,6 +10,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner.objectives.pipedream_graph import pipedream_graph
 from autopar.planner.objectives.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
+from autopar.planner.topology import Topology
 
 __all__ = ["PipeDreamPlan", "PipeDreamStage", "pipedream_plan"]
 
@@ -95,10 +96,12 @@ def _levels(cluster: Cluster, gpus: int, bytes_per_s: float | None) -> tuple[Lev
             f"--objective pipedream knows only nodes of equal size, and {gpus} devices of cluster {cluster.name!r} are "
             f"on nodes of {found}; use --gpus {sizes[0] * len([size for size in sizes if size == sizes[0]])}"
         )
-    rates = {link.level: bytes_per_s or link.bytes_per_s for link in reversed(cluster.links)}
-    levels = [Level(sizes[0], rates["node"], 1)] if sizes[0] > 1 or len(sizes) == 1 else []
+    # Its formulas know bandwidths alone, so that the widest of a level's links is the quickest.
+    rates = {link.level: link.bytes_per_s for link in sorted(cluster.links, key=lambda link: link.bytes_per_s)}
+    levels = [Level(sizes[0], bytes_per_s or rates["node"], 1)] if sizes[0] > 1 or len(sizes) == 1 else []
     if len(sizes) > 1:
-        levels.append(Level(len(sizes), rates["network"], sizes[0]))
+        among = Topology(cluster, cluster.devices[:gpus]).level(range(gpus))
+        levels.append(Level(len(sizes), bytes_per_s or rates[among], sizes[0]))
     return tuple(levels)
 
 

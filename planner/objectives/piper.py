@@ -13,6 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.planner.objectives.piper_moves import PiperMoves, in_flight
 from autopar.planner.objectives.piper_options import Task
 from autopar.planner.objectives.piper_stages import PiperStages, Stage
+from autopar.planner.topology import Topology
 
 __all__ = ["PiperPlan", "PiperStage", "piper_plan"]
 
@@ -130,8 +131,8 @@ def _task(
     used = cluster.devices[:gpus]
     if gpus is not None and len(used) < gpus:
         raise InfeasibleError(f"--gpus {gpus}: cluster {cluster.name!r} has {len(used)} devices")
-    level = "network" if len({device.node for device in used}) > 1 else "node"
-    rate = next(link.bytes_per_s for link in cluster.links if link.level == level)
+    level = Topology(cluster, used).level(range(len(used)))
+    rate = max(link.bytes_per_s for link in cluster.links if link.level == level)
     least = min(device.memory_bytes for device in used)
     return Task(len(used), memory_bytes or least, bytes_per_s or rate, batch or profile.batch)
 

@@ -111,7 +111,7 @@ class StashCosts:
 
     def all_held(self, rows: float, kind: int, recompute: frozenset[int]) -> tuple[Numbers, Numbers]:
         """Return :meth:`held` of all stages."""
-        one, more = _bytes(self.costs.memory[kind].arrays(rows, recompute), rows)
+        one, more = _bytes(self.costs.memory[kind].by_stop(rows, recompute), rows)
         return one, more + self.trained_bytes
 
     def peak_bytes(self, stage: Placed) -> int:

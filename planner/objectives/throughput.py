@@ -23,7 +23,7 @@ from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.links import Level
 from autopar.planner.objectives.stash import Numbers, Shape, StashCosts, depths
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
+from autopar.planner.pool import Pool, in_order
 
 __all__ = ["Quickest", "quickest"]
 
@@ -87,7 +87,7 @@ class _Table:
         self, prices: StashCosts, options: PlanOptions, recompute: list[dict[int, frozenset[int]]], *, limited: bool
     ) -> None:
         self.prices, self.costs, self.recompute, self.limited = prices, prices.costs, recompute, limited
-        self.pool = Pool(self.costs.kind_of)
+        self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
         self.shapes = list(_shapes(prices, self.pool))
         self.lanes = len(self.costs.devices) + 1 if limited else 1

@@ -141,7 +141,7 @@ class Partitioner:
     def fits(self, kind: int, limit_bytes: int, held: Held) -> npt.NDArray[np.bool_]:
         """Return whether layers ``[first, stop]`` fit a device."""
         if kind not in self._parts:
-            self._parts[kind] = self.costs.memory[kind].arrays(self.rows)
+            self._parts[kind] = self.costs.memory[kind].by_stop(self.rows)
         return np.asarray(peak_of(self._parts[kind], held) <= limit_bytes)
 
 

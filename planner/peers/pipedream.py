@@ -90,13 +90,12 @@ def bottleneck_s(prices: Prices, *, by_level: bool) -> float:
 
 
 def _flat(prices: Prices) -> _Best:
-    level = prices.costs.links.level(range(prices.device_count))
-    return _solve(prices, _alone(prices), level, prices.device_count, whole=True)
+    return _solve(prices, _alone(prices), prices.outer, prices.device_count, whole=True)
 
 
 def _levels(prices: Prices) -> tuple[_Best, _Best]:
     inner = _solve(prices, _alone(prices), "node", len(prices.servers[0]), whole=False)
-    return inner, _solve(prices, inner.slowest_s[-1], "network", len(prices.servers), whole=True)
+    return inner, _solve(prices, inner.slowest_s[-1], prices.outer, len(prices.servers), whole=True)
 
 
 def _alone(prices: Prices) -> Array:

@@ -45,6 +45,11 @@ class Prices:
         sizes = {len(server) for server in self.servers}
         return len(self.servers) > 1 and len(sizes) == 1 and sizes != {1}
 
+    @cached_property
+    def outer(self) -> Level:
+        """The level that connects all devices: between nodes, the papers know one."""
+        return self.costs.links.level(range(self.device_count))
+
     @property
     def most_replicas(self) -> int:
         """Return among how many replicas a micro-batch can be split."""

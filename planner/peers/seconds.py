@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.links import Level
 from autopar.planner.peers.groups import Groups, Positions
 from autopar.planner.peers.prices import Array, Prices
 
 __all__ = ["Seconds", "StageSeconds", "chained"]
-
-LEVELS: tuple[Level, ...] = ("node", "network")
 
 
 class Seconds(NamedTuple):
@@ -45,7 +42,7 @@ class StageSeconds:
 
     def __init__(self, prices: Prices) -> None:
         widths = range(1, prices.device_count + 1)
-        levels = LEVELS if len(prices.servers) > 1 else LEVELS[:1]
+        levels = ["node", prices.outer] if len(prices.servers) > 1 else [prices.outer]
         # Width 0 does not occur; its row makes widths indices.
         self._forward = np.stack([prices.forward_s(max(1, width)) for width in (0, *widths)])
         self._backward = np.stack([prices.backward_s(max(1, width)) for width in (0, *widths)])

@@ -65,6 +65,51 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node() -> None:
     assert cluster_named("4x8xA100-80G:25GB/s").links == cluster.links
 
 
+def test_a_name_says_racks_and_the_network_between_them() -> None:
+    cluster = cluster_named("2x4x8xH100:400Gbps:100Gbps")
+    assert [(device.rack, device.node) for device in cluster.devices[::8]] == [(at // 4, at) for at in range(8)]
+    assert [link.level for link in cluster.links] == ["node", "rack", "network"]
+    assert [link.shared_by for link in cluster.links] == [1, 8, 8]
+    near, far = cluster_named("4x8xH100:400Gbps"), cluster_named("8x8xH100:100Gbps")
+    assert cluster.links[1] == near.links[1].model_copy(update={"level": "rack"})
+    assert cluster.links[2] == far.links[1]
+    seconds = {(curve.level, curve.kind, curve.ranks): curve.seconds for curve in cluster.curves}
+    of_near = {("rack", curve.kind, curve.ranks): curve.seconds for curve in near.curves if curve.level != "node"}
+    of_far = {(curve.level, curve.kind, curve.ranks): curve.seconds for curve in far.curves}
+    assert seconds == {**of_near, **of_far}
+
+
+def test_a_network_between_racks_that_is_not_stated_is_assumed_to_be_as_fast_and_said_so() -> None:
+    cluster = cluster_named("2x4x8xH100:400Gbps")
+    assert "400Gbps per node between racks is assumed; 2x4x8xH100:400Gbps:100Gbps would say another" in cluster.notes
+    assert cluster.links == cluster_named("2x4x8xH100:400Gbps:400Gbps").links
+    assert any("per node is assumed" in note for note in cluster_named("2x4x8xH100").notes)
+
+
+def test_a_described_cluster_may_have_racks(tmp_path: Path) -> None:
+    nodes = "".join(
+        f'[[nodes]]\nrack = {rack}\ncount = {count}\ngpus = 2\ngpu = "V100"\n' for rack, count in ((0, 2), (7, 1))
+    )
+    networks = '[rack]\nbandwidth = "100Gbps"\n[network]\nbandwidth = "10Gbps"\nlatency_s = 1e-4\n'
+    path = tmp_path / "racks.toml"
+    path.write_text(nodes + networks)
+    cluster = read_cluster(path)
+    assert [device.rack for device in cluster.devices] == [0] * 4 + [7] * 2
+    assert [link.level for link in cluster.links] == ["node", "rack", "network"]
+    assert cluster.links[2].bytes_per_s == pytest.approx(cluster.links[1].bytes_per_s / 10)
+    assert cluster.links[2].latency_s == pytest.approx(cluster.links[1].latency_s + 1e-4)
+    for text, message in (
+        (nodes + networks[: networks.index("[network]")], "$.network: several racks need a [network]"),
+        (nodes + networks[networks.index("[network]") :], "$.rack: nodes in several racks need a [rack]"),
+        (nodes + networks.replace("100Gbps", "fast"), "$.rack.bandwidth: "),
+        (nodes.replace("rack = 7", "rack = -1") + networks, "$.nodes[1].rack: "),
+    ):
+        path.write_text(text)
+        with pytest.raises(FileError) as caught:
+            read_cluster(path)
+        assert message in str(caught.value)
+
+
 def test_a_name_adds_nodes_with_other_gpus() -> None:
     cluster = cluster_named("2x4xA100+8xV100:100Gbps")
     assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 8 + ["V100-SXM2-32G"] * 8
@@ -87,7 +132,12 @@ def test_a_network_that_is_not_stated_is_assumed_and_said_so() -> None:
         ("0xH100", "has no devices"),
         ("0x8xH100", "has no devices"),
         ("99999x99999xH100", "has 9999800001 devices; at most 65536"),
-        ("H100", "a name is [NODESx]GPUSxGPU[:BANDWIDTH]"),
+        ("H100", "a name is [[RACKSx]NODESx]GPUSxGPU[:BANDWIDTH[:BANDWIDTH]]"),
+        ("0x2x8xH100", "has no devices"),
+        ("99x99x99xH100", "has 970299 devices; at most 65536"),
+        ("2x8xH100:200Gbps:100Gbps", "has no racks for :100Gbps to connect; write RACKSxNODESxGPUSxGPU"),
+        ("1x1x8xH100:200Gbps", "is one node, which needs no network; leave out :200Gbps"),
+        ("2x2x8xH100:200Gbps:slow", "bandwidth between racks"),
         ("-1xH100", "no cluster is called '-1xH100'"),
         ("8xH100:200Gbps", "is one node, which needs no network; leave out :200Gbps"),
         ("2x8xH100:fast", "write bytes or bits per second, such as 25GB/s or 200Gbps"),

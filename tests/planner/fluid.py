@@ -6,10 +6,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.formats.cluster import Cluster, Device
+from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.program import KINDS
 from autopar.planner.durations import Durations
 from autopar.planner.simulate import Rows
+
+_Port = tuple[int, str, int, int, str]
+"""Number of the link at its level; level, node or rack, number among its ports, direction."""
 
 
 @dataclass(eq=False)
@@ -20,7 +23,7 @@ class _Job:
     ranks: tuple[int, ...]
     done: str
     level: str = ""
-    ports: tuple[tuple[object, ...], ...] = ()
+    ports: tuple[_Port, ...] = ()
     key: tuple[int, int] = (-1, -1)
 
 
@@ -40,9 +43,9 @@ class Fluid:
         self.tokens: Counter[tuple[str, int]] = Counter()
         self.passed: set[tuple[str, int]] = set()
         self.parts: set[int] = set()
-        self.links = {}
+        self.links: dict[str, list[Link]] = {}
         for link in cluster.links:
-            self.links.setdefault(link.level, link)
+            self.links.setdefault(link.level, []).append(link)
         self.overlaps = {}
         for overlap in cluster.overlaps:
             self.overlaps.setdefault(overlap.level, overlap)
@@ -70,28 +73,35 @@ class Fluid:
             levels = {other.level for other in self.jobs if other.level and job.ranks[0] in other.ranks}
             return 1 / max([self.overlaps[level].compute for level in levels if level in self.overlaps], default=1.0)
         flows = Counter(port for other in self.jobs for port in other.ports)
-        link = self.links[job.level]
-        capacity = link.shared_by * (2 if link.duplex == "half" else 1)
-        speed = min([1.0, *(capacity / flows[port] for port in job.ports)])
+        speed = min([1.0, *(_capacity(self.links[job.level][port[0]]) / flows[port] for port in job.ports)])
         slowed = job.level in self.overlaps and any(rank in busy for rank in job.ranks)
         return speed / self.overlaps[job.level].communication if slowed else speed
 
     def _level(self, ranks: tuple[int, ...]) -> str:
-        return "node" if len({self._node(rank) for rank in ranks}) == 1 else "network"
+        devices = [self.devices[self.places[rank]] for rank in ranks]
+        if len({device.node for device in devices}) == 1:
+            return "node"
+        return "rack" if "rack" in self.links and len({device.rack for device in devices}) == 1 else "network"
 
-    def _node(self, rank: int) -> int:
-        return self.devices[self.places[rank]].node
+    def _unit(self, device: Device, level: str) -> int:
+        return device.rack if level == "network" and "rack" in self.links else device.node
 
-    def _port(self, rank: int, level: str, direction: str) -> tuple[tuple[object, ...], ...]:
-        link = self.links[level]
+    def _port(self, rank: int, level: str, direction: str, seconds: float) -> tuple[_Port, ...]:
+        """A price in seconds tells the bytes, and so which link takes them."""
+        links = self.links[level]
+        moved = [(seconds - link.latency_s) * link.bytes_per_s / _capacity(link) for link in links]
+        at = moved.index(max(moved))
+        link = links[at]
         if link.shared_by == 1 and link.duplex == "full":
             return ()
-        before = [device.node for device in self.devices[: self.places[rank]]].count(self._node(rank))
+        unit = self._unit(self.devices[self.places[rank]], level)
+        before = [self._unit(device, level) for device in self.devices[: self.places[rank]]].count(unit)
         way = "both" if link.duplex == "half" else direction
-        return ((level, self._node(rank), before // link.shared_by, way),)
+        return ((at, level, unit, before // link.shared_by, way),)
 
-    def _both(self, rank: int, level: str) -> tuple[tuple[object, ...], ...]:
-        return tuple(dict.fromkeys((*self._port(rank, level, "out"), *self._port(rank, level, "in"))))
+    def _both(self, rank: int, level: str, seconds: float) -> tuple[_Port, ...]:
+        ports = (*self._port(rank, level, "out", seconds), *self._port(rank, level, "in", seconds))
+        return tuple(dict.fromkeys(ports))
 
     def _group(self, rank: int) -> tuple[int, ...]:
         return tuple(other for other, stage in enumerate(self.times.stage) if stage == self.times.stage[rank])
@@ -136,8 +146,9 @@ class Fluid:
 
     def _transfer(self, sender: int, receiver: int) -> None:
         level = self._level((sender, receiver))
-        ports = tuple(dict.fromkeys((*self._port(sender, level, "out"), *self._port(receiver, level, "in"))))
         seconds = self.times.message_s[sender, receiver]
+        ends = (*self._port(sender, level, "out", seconds), *self._port(receiver, level, "in", seconds))
+        ports = tuple(dict.fromkeys(ends))
         self.jobs.append(_Job(seconds, (sender, receiver), "message", level, ports, (sender, receiver)))
 
     def _reduced(self, rank: int, kind: str, index: int) -> bool:
@@ -151,7 +162,7 @@ class Fluid:
             return there and all(other in self.parts for other in group)
         if there and not any(job.done == f"T{index}" for job in self.jobs):
             level = self._level(group)
-            ports = tuple(port for other in group for port in self._both(other, level))
+            ports = tuple(port for other in group for port in self._both(other, level, self.times.tied_s[index]))
             self.jobs.append(_Job(self.times.tied_s[index], group, f"T{index}", level, ports))
         return False
 
@@ -182,5 +193,10 @@ class Fluid:
         job = _Job(hidden, (rank,), "whole")
         self.computing[rank] = job
         level = self._level(self._group(rank))
-        part = _Job(hidden + times.exposed_s[rank], (rank,), "part", level, self._both(rank, level))
+        ports = self._both(rank, level, times.reduce_s[rank])
+        part = _Job(hidden + times.exposed_s[rank], (rank,), "part", level, ports)
         self.jobs += [job, part]
+
+
+def _capacity(link: Link) -> int:
+    return link.shared_by * (2 if link.duplex == "half" else 1)

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from drawn import random_candidate
 from fluid import Fluid
+from hierarchies import hierarchy
 from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Device, Link, Overlap
@@ -31,8 +32,8 @@ def _shared(rng: random.Random, cluster: Cluster) -> Cluster:
         for link in cluster.links
     )
     overlaps = tuple(
-        Overlap(level=link.level, compute=rng.choice([1.0, 1.25]), communication=rng.choice([1.0, 1.5]))
-        for link in cluster.links
+        Overlap(level=level, compute=rng.choice([1.0, 1.25]), communication=rng.choice([1.0, 1.5]))
+        for level in dict.fromkeys(link.level for link in cluster.links)
         if rng.random() < 0.4
     )
     return cluster.model_copy(update={"links": links, "overlaps": overlaps})
@@ -45,6 +46,9 @@ class _Case:
         rng = random.Random(seed)
         devices = rng.randint(1, 6)
         cluster = random_cluster(seed, devices)
+        if seed % 4 == 0:
+            sizes = [1 + rng.randrange(2) for _ in range(devices)]
+            cluster = hierarchy(seed, sizes, racks=rng.choice([1, 2, 3]), more_links=True)
         options = PlanOptions(gpus=devices)
         self.costs = CostModel(random_profile(seed, batches=(2, 4, 6, 12)), cluster, options)
         self.candidate: Candidate = random_candidate(rng, self.costs)
@@ -79,7 +83,8 @@ def test_where_nothing_is_shared_the_step_is_the_plain_one() -> None:
                     link.model_copy(update={"shared_by": 1, "duplex": "full"}) for link in case.cluster.links
                 ),
                 "overlaps": tuple(
-                    Overlap(level=link.level, compute=1.0, communication=1.0) for link in case.cluster.links
+                    Overlap(level=level, compute=1.0, communication=1.0)
+                    for level in {each.level for each in case.cluster.links}
                 ),
             }
         )
@@ -156,8 +161,12 @@ def test_more_messages_than_a_port_is_shared_by_slow_each_other(
     sharing, devices = _two_nodes(count, shared_by)
     # Devices are dealt to ports by as many as share one, and so none is crowded.
     assert run(rows, times, Traffic(sharing, devices)) == pytest.approx(1.5)
-    link = sharing.links["network"].model_copy(update={"duplex": duplex})
-    one_port = replace(sharing, links={"network": link}, places=(0,) * 2 * count)
+    (link,) = sharing.links["network"] if shared_by > 1 else (Link(level="network", latency_s=0.0, bytes_per_s=1e9),)
+    one_port = replace(
+        sharing,
+        links={"network": (link.model_copy(update={"duplex": duplex}),)},
+        places={"network": (0,) * 2 * count},
+    )
     crowded = max(1.0, count / (shared_by * (2 if duplex == "half" else 1)))
     assert run(rows, times, Traffic(one_port, devices)) == pytest.approx(1 + 0.5 * crowded)
 

@@ -12,6 +12,7 @@ from autopar.planner.candidate import Family, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
 from autopar.planner.exhaustive import everything
+from autopar.planner.levels import Levels, Span
 
 
 def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> None:
@@ -31,8 +32,8 @@ def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> 
             stage = stage._replace(division="round-robin" if turns else "split")
             stages.append(stage._replace(warmup=rng.randint(1, stage.turns(0, micro_batches))))
             turning += turns
-        levels = [[frozenset[int]()]] * layers
-        found = depth_choices(costs, Family(micro_batches, rows, "1f1b"), stages, levels, exact=False)
+        spans = [Span(Levels([]))] * layers
+        found = depth_choices(costs, Family(micro_batches, rows, "1f1b"), stages, spans, exact=False)
         for candidate in found.candidates:
             flying = [min(micro_batches, stage.in_flight) for stage in candidate.stages]
             assert flying == sorted(flying, reverse=True), f"seed {seed}"

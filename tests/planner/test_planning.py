@@ -13,7 +13,7 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
-from autopar.planner import PlanOptions, plan
+from autopar.planner import PlanOptions, plan, stages
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.simulate import Simulator
@@ -212,6 +212,7 @@ def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() 
     assert len(simulator._rows) == 1
 
 
-def test_a_search_that_no_memory_holds_is_refused() -> None:
+def test_a_search_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "MOST_BYTES", 2**20)
     with pytest.raises(UsageError, match="GiB of tables; narrow it with fewer --gpus"):
-        plan(gpt_profile(blocks=400, batch=512), local_cluster(64), PlanOptions(gpus=64))
+        plan(gpt_profile(blocks=40, batch=64), local_cluster(16), PlanOptions(gpus=16))

@@ -40,7 +40,7 @@ def _everything(
             divisions: list[Division] = ["split"] if costs.divisible or width <= costs.batch else []
             divisions += ["round-robin"] if width > 1 and not costs.divisible else []
             levels = costs.recompute_levels(costs.batch, kind)
-            asked = {"none": levels[:1], "full": levels[-1:], "auto": [levels[0], levels[-1]]}[options.recompute]
+            asked = {"none": [levels[0]], "full": [levels[-1]], "auto": [levels[0], levels[-1]]}[options.recompute]
             rest = tuple(device for device in free if device not in devices)
             for stop in range(first + 1, costs.layer_count + 1):
                 for behind in _everything(costs, options, stop, rest):

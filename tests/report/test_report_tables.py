@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from played import small_plan
 from rich.console import Console
 
-from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
+from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.plan import Alternative
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
@@ -150,6 +150,19 @@ def test_a_cluster_table_shows_both_bandwidths_and_every_size_where_asked() -> N
         assert "15 GB/s" in text
         assert "1.25 x" in text
     assert "1.5 GB/s" in texts[1]
+
+
+def test_a_cluster_table_tells_racks_apart_where_they_mean_something() -> None:
+    devices = tuple(Device(type="cuda", memory_bytes=2**33, node=node, rack=node // 2) for node in (0, 1, 2, 3, 4, 4))
+    levels: tuple[Level, ...] = ("node", "network", "rack")
+    links = tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in levels)
+    rows = []
+    for count in (3, 2):
+        stream = io.StringIO()
+        cluster_tables.render(Cluster(devices=devices, links=links[:count]), Console(file=stream, width=80))
+        rows.append([line.split()[:3] for line in stream.getvalue().splitlines() if "cuda" in line])
+    # Racks and nodes of each make, devices of a node; without a link of their level, racks are not there.
+    assert rows == [[["2", "2", "1"], ["1", "1", "2"]], [["4", "1", "cuda"], ["1", "2", "cuda"]]]
 
 
 def test_a_table_of_many_stages_shows_the_first_and_the_last_ones() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autopar.planner.peers.groups import choose, reachable
-from autopar.planner.peers.policies import choices
+from autopar.planner.policies import choices
 
 
 @pytest.mark.parametrize(

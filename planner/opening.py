@@ -1,0 +1,125 @@
+"""Opening: good plans, and a lower bound, of a family too large to tell every stage apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import Placed
+from autopar.planner.caps import Capped
+from autopar.planner.depths import depth_choices
+from autopar.planner.judge import Best
+from autopar.planner.levels import Span
+from autopar.planner.options import PlanOptions
+from autopar.planner.paced import Chosen, Paced
+from autopar.planner.simulate import Simulator
+from autopar.planner.stages import StageTables
+from autopar.planner.states import States
+from autopar.planner.tables import SuffixTables
+from autopar.planner.work import work_s
+
+__all__ = ["Opened", "opened"]
+
+MANY_ELEMENTS = 20_000_000
+FEW_PASSES, PASSES = 4, 16
+STEP, COARSE_STEP, FAR_STEP = 1.02, 1.05, 1.3
+"""From one pace to the next; where passes are few; and while none can be kept."""
+AHEAD = 1.3
+"""Of the pace with which devices alone would suffice, the first one that is tried."""
+MOST_CAP = 1000
+"""Times the work's bound, above which nothing is looked for."""
+
+
+class Opened(NamedTuple):
+    """What is known of a family."""
+
+    lower_bound_s: float
+    """No plan of it takes less."""
+    tables: SuffixTables | None
+    """Of what may be better than the best plan; none where nothing fits."""
+
+
+def opened(simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> Opened:
+    """Improve on ``best`` with plans that keep a pace, and prove how much better others might be."""
+    return _Opening(simulator, stages, options, best).go()
+
+
+class _Opening:
+    def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
+        self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
+        self.options, self.best = options, best
+        self.states = States(stages)
+        self.large = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths) > MANY_ELEMENTS
+
+    def go(self) -> Opened:
+        """See :func:`opened`."""
+        least_s = work_s(self.costs, self.stages.family)
+        cap_s = least_s
+        while not Capped(self.stages, cap_s).possible:
+            cap_s *= COARSE_STEP
+            if cap_s > MOST_CAP * least_s:
+                return Opened(float("inf"), None)
+        self._try_paces((cap_s - self.costs.profile.step_overhead_s) / self.stages.family.micro_batches)
+        return self._bounded(max(least_s, cap_s / COARSE_STEP))
+
+    def _try_paces(self, fewest_s: float) -> None:
+        """Judge the plans of some paces, from one that is likely to be kept on, downwards or upwards."""
+        step = COARSE_STEP if self.large else STEP
+        pace_s, passes = fewest_s * AHEAD, 1
+        found = self._try(pace_s)
+        while not found and pace_s < MOST_CAP * fewest_s:
+            # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
+            passes += 1
+            pace_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
+            found = self._try(pace_s)
+        if passes == 1:
+            while passes < (FEW_PASSES if self.large else PASSES) and self._try(pace_s / step**passes):
+                passes += 1
+        for more in range(1, max(1, (FEW_PASSES if self.large else PASSES) - passes)):
+            if (self.stages.family.micro_batches - 1) * pace_s * step**more > self.best.step_s:
+                break
+            self._try(pace_s * step**more)
+
+    def _try(self, pace_s: float) -> bool:
+        """Judge the plan of a pace; return whether there is one."""
+        paced = Paced(self.stages, self.states, self.options, pace_s)
+        if paced.step_s == float("inf"):
+            return False
+        family = self.stages.family
+        chosen = paced.chosen()
+        frame = [self._placed(each) for each in chosen]
+        spans = [self._span(each) for each in chosen]
+        found = depth_choices(self.costs, family, frame, spans, exact=False)
+        for candidate in found.candidates:
+            if bound(self.costs, candidate) < self.best.step_s:
+                self.best.judge(self.simulator, candidate)
+        if found.closest is not None:
+            self.best.miss(*found.closest)
+        return True
+
+    def _placed(self, chosen: Chosen) -> Placed:
+        first, stop, number, state = chosen
+        way, family = self.stages.ways[number], self.stages.family
+        devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
+        shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
+        recompute = self._span(chosen).within(first, stop)[0]
+        stage = Placed(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
+        return stage._replace(warmup=stage.turns(0, family.micro_batches))
+
+    def _span(self, chosen: Chosen) -> Span:
+        """How many layers of a stage may be recomputed: more than it was chosen with, where it must hold more."""
+        way = self.stages.ways[chosen.way]
+        low, high = self.stages.recomputed(chosen.way, chosen.first, chosen.stop)
+        levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
+        return Span(levels, low, None if self.options.recompute == "auto" else high)
+
+    def _bounded(self, lower_s: float) -> Opened:
+        """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
+        overhead_s = self.costs.profile.step_overhead_s
+        tables = SuffixTables(self.stages, self.options, Capped(self.stages, self.best.step_s))
+        lower_s = max(lower_s, min(self.best.step_s, tables.least_s + overhead_s))
+        for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
+            cap_s = (lower_s + self.best.step_s) / 2
+            below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s))
+            lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
+        return Opened(lower_s, tables)

@@ -1,0 +1,149 @@
+"""Paced: of the plans whose stages all keep a pace, one with a short round trip; where the search starts on large
+problems.
+
+A stage keeps a pace if a micro-batch takes it no longer, and if it may have as many in flight as that takes
+(:func:`autopar.planner.depths.depth_for`). From the last stage to the first, the suffix with the shortest round trip is
+kept for every state of the pool: it needs the fewest in flight, and a step takes about its round trip, and a pace for
+every further micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.areas import Counts
+from autopar.planner.caps import Capped
+from autopar.planner.options import PlanOptions
+from autopar.planner.stages import Next, StageTables
+from autopar.planner.states import Group, States
+
+__all__ = ["Chosen", "Paced"]
+
+Numbers = npt.NDArray[np.float64]
+ROUNDING = 1e-9
+BAND, LEAST_BAND = 0.2, 8
+"""Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
+
+
+class Chosen(NamedTuple):
+    """One stage of a plan."""
+
+    first: int
+    stop: int
+    way: int
+    state: int
+    """Of the pool, before."""
+
+
+class _Suffixes(NamedTuple):
+    """Of every position and state, the suffix that is kept; arrays ``[position, state]``."""
+
+    trip_s: Numbers
+    """Its round trip; infinite where none keeps the pace."""
+    done_s: Numbers
+    """From the end of its first stage's last backward to that of everything."""
+    ahead: Numbers
+    """How many more a stage before needs in flight than its round trip takes, as what is behind keeps it waiting."""
+    way: Counts
+    """Of its first stage."""
+    stop: Counts
+
+
+class Paced:
+    """The plan of a family that keeps a pace with the shortest round trip."""
+
+    def __init__(self, stages: StageTables, states: States, options: PlanOptions, pace_s: float) -> None:
+        self.pace_s = pace_s
+        self._stages, self._states = stages, states
+        family, layers = stages.family, stages.layers
+        self._capped = Capped(stages, stages.costs.profile.step_overhead_s + family.micro_batches * pace_s)
+        self._micro_batches = family.micro_batches
+        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
+        self._turning = np.array(turning, dtype=np.float64)
+        """By way, how many replicas take turns."""
+        self._turns = np.ceil(family.micro_batches / self._turning)
+        # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
+        rows = family.micro_batch_size
+        self._worth = np.array([way.choice.division == "split" or way.width > rows for way in stages.ways])
+        shape = (layers + 1, states.none + 1)
+        self._kept = _Suffixes(np.full(shape, np.inf), *np.zeros((2, *shape)), *np.zeros((2, *shape), dtype=np.int64))
+        ends = slice(stages.pool.empty, None) if options.use_all else slice(None)
+        self._kept.trip_s[layers, ends] = 0.0
+        self._kept.trip_s[layers, states.none] = np.inf
+        if self._capped.possible:
+            for first in reversed(range(layers)):
+                self._fill(first)
+
+    @property
+    def step_s(self) -> float:
+        """About how long a step takes; infinite where no plan keeps the pace."""
+        return float(self._kept.trip_s[0, 0] + self._kept.done_s[0, 0]) + (self._micro_batches - 1) * self.pace_s
+
+    def chosen(self) -> list[Chosen]:
+        """Return the plan's stages."""
+        found = []
+        first = state = 0
+        while first < self._stages.layers:
+            way, stop = int(self._kept.way[first, state]), int(self._kept.stop[first, state])
+            found.append(Chosen(first, stop, way, state))
+            first, state = stop, int(self._states.after[way, state])
+        return found
+
+    def _fill(self, first: int) -> None:
+        following = self._capped.next(first)
+        following = following.some(np.flatnonzero(self._worth[following.way]))
+        for group in self._states.groups if len(following.way) else ():
+            states = self._states.within(group, first, self._capped)
+            states = states[self._near(first, states)]
+            if len(states):
+                self._keep(first, following, group, states)
+
+    def _near(self, first: int, states: Counts) -> npt.NDArray[np.bool_]:
+        """States that leave to the layers before and behind about their part of the devices that the pace can spare."""
+        before, behind = self._capped.fewest[:, first]
+        devices = self._states.left[0]
+        spare = devices - before - behind
+        used = devices - self._states.left[states]
+        share = before + spare * before / max(1.0, before + behind)
+        return np.asarray(np.abs(used - share) <= max(LEAST_BAND, BAND * spare))
+
+    def _keep(self, first: int, following: Next, group: Group, states: Counts) -> None:
+        way, place = following.way, group.place[following.way]
+        every = np.arange(len(way))
+        own_s = np.asarray(following.stage.work_s)[place, every] / self._micro_batches
+        # What a stage holds for one before that has more in flight, and recomputing, are estimated from below: one
+        # more in flight must fit, too, unless all do.
+        most = self._turns[way] / np.asarray(following.stage.rate)[place, every]
+        room = np.where(
+            most >= self._turns[way], self._micro_batches, (np.floor(most + ROUNDING) - 1) * self._turning[way]
+        )
+        some = np.flatnonzero((own_s <= self.pace_s * (1 + ROUNDING)) & (room >= 1))
+        way, own_s, room = way[some], own_s[some], room[some, None]
+        stage = following.stage.at((place[some], some))
+        link = following.link.at((group.near[way], some))
+        stops = first + following.length[some]
+        behind = self._states.after[way][:, states] + stops[:, None] * self._kept.trip_s.shape[1]
+        trip_s, done_s, ahead = (np.take(each, behind) for each in self._kept[:3])
+        trip_s += np.asarray(stage.forward_s + stage.backward_s + link.forth_s + link.back_s)[:, None]
+        wanted = trip_s / self.pace_s
+        wanted += ahead
+        done_s -= np.asarray(link.back_s + stage.backward_s)[:, None]
+        np.maximum(done_s, np.asarray(stage.closing_s)[:, None], out=done_s)
+        total_s = trip_s + done_s
+        total_s[wanted * (1 - ROUNDING) > room] = np.inf
+        if not len(some):
+            return
+        best, column = total_s.argmin(axis=0), np.arange(len(states))
+        found = np.isfinite(total_s[best, column])
+        best, column, states = best[found], column[found], states[found]
+        self._kept.trip_s[first, states] = trip_s[best, column]
+        self._kept.done_s[first, states] = done_s[best, column]
+        turning = self._turning[way[best]]
+        in_flight = np.ceil(np.ceil(wanted[best, column] * (1 - ROUNDING)) / turning) * turning
+        waiting = np.minimum(in_flight, self._micro_batches) - 1 + (own_s[best] - trip_s[best, column]) / self.pace_s
+        self._kept.ahead[first, states] = np.maximum(ahead[best, column], waiting)
+        self._kept.way[first, states] = way[best]
+        self._kept.stop[first, states] = stops[best]

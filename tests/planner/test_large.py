@@ -1,0 +1,92 @@
+"""Families that are too large to tell every stage apart, on small instances: against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import search as searching
+from autopar.planner.bounds import bound
+from autopar.planner.candidate import families
+from autopar.planner.caps import Capped
+from autopar.planner.costs import CostModel
+from autopar.planner.exhaustive import everything, exhaust
+from autopar.planner.judge import Best
+from autopar.planner.options import PlanOptions
+from autopar.planner.placement import pool_of
+from autopar.planner.search import Searched, search
+from autopar.planner.simulate import Simulator
+from autopar.planner.stages import StageTables
+from autopar.planner.tables import SuffixTables
+
+
+@pytest.fixture
+def taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "MOST_APART", 0)
+
+
+def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
+    costs = CostModel(profile, cluster, options)
+    best = Best()
+    return best, search(Simulator(costs), families(costs.batch, options), options, best)
+
+
+def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    devices = seed % 3 + 2
+    profile, cluster = random_profile(seed, most_layers=5, batches=(2, 3, 4)), random_cluster(seed, devices)
+    if seed % 3 == 0:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    memory = None if seed % 2 else 3_000_000
+    return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
+
+
+@pytest.mark.usefixtures("taken_together")
+def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
+    ratios = []
+    for seed in range(90):
+        profile, cluster, options = _instance(seed)
+        exact = Best()
+        exhaust(Simulator(CostModel(profile, cluster, options)), options, exact)
+        best, searched = _search(profile, cluster, options)
+        if exact.found is None:
+            assert best.found is None, f"seed {seed}"
+            continue
+        assert searched.lower_bound_s <= exact.step_s * (1 + 1e-9), f"seed {seed}"
+        if best.found is not None:
+            assert best.step_s >= exact.step_s * (1 - 1e-9)
+            assert max(CostModel(profile, cluster, options).shortfalls(best.found.candidate)) <= 0
+        ratios.append(best.step_s / exact.step_s)
+    ratios.sort()
+    assert len(ratios) >= 50
+    assert ratios[int(0.8 * len(ratios))] <= 1.1
+
+
+def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap() -> None:
+    compared = 0
+    for seed in range(40):
+        profile, cluster, options = _instance(seed)
+        costs = CostModel(profile, cluster, options)
+        pool = pool_of(costs, exact=True, use_all=False)
+        bounds: dict[int, list[float]] = {}
+        for candidate in everything(costs, options):
+            if max(costs.shortfalls(candidate)) <= 0:
+                bounds.setdefault(candidate.micro_batches, []).append(bound(costs, candidate))
+        for family in families(costs.batch, options):
+            least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
+            stages = StageTables(costs, pool, family, options, apart=False)
+            free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
+            assert free <= least * (1 + 1e-9), f"seed {seed}"
+            for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
+                capped = SuffixTables(stages, options, Capped(stages, cap_s)).least_s + costs.profile.step_overhead_s
+                assert min(cap_s, capped) <= least * (1 + 1e-9), f"seed {seed}"
+                compared += 1
+    assert compared >= 60
+
+
+@pytest.mark.usefixtures("taken_together")
+def test_a_gpt_taken_together_is_planned_as_well_as_one_told_apart() -> None:
+    for devices in (4, 8):
+        together, bounded = _search(gpt_profile(), local_cluster(devices), PlanOptions(gpus=devices))
+        assert together.step_s <= bounded.lower_bound_s * 1.05

@@ -1,0 +1,101 @@
+"""Levels of nodes and racks, and several links of one level."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hierarchies import hierarchy
+
+from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
+from autopar.planner.links import LinkModel
+from autopar.planner.sharing import Sharing
+from autopar.planner.topology import Topology
+
+
+def _plain_level(cluster: Cluster, devices: tuple[int, ...]) -> Level:
+    """The widest level of any pair."""
+    found: list[Level] = ["node"]
+    for one, other in combinations([cluster.devices[device] for device in devices], 2):
+        near = one.rack == other.rack and any(link.level == "rack" for link in cluster.links)
+        found.append("node" if one.node == other.node else "rack" if near else "network")
+    return max(found, key=LEVELS.index)
+
+
+def test_the_level_of_devices_is_the_widest_of_any_two_and_levels_between_groups_are_those_of_their_pairs() -> None:
+    seen = set()
+    for seed in range(200):
+        rng = random.Random(seed)
+        cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(rng.randint(1, 4))], racks=rng.randint(1, 3))
+        topology = Topology(cluster, cluster.devices)
+        count = len(cluster.devices)
+        some = tuple(rng.sample(range(count), rng.randint(1, count)))
+        others = tuple(rng.sample(range(count), rng.randint(1, count)))
+        assert topology.level(some) == _plain_level(cluster, some)
+        pairs = {_plain_level(cluster, (one, other)) for one in some for other in others}
+        assert topology.between(some, others) == pairs
+        seen |= pairs
+    assert seen == set(LEVELS)
+
+
+def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:
+    second = 0
+    for seed in range(100):
+        cluster = hierarchy(seed, [2, 2], racks=2, more_links=True)
+        model, sharing = LinkModel(cluster, cluster.devices), Sharing.of(cluster, cluster.devices)
+        for level, ends in (("node", (0, 1)), (model.level((0, 2)), (0, 2))):
+            own = [link for link in cluster.links if link.level == level]
+            for size in (0, 1000, 30_000, 10**6, 10**8):
+                seconds = [link.latency_s + size * link.shared_by / link.bytes_per_s for link in own]
+                assert model.message_s(size, level) == pytest.approx(min(seconds), rel=1e-12)
+                rounds = [2 * (4 - 1) * (link.latency_s + size / 4 * link.shared_by / link.bytes_per_s) for link in own]
+                expected = min(rounds) if size else 0.0
+                assert model.collective_s("all_reduce", size, 4, level) == pytest.approx(expected, rel=1e-12)
+                ports = sharing.ports(level, *ends, model.message_s(size, level))
+                quickest = seconds.index(min(seconds))
+                if len({round(each, 15) for each in seconds}) == len(seconds):
+                    assert bool(ports) == (own[quickest].shared_by > 1)
+                    assert {port.link for port in ports} <= {quickest}
+                    second += quickest > 0
+    assert second > 50
+
+
+def test_over_several_links_no_longer_message_takes_less_time_and_no_rate_is_undercut() -> None:
+    for seed in range(60):
+        cluster = hierarchy(seed, [1, 1, 1], racks=2, more_links=True)
+        model = LinkModel(cluster, cluster.devices)
+        for level in model.topology.levels:
+            sizes = np.linspace(0, 3e6, 500)
+            assert (np.diff(model.messages_s(sizes, level)) >= 0).all()
+            least = model.least_per_byte("all_reduce", 3, level)
+            times = [model.collective_s("all_reduce", size, 3, level) for size in (1, 10**4, 10**7, 10**12)]
+            assert all(
+                s >= least * size * (1 - 1e-12) for s, size in zip(times, (1, 10**4, 10**7, 10**12), strict=True)
+            )
+
+
+def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() -> None:
+    links = (
+        Link(level="node", latency_s=0.0, bytes_per_s=1e6),
+        Link(level="node", latency_s=0.0, bytes_per_s=1e8, shared_by=2),
+    )
+    curve = Curve(kind="p2p", ranks=2, level="node", sizes=(1000,), seconds=(0.5,))
+    cluster = Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 2, links=links, curves=(curve,))
+    model = LinkModel(cluster, cluster.devices)
+    assert model.message_s(10, "node") == 0.5
+    assert model.message_s(1000 + 10**6, "node") == pytest.approx(0.5 + 1e6 / 5e7)
+
+
+def test_a_rack_s_devices_share_its_way_out_and_a_nodes_those_to_its_rack() -> None:
+    devices = tuple(
+        Device(type="cpu", memory_bytes=1, node=node, rack=node // 2) for node in range(4) for _ in range(2)
+    )
+    levels: tuple[Level, ...] = LEVELS
+    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in levels)
+    sharing = Sharing.of(Cluster(devices=devices, links=links), devices)
+    out = [sharing.ports("network", device, device, 1.0)[0] for device in range(8)]
+    assert [(port.unit, port.number) for port in out] == [(0, 0)] * 4 + [(1, 0)] * 4
+    near = [sharing.ports("rack", device, device, 1.0)[0] for device in range(8)]
+    assert [(port.unit, port.number) for port in near] == [(node, 0) for node in range(4) for _ in range(2)]
