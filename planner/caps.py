@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.bounds import last
 from autopar.planner.stages import Next, StageTables
 
 __all__ = ["Capped"]
@@ -23,6 +22,7 @@ class Capped:
         self._stages = stages
         self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
         self._next: dict[int, Next] = {}
+        self._alone_s: dict[int, Numbers] = {}
         self.fewest = self._fewest() if np.isfinite(cap_s) else np.zeros((2, stages.layers + 1))
         """Fewest devices of the layers before, and of those from on, every position."""
 
@@ -37,16 +37,18 @@ class Capped:
             return self._stages.next(first)
         if first not in self._next:
             following = self._stages.next(first)
-            alone_s = np.asarray(last(following.stage).step_s).min(axis=0, initial=np.inf)
-            self._next[first] = following.some(np.flatnonzero(alone_s <= self.limit_s))
+            alone_s = following.alone_s()
+            some = np.flatnonzero(alone_s.min(axis=0, initial=np.inf) <= self.limit_s)
+            self._next[first] = following.some(some)
+            self._alone_s[first] = alone_s[:, some]
         return self._next[first]
 
-    def some(self, following: Next, place: npt.NDArray[np.int64]) -> Next:
-        """Return those of some stages that may meet the cap where they stand; ``place`` by way."""
+    def at(self, first: int, place: npt.NDArray[np.int64]) -> Next:
+        """Return those of the stages that may meet the cap where they stand; ``place`` by way."""
+        following = self.next(first)
         if not np.isfinite(self.cap_s):
             return following
-        every = np.arange(len(following.way))
-        alone_s = np.asarray(last(following.stage.at((place[following.way], every))).step_s)
+        alone_s = self._alone_s[first][place[following.way], np.arange(len(following.way))]
         return following.some(np.flatnonzero(alone_s <= self.limit_s))
 
     def _fewest(self) -> Numbers:

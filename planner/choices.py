@@ -15,7 +15,7 @@ __all__ = ["DIVISIONS", "SHARDS", "Choice", "choices"]
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
-MOST_PARTS = 5
+MOST_PARTS, FEW_PARTS = 5, 2
 
 
 class Choice(NamedTuple):
@@ -61,10 +61,11 @@ class Choice(NamedTuple):
         return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
 
 
-def choices(costs: CostModel, options: PlanOptions, binding: bool) -> list[Choice]:
+def choices(costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
-    ``binding`` tells whether memory may bind: if not, nothing is recomputed.
+    ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all are to be told ``apart``,
+    the ranges are fewer for replicas that take turns, which seldom pay.
     """
     shards = SHARDS if options.shard == "auto" else tuple(dict.fromkeys(("none", options.shard)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
@@ -72,9 +73,14 @@ def choices(costs: CostModel, options: PlanOptions, binding: bool) -> list[Choic
     parts = min(MOST_PARTS, costs.layer_count)
     ranges = range(parts + 1) if options.recompute == "auto" and binding else range(1)
     alone = options.shard not in ("auto", "none")
-    return [
+    found = [
         Choice(division, shard, part, parts, every, alone=alone and shard == "none")
         for part in ranges
         for division in divisions
         for shard in shards
     ]
+    if apart or len(ranges) == 1:
+        return found
+    few = min(FEW_PARTS, parts)
+    turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]
+    return [*(choice for choice in found if choice.division == "split"), *turning]

@@ -21,10 +21,10 @@ from autopar.planner.work import work_s
 __all__ = ["Opened", "opened"]
 
 MANY_ELEMENTS = 20_000_000
-FEW_PASSES, PASSES = 4, 16
+FEW_PASSES, PASSES = 3, 16
 STEP, COARSE_STEP, FAR_STEP = 1.02, 1.05, 1.3
 """From one pace to the next; where passes are few; and while none can be kept."""
-AHEAD = 1.3
+AHEAD = 1.4
 """Of the pace with which devices alone would suffice, the first one that is tried."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
@@ -116,7 +116,7 @@ class _Opening:
     def _bounded(self, lower_s: float) -> Opened:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
-        tables = SuffixTables(self.stages, self.options, Capped(self.stages, self.best.step_s))
+        tables = SuffixTables(self.stages, self.options, Capped(self.stages, self.best.step_s), rounded=self.large)
         lower_s = max(lower_s, min(self.best.step_s, tables.least_s + overhead_s))
         for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
             cap_s = (lower_s + self.best.step_s) / 2

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.areas import Counts
+from autopar.planner.bounds import Value
 from autopar.planner.caps import Capped
 from autopar.planner.options import PlanOptions
 from autopar.planner.stages import Next, StageTables
@@ -22,8 +23,9 @@ from autopar.planner.states import Group, States
 
 __all__ = ["Chosen", "Paced"]
 
-Numbers = npt.NDArray[np.float64]
-ROUNDING = 1e-9
+Numbers = npt.NDArray[np.float32]
+ROUNDING = 1e-5
+"""Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
 BAND, LEAST_BAND = 0.2, 8
 """Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
 
@@ -67,9 +69,11 @@ class Paced:
         self._turns = np.ceil(family.micro_batches / self._turning)
         # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
         rows = family.micro_batch_size
-        self._worth = np.array([way.choice.division == "split" or way.width > rows for way in stages.ways])
+        worth = (way.choice.division == "split" or way.width > rows for way in stages.ways)
+        self._worth = np.array(list(worth))
         shape = (layers + 1, states.none + 1)
-        self._kept = _Suffixes(np.full(shape, np.inf), *np.zeros((2, *shape)), *np.zeros((2, *shape), dtype=np.int64))
+        short = np.full(shape, np.inf, np.float32), *np.zeros((2, *shape), np.float32)
+        self._kept = _Suffixes(*short, *np.zeros((2, *shape), dtype=np.int64))
         ends = slice(stages.pool.empty, None) if options.use_all else slice(None)
         self._kept.trip_s[layers, ends] = 0.0
         self._kept.trip_s[layers, states.none] = np.inf
@@ -111,31 +115,28 @@ class Paced:
         return np.asarray(np.abs(used - share) <= max(LEAST_BAND, BAND * spare))
 
     def _keep(self, first: int, following: Next, group: Group, states: Counts) -> None:
-        way, place = following.way, group.place[following.way]
-        every = np.arange(len(way))
-        own_s = np.asarray(following.stage.work_s)[place, every] / self._micro_batches
+        stage = following.stage_at(group.place)
         # What a stage holds for one before that has more in flight, and recomputing, are estimated from below: one
         # more in flight must fit, too, unless all do.
-        most = self._turns[way] / np.asarray(following.stage.rate)[place, every]
-        room = np.where(
-            most >= self._turns[way], self._micro_batches, (np.floor(most + ROUNDING) - 1) * self._turning[way]
-        )
+        own_s = np.asarray(stage.work_s) / self._micro_batches
+        turns, turning = self._turns[following.way], self._turning[following.way]
+        most = turns / np.asarray(stage.rate)
+        room = np.where(most >= turns, self._micro_batches, (np.floor(most + ROUNDING) - 1) * turning)
         some = np.flatnonzero((own_s <= self.pace_s * (1 + ROUNDING)) & (room >= 1))
-        way, own_s, room = way[some], own_s[some], room[some, None]
-        stage = following.stage.at((place[some], some))
-        link = following.link.at((group.near[way], some))
+        if not len(some):
+            return
+        way, own_s, room = following.way[some], own_s[some], _column(room[some])
+        stage, link = stage.at((some,)), following.link_at(group.near).at((some,))
         stops = first + following.length[some]
         behind = self._states.after[way][:, states] + stops[:, None] * self._kept.trip_s.shape[1]
         trip_s, done_s, ahead = (np.take(each, behind) for each in self._kept[:3])
-        trip_s += np.asarray(stage.forward_s + stage.backward_s + link.forth_s + link.back_s)[:, None]
-        wanted = trip_s / self.pace_s
+        trip_s += _column(stage.forward_s + stage.backward_s + link.forth_s + link.back_s)
+        wanted = trip_s * np.float32(1 / self.pace_s)
         wanted += ahead
-        done_s -= np.asarray(link.back_s + stage.backward_s)[:, None]
-        np.maximum(done_s, np.asarray(stage.closing_s)[:, None], out=done_s)
+        done_s -= _column(link.back_s + stage.backward_s)
+        np.maximum(done_s, _column(stage.closing_s), out=done_s)
         total_s = trip_s + done_s
-        total_s[wanted * (1 - ROUNDING) > room] = np.inf
-        if not len(some):
-            return
+        total_s[wanted > room * np.float32(1 + ROUNDING)] = np.inf
         best, column = total_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(total_s[best, column])
         best, column, states = best[found], column[found], states[found]
@@ -147,3 +148,7 @@ class Paced:
         self._kept.ahead[first, states] = np.maximum(ahead[best, column], waiting)
         self._kept.way[first, states] = way[best]
         self._kept.stop[first, states] = stops[best]
+
+
+def _column(values: Value) -> npt.NDArray[np.float32]:
+    return np.asarray(values, dtype=np.float32)[:, None]

@@ -129,7 +129,7 @@ class Room:
         none = self._whole_parts(rows, False, kind)
         if not choice.recomputes:
             return none
-        key = (rows, choice.part, choice.every, kind)
+        key = (rows, choice.part, choice.parts, choice.every, kind)
         if key not in self._parts:
             self._parts[key] = self._partly(choice, rows, kind, none)
         return self._parts[key]

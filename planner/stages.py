@@ -16,7 +16,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.plan import Division
 from autopar.planner.areas import Area, Areas, Counts
-from autopar.planner.bounds import LinkTerms, StageTerms, beside_s
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice, choices
 from autopar.planner.constraints import Constraints
@@ -44,16 +44,28 @@ class Next(NamedTuple):
     """Layers, at least."""
     longest: Counts
     """Layers, at most: those of all lengths between are taken together."""
-    stage: StageTerms
-    """``[place, stage]``; the work of one that does not fit is infinite."""
-    link: LinkTerms
-    """``[levels, stage]``, of the boundary behind."""
+    stages: Numbers
+    """``[term, place, stage]``; the work of one that does not fit is infinite."""
+    links: Numbers
+    """``[term, levels, stage]``, of the boundary behind."""
 
     def some(self, indices: Counts) -> Next:
         """Return some of the stages."""
-        columns = (slice(None), indices)
         own = self.way[indices], self.length[indices], self.longest[indices]
-        return Next(*own, self.stage.at(columns), self.link.at(columns))
+        return Next(*own, self.stages[:, :, indices], self.links[:, :, indices])
+
+    def alone_s(self) -> Numbers:
+        """Return the seconds of a step of nothing else, ``[place, stage]``."""
+        return np.asarray(last(StageTerms(*self.stages)).step_s)
+
+    def stage_at(self, place: Counts) -> StageTerms:
+        """Return the terms of the stages where they stand; ``place`` by way."""
+        return StageTerms(*self.stages[:, place[self.way], np.arange(len(self.way))])
+
+    def link_at(self, near: Counts) -> LinkTerms:
+        """Return those of the boundaries behind them; ``near`` by way."""
+        forth, back, *seconds = self.links[:, near[self.way], np.arange(len(self.way))]
+        return LinkTerms(forth > 0, back > 0, *seconds)
 
 
 class StageTables:
@@ -67,7 +79,7 @@ class StageTables:
         self.places = Places(costs, pool)
         self._next: dict[int, Next] = {}
         self.room = Room(costs, family, pool)
-        self.choices = {kind: choices(costs, options, self.room.binding(kind)) for kind in pool.kinds}
+        self.choices = {kind: choices(costs, options, self.room.binding(kind), apart=apart) for kind in pool.kinds}
         self.longest = self.layers if apart else self.room.reach(self.choices)
         every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], apart=apart)]
         moves = [self.places.moves(way.kind, way.width) for way in every]
@@ -146,7 +158,9 @@ class StageTables:
         column = np.tile(np.arange(columns), len(self.ways))[fitting]
         longest = np.minimum(self._ends[column], self.layers - first)
         some = (slice(None), fitting)
-        return Next(way[fitting], self.lengths[column], longest, stage.at(some), link.at(some))
+        stages = np.stack([np.asarray(each)[some] for each in stage])
+        links = np.stack([np.asarray(each)[some].astype(np.float64) for each in link])
+        return Next(way[fitting], self.lengths[column], longest, stages, links)
 
     def _stacked_stages(self) -> StageTerms:
         """Terms ``[place, way, first, length]``."""

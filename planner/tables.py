@@ -7,11 +7,13 @@ of them grows, folding a prefix onto the minima never exceeds the bound of any c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.areas import Counts
-from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain, last
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
 from autopar.planner.caps import Capped
 from autopar.planner.options import PlanOptions
 from autopar.planner.stages import Next, StageTables
@@ -21,6 +23,9 @@ __all__ = ["SuffixTables"]
 
 MOST_ELEMENTS = 20_000_000
 """Of the arrays that make a family's tables; about a tenth of a second for so many."""
+
+ROUNDING = 1e-4
+"""Of rounded tables; hundreds of sums err by less."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -32,7 +37,10 @@ class SuffixTables:
     be part of a plan of fewer seconds than the cap is left out.
     """
 
-    def __init__(self, stages: StageTables, options: PlanOptions, capped: Capped | None = None) -> None:
+    def __init__(
+        self, stages: StageTables, options: PlanOptions, capped: Capped | None = None, *, rounded: bool = False
+    ) -> None:
+        """Fill the tables; ``rounded`` ones take half the time and room, and their bounds less than the rounding."""
         self.stages, self._use_all = stages, options.use_all
         self._capped = capped or Capped(stages)
         pool, layers = stages.pool, stages.layers
@@ -42,7 +50,8 @@ class SuffixTables:
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self._lumped = told < most
         self.states = States(stages)
-        self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf)
+        self._kind: type[np.float64] = np.float32 if rounded else np.float64  # type: ignore[assignment]  # read as numbers
+        self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
         self._chain = stages.chain
         self._before = self._prefixes()
         if self._capped.possible:
@@ -52,7 +61,8 @@ class SuffixTables:
     @property
     def least_s(self) -> float:
         """The least bound of a plan, without what precedes every step; infinite where there is none below the cap."""
-        return float(self._least[3, self.stages.constraints.least_stages - 1 :, 0, 0].min())
+        least_s = float(self._least[3, self.stages.constraints.least_stages - 1 :, 0, 0].min())
+        return least_s * (1 - ROUNDING) if self._kind is np.float32 else least_s
 
     def behinds(self, stages: int | None) -> range:
         """Return how many stages may follow the first of ``stages``, as :meth:`terms` takes them; none: any number."""
@@ -81,24 +91,18 @@ class SuffixTables:
         found[1:] = np.inf
         for first in range(self.stages.layers):
             following = self._capped.next(first)
-            stage, link = following.stage, following.link
+            stage, link = StageTerms(*following.stages), LinkTerms(True, True, *following.links[2:])
             around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
             for more in range(int((following.longest - following.length).max(initial=0)) + 1):
                 some = following.longest - following.length >= more
                 np.minimum.at(found, first + following.length[some] + more, found[first] + around[some])
         return found
 
-    def _placed(self, following: Next, group: Group) -> tuple[StageTerms, LinkTerms]:
-        every = np.arange(len(following.way))
-        return following.stage.at((group.place[following.way], every)), following.link.at(
-            (group.near[following.way], every)
-        )
-
     def _fill(self, first: int) -> None:
         following = self._capped.next(first)
         for group in self.states.groups if len(following.way) else ():
             states = self.states.within(group, first, self._capped)
-            near = self._capped.some(following, group.place) if len(states) else following
+            near = self._capped.at(first, group.place) if len(states) else following
             if len(states) and len(near.way):
                 found = self._extended(first, near, group, states)
                 if np.isfinite(self._capped.cap_s):
@@ -110,10 +114,10 @@ class SuffixTables:
 
     def _extended(self, first: int, following: Next, group: Group, states: Counts) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
-        stage, link = self._placed(following, group)
         after = self.states.after[following.way][:, states]
-        column = (slice(None), None)
-        wide, beyond = stage.at(column), link.at(column)
+        wide = StageTerms(*self._columns(following.stage_at(group.place)))
+        forth, back, *seconds = following.link_at(group.near)
+        beyond = LinkTerms(np.asarray(forth)[:, None], np.asarray(back)[:, None], *self._columns(seconds))
         behind = Terms(*(self._suffix(term, first, following, after) for term in range(4)))
         shape = np.shape(behind.trip_s)
         folded = fold_chain(wide, beyond, behind) if self._chain else fold(wide, beyond, behind)
@@ -125,6 +129,10 @@ class SuffixTables:
             for each, closed in zip(found, last(wide.at((np.flatnonzero(ends),))), strict=True):
                 closing = np.where(empty, np.asarray(closed), np.inf)
                 each[0, ends] = np.minimum(each[0, ends], closing) if self.counts == 1 and self._lumped else closing
+        return found
+
+    def _columns(self, terms: Iterable[Value]) -> Numbers:
+        found: Numbers = np.array(list(terms), dtype=self._kind)[:, :, None]
         return found
 
     def _suffix(self, term: int, first: int, following: Next, after: Counts) -> Numbers:
@@ -139,7 +147,7 @@ class SuffixTables:
         if self.counts == 1 and self._lumped:
             return found
         # Behind a stage that n stages follow stands a suffix of n; of the most that are told apart, of as many or more.
-        shifted: Numbers = np.full_like(found, np.inf)
+        shifted = np.full_like(found, np.inf)
         shifted[1:] = found[:-1]
         if self._lumped:
             shifted[-1] = np.minimum(found[-1], shifted[-1])

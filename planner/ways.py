@@ -12,7 +12,7 @@ from autopar.planner.costs import CostModel
 
 __all__ = ["Way", "lengths_of", "ways_of"]
 
-MOST_CLASSES = {"split": 48, "round-robin": 24}
+MOST_CLASSES = {"split": 48, "round-robin": 8}
 """Of widths, where not every one is told apart; beyond, neighbouring ones are taken together."""
 EXACT_WIDTHS = 16
 EXACT_LENGTHS = 24
