@@ -20,7 +20,8 @@ from autopar.planner.work import work_s
 
 __all__ = ["Opened", "opened"]
 
-MANY_ELEMENTS = 20_000_000
+MANY_ELEMENTS = 5_000_000
+"""Stages in all states, of those told apart; of more, few paces are tried, and one table is made."""
 FEW_PASSES, PASSES = 3, 16
 STEP, COARSE_STEP, FAR_STEP = 1.02, 1.05, 1.3
 """From one pace to the next; where passes are few; and while none can be kept."""
@@ -36,7 +37,7 @@ class Opened(NamedTuple):
     lower_bound_s: float
     """No plan of it takes less."""
     tables: SuffixTables | None
-    """Of what may be better than the best plan; none where nothing fits."""
+    """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
 
 
 def opened(simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> Opened:
@@ -122,4 +123,4 @@ class _Opening:
             cap_s = (lower_s + self.best.step_s) / 2
             below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s))
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return Opened(lower_s, tables)
+        return Opened(lower_s, None if self.large else tables)

@@ -33,8 +33,6 @@ __all__ = ["Searched", "search", "tables_of"]
 
 MOST_APART = 10_000_000
 """Stages in all states of the pool up to which each is told apart; above, similar ones are taken together."""
-MANY_LAYERS = 150
-"""Above, plans of such a family are not looked through one by one."""
 MOST_BOUNDED = 100_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
@@ -231,7 +229,7 @@ class _Search:
         self.floor_s = min(self.floor_s, found.lower_bound_s)
         if found.tables is not None:
             self.tables[index] = found.tables
-        return found.tables is not None and self.costs.layer_count <= MANY_LAYERS
+        return found.tables is not None
 
     def _open(self, node: _Node) -> _Node | None:
         """Push every choice of the next stage but the best one; return that."""
