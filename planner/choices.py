@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
         >>> low, high = Choice("split", "none", 2, 3).recomputed(np.array([2, 3, 7]))
         >>> low.tolist(), high.tolist()
-        ([1, 2, 3], [1, 2, 5])
+        ([2, 2, 3], [1, 2, 5])
         """
         if self.every:
             return layers, layers

@@ -76,15 +76,11 @@ def lengths_of(longest: int, *, apart: bool) -> list[int]:
     """Return the numbers of layers of stages that are told apart, ascending from 1.
 
     >>> lengths_of(40, apart=False)[20:]
-    [21, 22, 23, 24, 27, 30, 33, 37]
+    [21, 22, 23, 24, 27, 31, 35, 40]
     """
-    if apart or longest <= 2 * EXACT_LENGTHS:
-        return list(range(1, longest + 1)) if apart or longest <= EXACT_LENGTHS else _grown(longest)
-    return _grown(longest)
-
-
-def _grown(longest: int) -> list[int]:
-    found = list(range(1, EXACT_LENGTHS + 1))
-    while (after := max(found[-1] + 1, int(found[-1] * GROWTH) + 1)) <= longest:
+    if apart:
+        return list(range(1, longest + 1))
+    found = list(range(1, min(longest, EXACT_LENGTHS) + 1))
+    while (after := int(found[-1] * GROWTH) + 1) <= longest:
         found.append(after)
     return found
