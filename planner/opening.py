@@ -23,9 +23,9 @@ __all__ = ["Opened", "opened"]
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, few paces are tried, and one table is made."""
 FEW_PASSES, PASSES = 3, 16
-STEP, COARSE_STEP, FAR_STEP = 1.02, 1.05, 1.3
+STEP, COARSE_STEP, FAR_STEP = 1.02, 1.06, 1.3
 """From one pace to the next; where passes are few; and while none can be kept."""
-AHEAD = 1.4
+AHEAD = 1.45
 """Of the pace with which devices alone would suffice, the first one that is tried."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
@@ -65,7 +65,7 @@ class _Opening:
 
     def _try_paces(self, fewest_s: float) -> None:
         """Judge the plans of some paces, from one that is likely to be kept on, downwards or upwards."""
-        step = COARSE_STEP if self.large else STEP
+        step, most = (COARSE_STEP, FEW_PASSES) if self.large else (STEP, PASSES)
         pace_s, passes = fewest_s * AHEAD, 1
         found = self._try(pace_s)
         while not found and pace_s < MOST_CAP * fewest_s:
@@ -74,9 +74,9 @@ class _Opening:
             pace_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
             found = self._try(pace_s)
         if passes == 1:
-            while passes < (FEW_PASSES if self.large else PASSES) and self._try(pace_s / step**passes):
+            while passes < most and self._try(pace_s / step**passes):
                 passes += 1
-        for more in range(1, max(1, (FEW_PASSES if self.large else PASSES) - passes)):
+        for more in range(1, max(1, most - passes)):
             if (self.stages.family.micro_batches - 1) * pace_s * step**more > self.best.step_s:
                 break
             self._try(pace_s * step**more)

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.areas import Counts
-from autopar.planner.bounds import Value
 from autopar.planner.caps import Capped
 from autopar.planner.options import PlanOptions
 from autopar.planner.stages import Next, StageTables
-from autopar.planner.states import Group, States
+from autopar.planner.states import States
 
 __all__ = ["Chosen", "Paced"]
 
@@ -99,56 +98,58 @@ class Paced:
     def _fill(self, first: int) -> None:
         following = self._capped.next(first)
         following = following.some(np.flatnonzero(self._worth[following.way]))
-        for group in self._states.groups if len(following.way) else ():
-            states = self._states.within(group, first, self._capped)
-            states = states[self._near(first, states)]
-            if len(states):
-                self._keep(first, following, group, states)
+        states = np.flatnonzero(self._near(first))
+        if not len(following.way) or not len(states):
+            return
+        prices = self._prices(following)
+        some = np.flatnonzero((prices[3] >= 1).any(axis=0))
+        if len(some):
+            way, stops = following.way[some], first + following.length[some]
+            self._keep(first, way, stops, states, prices[:, :, some])
 
-    def _near(self, first: int, states: Counts) -> npt.NDArray[np.bool_]:
+    def _near(self, first: int) -> npt.NDArray[np.bool_]:
         """States that leave to the layers before and behind about their part of the devices that the pace can spare."""
         before, behind = self._capped.fewest[:, first]
-        devices = self._states.left[0]
-        spare = devices - before - behind
-        used = devices - self._states.left[states]
+        left = self._states.left
+        spare, used = left[0] - before - behind, left[0] - left
         share = before + spare * before / max(1.0, before + behind)
-        return np.asarray(np.abs(used - share) <= max(LEAST_BAND, BAND * spare))
+        fair = np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
+        return np.asarray(fair & (before <= used) & (behind <= left))
 
-    def _keep(self, first: int, following: Next, group: Group, states: Counts) -> None:
-        stage = following.stage_at(group.place)
+    def _prices(self, following: Next) -> Numbers:
+        """A stage's round trip, its way back, what follows it, and its room, ``[price, place and levels, stage]``."""
+        forward_s, backward_s, work_s, closing_s, rate, _ = following.stages[:, :, None]
+        _, _, forth_s, back_s, _, _ = following.links[:, None]
         # What a stage holds for one before that has more in flight, and recomputing, are estimated from below: one
         # more in flight must fit, too, unless all do.
-        own_s = np.asarray(stage.work_s) / self._micro_batches
         turns, turning = self._turns[following.way], self._turning[following.way]
-        most = turns / np.asarray(stage.rate)
+        most = turns / rate
         room = np.where(most >= turns, self._micro_batches, (np.floor(most + ROUNDING) - 1) * turning)
-        some = np.flatnonzero((own_s <= self.pace_s * (1 + ROUNDING)) & (room >= 1))
-        if not len(some):
-            return
-        way, own_s, room = following.way[some], own_s[some], _column(room[some])
-        stage, link = stage.at((some,)), following.link_at(group.near).at((some,))
-        stops = first + following.length[some]
+        room = np.where(work_s <= self._micro_batches * self.pace_s * (1 + ROUNDING), room, -1.0)
+        found = (forward_s + backward_s + forth_s + back_s, backward_s + back_s, closing_s, room)
+        every = np.stack(np.broadcast_arrays(*found)).astype(np.float32)
+        return every.reshape(4, -1, len(following.way))
+
+    def _keep(self, first: int, way: Counts, stops: Counts, states: Counts, prices: Numbers) -> None:
+        where = self._states.codes[way][:, states] * len(way) + np.arange(len(way))[:, None]
+        around_s, back_s, closing_s, room = (np.take(each, where) for each in prices)
         behind = self._states.after[way][:, states] + stops[:, None] * self._kept.trip_s.shape[1]
         trip_s, done_s, ahead = (np.take(each, behind) for each in self._kept[:3])
-        trip_s += _column(stage.forward_s + stage.backward_s + link.forth_s + link.back_s)
+        trip_s += around_s
         wanted = trip_s * np.float32(1 / self.pace_s)
         wanted += ahead
-        done_s -= _column(link.back_s + stage.backward_s)
-        np.maximum(done_s, _column(stage.closing_s), out=done_s)
+        done_s -= back_s
+        np.maximum(done_s, closing_s, out=done_s)
         total_s = trip_s + done_s
         total_s[wanted > room * np.float32(1 + ROUNDING)] = np.inf
         best, column = total_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(total_s[best, column])
         best, column, states = best[found], column[found], states[found]
-        self._kept.trip_s[first, states] = trip_s[best, column]
+        trip_s, in_flight = trip_s[best, column], np.ceil(wanted[best, column] * (1 - ROUNDING))
+        in_flight = np.ceil(in_flight / self._turning[way[best]]) * self._turning[way[best]]
+        waiting = np.minimum(in_flight, self._micro_batches) - 1 + (around_s[best, column] - trip_s) / self.pace_s
+        self._kept.trip_s[first, states] = trip_s
         self._kept.done_s[first, states] = done_s[best, column]
-        turning = self._turning[way[best]]
-        in_flight = np.ceil(np.ceil(wanted[best, column] * (1 - ROUNDING)) / turning) * turning
-        waiting = np.minimum(in_flight, self._micro_batches) - 1 + (own_s[best] - trip_s[best, column]) / self.pace_s
         self._kept.ahead[first, states] = np.maximum(ahead[best, column], waiting)
         self._kept.way[first, states] = way[best]
         self._kept.stop[first, states] = stops[best]
-
-
-def _column(values: Value) -> npt.NDArray[np.float32]:
-    return np.asarray(values, dtype=np.float32)[:, None]

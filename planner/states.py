@@ -34,7 +34,10 @@ class States:
         """``[way, state]``."""
         self.left = np.array([len(pool.remaining(state)) for state in range(pool.states)])
         """Devices."""
-        self.groups = self._grouped(stages)
+        nears = len(stages.places.nears)
+        self.codes = np.stack([move.place * nears + move.near for move in stages.moves])
+        """Where a way stands: its place, and the levels to the next stage, ``[way, state]``."""
+        self.groups = self._grouped(nears)
 
     def group_of(self, state: int) -> Group:
         """Return the group that a state is in."""
@@ -47,9 +50,8 @@ class States:
         found: Counts = group.states[(before <= self.left[0] - left) & (behind <= left)]
         return found
 
-    def _grouped(self, stages: StageTables) -> list[Group]:
-        nears = len(stages.places.nears)
-        codes = np.stack([move.place * nears + move.near for move in stages.moves])
+    def _grouped(self, nears: int) -> list[Group]:
+        codes = self.codes.copy()
         # Where a way is impossible, its place does not matter: the state behind it cannot be.
         codes[self.after == self.none] = -1
         columns, index = np.unique(codes, axis=1, return_inverse=True)
