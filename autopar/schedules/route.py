@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple, Protocol
 
 from autopar.formats.plan import Division
@@ -131,7 +132,19 @@ def _turn(sending: Divided, sender: int, receiving: Divided, receiver: int) -> t
         return 0, 1
     there = len(sending.shares) if sending.division == "round-robin" else 1
     here = len(receiving.shares) if receiving.division == "round-robin" else 1
-    period = lcm(there, here)
-    common = (m for m in range(period) if m % there == sender % there and m % here == receiver % here)
-    first = next(common, None)
-    return None if first is None else (first, period)
+    return _common(sender % there, there, receiver % here, here)
+
+
+@lru_cache(maxsize=2**16)
+def _common(sender: int, there: int, receiver: int, here: int) -> tuple[int, int] | None:
+    """(first, period) of the numbers that leave two remainders; None where there are none.
+
+    >>> _common(1, 2, 2, 3), _common(0, 2, 1, 4)
+    ((5, 6), None)
+    """
+    divisor = gcd(there, here)
+    if (receiver - sender) % divisor:
+        return None
+    # The Chinese remainder theorem.
+    turns = (receiver - sender) // divisor * pow(there // divisor, -1, here // divisor) % (here // divisor)
+    return sender + there * turns, lcm(there, here)
