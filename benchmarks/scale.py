@@ -107,9 +107,9 @@ def _draw(cases: list[dict[str, float]], path: Path) -> None:
         axis.plot([case[by] for case in some], [case["plan_s"] for case in some], marker="o", color="tab:blue")
         axis.set_xlabel(f"{by} ({at:,} {fixed})")
         axis.set_xlim(0)
-        axis.set_ylim(0)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("seconds to plan")
+    axes[0].set_ylim(0, 1.05 * max(case["plan_s"] for case in cases))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
