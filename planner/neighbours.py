@@ -31,7 +31,7 @@ MOST_TURNS = 60_000
 MOST_NEIGHBOURS = 5
 MOST_MOVES = 4
 """To neighbours that are faster."""
-MOST_TABLES = 50_000_000
+MOST_TABLES = 5_000_000
 """Stages that are looked at to find the least shortfall of a number of them."""
 
 

@@ -21,10 +21,12 @@ from autopar.planner.work import work_s
 __all__ = ["Opened", "opened"]
 
 MANY_ELEMENTS = 5_000_000
-"""Stages in all states, of those told apart; of more, few paces are tried, and one table is made."""
+"""Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
+MOST_SWEPT = 60_000_000
+"""Of them, in all sweeps together, as far as three sweeps are fewer."""
 FEW_PASSES, PASSES = 3, 16
-STEP, COARSE_STEP, FAR_STEP = 1.02, 1.06, 1.3
-"""From one pace to the next; where passes are few; and while none can be kept."""
+SPREAD, COARSE_STEP, FAR_STEP = 1.2, 1.06, 1.3
+"""From the first pace that is tried to the last one, at most; from one to the next; and while none can be kept."""
 AHEAD = 1.45
 """Of the pace with which devices alone would suffice, the first one that is tried."""
 MOST_CAP = 1000
@@ -50,7 +52,9 @@ class _Opening:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
         self.states = States(stages)
-        self.large = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths) > MANY_ELEMENTS
+        elements = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths)
+        self.large = elements > MANY_ELEMENTS
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // elements))
 
     def go(self) -> Opened:
         """See :func:`opened`."""
@@ -65,7 +69,8 @@ class _Opening:
 
     def _try_paces(self, fewest_s: float) -> None:
         """Judge the plans of some paces, from one that is likely to be kept on, downwards or upwards."""
-        step, most = (COARSE_STEP, FEW_PASSES) if self.large else (STEP, PASSES)
+        most = self.passes
+        step = min(COARSE_STEP, SPREAD ** (1 / (most - 1)))
         pace_s, passes = fewest_s * AHEAD, 1
         found = self._try(pace_s)
         while not found and pace_s < MOST_CAP * fewest_s:
@@ -108,11 +113,12 @@ class _Opening:
         return stage._replace(warmup=stage.turns(0, family.micro_batches))
 
     def _span(self, chosen: Chosen) -> Span:
-        """How many layers of a stage may be recomputed: more than it was chosen with, where it must hold more."""
+        """How many layers of a stage may be recomputed: as few as fit what it comes to hold in the plan."""
         way = self.stages.ways[chosen.way]
-        low, high = self.stages.recomputed(chosen.way, chosen.first, chosen.stop)
         levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
-        return Span(levels, low, None if self.options.recompute == "auto" else high)
+        if self.options.recompute == "auto":
+            return Span(levels)
+        return Span(levels, *self.stages.recomputed(chosen.way, chosen.first, chosen.stop))
 
     def _bounded(self, lower_s: float) -> Opened:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
