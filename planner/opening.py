@@ -29,6 +29,8 @@ SPREAD, COARSE_STEP, FAR_STEP = 1.2, 1.06, 1.3
 """From the first pace that is tried to the last one, at most; from one to the next; and while none can be kept."""
 AHEAD = 1.45
 """Of the pace with which devices alone would suffice, the first one that is tried."""
+LOWERED = 0.92
+"""Of the best step, below which the one table of a large family looks: the lower the cap, the tighter and quicker."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
 
@@ -123,8 +125,9 @@ class _Opening:
     def _bounded(self, lower_s: float) -> Opened:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
-        tables = SuffixTables(self.stages, self.options, Capped(self.stages, self.best.step_s), rounded=self.large)
-        lower_s = max(lower_s, min(self.best.step_s, tables.least_s + overhead_s))
+        cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
+        tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), rounded=self.large)
+        lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
         for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
             cap_s = (lower_s + self.best.step_s) / 2
             below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s))
