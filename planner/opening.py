@@ -98,9 +98,10 @@ class _Opening:
         frame = [self._placed(each) for each in chosen]
         spans = [self._span(each) for each in chosen]
         found = depth_choices(self.costs, family, frame, spans, exact=False)
-        for candidate in found.candidates:
-            if bound(self.costs, candidate) < self.best.step_s:
-                self.best.judge(self.simulator, candidate)
+        bounds = [bound(self.costs, candidate) for candidate in found.candidates]
+        for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
+            if bounds[at] < self.best.step_s:
+                self.best.judge(self.simulator, found.candidates[at])
         if found.closest is not None:
             self.best.miss(*found.closest)
         return True
