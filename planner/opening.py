@@ -24,6 +24,8 @@ MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
 MOST_SWEPT = 60_000_000
 """Of them, in all sweeps together, as far as three sweeps are fewer."""
+MOST_TURNS = 500_000
+"""Micro-batches times devices that are simulated, likewise."""
 FEW_PASSES, PASSES = 3, 16
 SPREAD, COARSE_STEP, FAR_STEP = 1.2, 1.06, 1.3
 """From the first pace that is tried to the last one, at most; from one to the next; and while none can be kept."""
@@ -56,7 +58,8 @@ class _Opening:
         self.states = States(stages)
         elements = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths)
         self.large = elements > MANY_ELEMENTS
-        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // elements))
+        turns = stages.family.micro_batches * len(self.costs.devices)
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // elements, MOST_TURNS // turns))
 
     def go(self) -> Opened:
         """See :func:`opened`."""
