@@ -114,7 +114,9 @@ class _Opening:
         way, family = self.stages.ways[number], self.stages.family
         devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
         shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
-        recompute = self._span(chosen).within(first, stop)[0]
+        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
+        levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
+        recompute = Span(levels, *self.stages.recomputed(number, first, stop)).within(first, stop)[0]
         stage = Placed(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
         return stage._replace(warmup=stage.turns(0, family.micro_batches))
 
