@@ -119,10 +119,12 @@ class SuffixTables:
         forth, back, *seconds = following.link_at(group.near)
         beyond = LinkTerms(np.asarray(forth)[:, None], np.asarray(back)[:, None], *self._columns(seconds))
         behind = Terms(*(self._suffix(term, first, following, after) for term in range(4)))
-        shape = np.shape(behind.trip_s)
-        folded = fold_chain(wide, beyond, behind) if self._chain else fold(wide, beyond, behind)
-        every = (np.asarray(each) for each in folded)
-        found = tuple(each if each.shape == shape else np.array(np.broadcast_to(each, shape)) for each in every)
+        if self._chain:
+            found = tuple(map(np.asarray, fold_chain(wide, beyond, behind)))
+        else:
+            # Where no gradient returns, some terms have nothing of what is behind: not even that nothing can be there.
+            there = np.isfinite(behind.step_s)
+            found = tuple(np.where(there, each, self._kind(np.inf)) for each in fold(wide, beyond, behind))
         ends = first + following.longest >= self.stages.layers
         if ends.any():
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none

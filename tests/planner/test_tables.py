@@ -78,3 +78,19 @@ def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     busiest = costs.forward_s(uneven, 1) + costs.backward_s(uneven, 1, 2)
     assert busiest > 1e-3
     assert bound(costs, slow) >= 2 * busiest
+
+
+def test_a_suffix_that_cannot_be_has_no_terms_at_all() -> None:
+    missing = 0
+    for seed in range(40):
+        costs = CostModel(
+            random_profile(seed, most_layers=6, batches=(4,)), random_cluster(seed, 3), PlanOptions(gpus=3)
+        )
+        pool, options = pool_of(costs, exact=True, use_all=False), PlanOptions(gpus=3)
+        tables = SuffixTables(StageTables(costs, pool, families(4, options)[0], options), options)
+        for behind in range(tables.counts):
+            _, terms = tables.terms(0, 0, behind)
+            there = [np.isfinite(np.asarray(each)).tolist() for each in terms]
+            assert all(each == there[-1] for each in there), f"seed {seed}"
+            missing += there[-1].count(False)
+    assert missing >= 100
