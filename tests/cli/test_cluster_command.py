@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
 from autopar.formats.cluster import Cluster
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
@@ -20,18 +20,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run ``autopar cluster`` in an empty folder; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", "cluster", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return partial(command, "cluster")
 
 
 def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
 from autopar.formats.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
@@ -22,19 +21,11 @@ TOML = '[[nodes]]\ncount = 2\ngpus = 2\ngpu = "A100"\n[network]\nbandwidth = "10
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a profile; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     gpt_profile().save("profile.json")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return command
 
 
 def _simulated(run: Run, *arguments: str) -> float:

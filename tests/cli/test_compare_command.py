@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
 from autopar.formats.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
@@ -21,21 +20,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a profile and a cluster; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     gpt_profile().save("profile.json")
     local_cluster(2).save("cluster.json")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return command
 
 
 def test_compare_shows_every_planner_and_writes_nothing(run: Run) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
 from autopar.formats.profile import Profile
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,21 +41,13 @@ PIPER = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a text graph and a file of Piper's; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     Path("theirs").mkdir()
     Path("theirs/graph.txt").write_text(TEXT)
     Path("theirs/bert.json").write_text(json.dumps(PIPER))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return command
 
 
 def test_a_text_graph_becomes_a_profile_that_can_be_planned_for(run: Run) -> None:

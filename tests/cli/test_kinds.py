@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
 from autopar.cli.kinds import Origin, joined
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import Plan
@@ -56,21 +55,13 @@ def mixed(*types: str, memory: dict[str, int] | None = None) -> Cluster:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds profiles of two kinds; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     on("quick").save("quick.json")
     on("slow", 3.0).save("slow.json")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return command
 
 
 def test_joined_profiles_hold_the_costs_of_every_kind_and_are_shown(run: Run) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
@@ -26,20 +25,12 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a profile and a cluster; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     gpt_profile().save("profile.json")
     local_cluster(2).save("cluster.json")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
+    return command
 
 
 def test_plan_writes_a_plan_that_simulate_predicts_alike(run: Run) -> None:
