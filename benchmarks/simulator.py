@@ -139,7 +139,7 @@ def _widths(replicas: int) -> list[int]:
 
 def _candidate(widths: Sequence[int], depth: str, micro_batches: int) -> Candidate:
     family = Family(micro_batches, ROWS, "1f1b")
-    depths = SCHEDULES["1f1b"].warmups(len(widths), micro_batches)[depth]
+    depths = SCHEDULES["1f1b"].warmups(len(widths), 1, micro_batches)[depth]
     return with_depths(family, place(family, range(1, len(widths) + 1), widths), depths)
 
 

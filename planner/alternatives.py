@@ -7,7 +7,8 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import Alternative, Division, Shard
+from autopar.formats.plan import Division, Shard
+from autopar.formats.predicted import Alternative
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Family, Placed, place
 from autopar.planner.choices import SHARDS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Predicted, SharedParameter, Shares, Stage
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding

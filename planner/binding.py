@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from autopar.formats.plan import BoundPart, Term
+from autopar.formats.predicted import BoundPart, Term
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last, link_terms, stage_terms
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs import CostModel

@@ -43,7 +43,7 @@ class DictatedRun:
             raise UsageError(f"{max(widths)} replicas share a micro-batch of {micro_batch_size} samples")
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
-        depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), micro_batches).values()))
+        depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
         family = Family(micro_batches, micro_batch_size, schedule)
         self._costs = costs
         self._candidate = with_depths(family, place(family, cuts, widths), depths)

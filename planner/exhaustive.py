@@ -18,11 +18,10 @@ from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.judge import Best
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.placement import groups_of
 from autopar.planner.reserve import Group
 from autopar.planner.simulate import Simulator
-from autopar.schedules import SCHEDULES
 
 __all__ = ["Exhausted", "everything", "exhaust"]
 
@@ -152,7 +151,7 @@ def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
     for micro_batches in divisors(costs.batch):
         if options.micro_batches not in (None, micro_batches):
             continue
-        for schedule in sorted(SCHEDULES) if options.schedule == "auto" else [options.schedule]:
+        for schedule in sorted(PLANNED) if options.schedule == "auto" else [options.schedule]:
             for stages in range(constraints.least_stages, constraints.most_stages + 1):
                 for cuts in combinations(range(1, layers), stages - 1):
                     edges = (0, *cuts, layers)

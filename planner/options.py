@@ -8,9 +8,11 @@ from typing import Literal, get_args
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.plan import Objective, Shard
-from autopar.schedules import SCHEDULES
 
-__all__ = ["PlanOptions"]
+__all__ = ["PLANNED", "PlanOptions"]
+
+PLANNED = ("gpipe", "1f1b")
+"""Schedules that plans are searched for."""
 
 CANDIDATES = 500
 CANDIDATES_WHEN_EXACT = 100_000
@@ -74,8 +76,8 @@ class PlanOptions:
             raise UsageError(f"--gap must be 0 or more, found {self.gap}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
-        if self.schedule not in ("auto", *SCHEDULES):
-            raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
+        if self.schedule not in ("auto", *PLANNED):
+            raise UsageError(f"--schedule must be one of auto, {', '.join(PLANNED)}; found {self.schedule!r}")
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
             raise UsageError(f"--objective must be one of {names}; found {self.objective!r}")

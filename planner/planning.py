@@ -8,7 +8,8 @@ from functools import partial
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Objective, Plan
+from autopar.formats.plan import Objective, Plan
+from autopar.formats.predicted import Alternative
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages

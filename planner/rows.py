@@ -58,7 +58,7 @@ def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
     codes = {kind: code for code, kind in enumerate(KINDS)}
     return [
-        [(codes[kind], micro_batch, peer) for kind, micro_batch, peer, _ in entries] for entries in entries_of(plan)
+        [(codes[kind], micro_batch, peer) for kind, _, micro_batch, peer, _ in entries] for entries in entries_of(plan)
     ]
 
 

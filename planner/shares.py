@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.formats.plan import Shares
+from autopar.formats.predicted import Shares
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action
 from autopar.formats.timeline import Timeline, track_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.formats.plan import Bounds
+from autopar.formats.predicted import Bounds
 from autopar.planner.candidate import Family
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions

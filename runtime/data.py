@@ -12,7 +12,7 @@ from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime.seeds import seed_data
-from autopar.schedules.expand import mine, rank_of
+from autopar.schedules.expand import mine, stages_of
 
 __all__ = ["ShareLoader", "sample_order"]
 
@@ -23,23 +23,22 @@ def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class ShareLoader:
-    """Loads, for one replica of one stage, the model inputs that its layers read.
+    """Loads, for one rank, the model inputs that its layers read.
 
     An incomplete last mini-batch of an epoch is dropped. Data sets may draw random numbers: see ``docs/seeds.md``.
     """
 
-    def __init__(
-        self, model: UserModel, plan: Plan, stage: int, replica: int, names: tuple[str, ...], device: torch.device
-    ) -> None:
+    def __init__(self, model: UserModel, plan: Plan, rank: int, names: tuple[str, ...], device: torch.device) -> None:
         """Open the dataset, if any input is read at all.
 
         Raises:
             FileError: the dataset has fewer samples than a mini-batch.
         """
         self._model, self._plan, self._names, self._device = model, plan, names, device
+        (stage, *_), replica = stages_of(plan, rank)
         self._start = plan.stages[stage].row_starts[replica]
         self._stop = self._start + plan.stages[stage].rows[replica]
-        self._mine = mine(plan, rank_of(plan, stage, replica))
+        self._mine = mine(plan, rank)
         seed_data(plan.seed, "dataset")
         self._dataset = model.dataset() if names else None
         self._samples = len(cast(Sized, self._dataset)) if names else 0

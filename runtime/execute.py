@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +23,17 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.runtime.clock import Clock
+from autopar.runtime.flight import Flight
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.seeds import seed_generator, seed_of
 from autopar.runtime.stage import Stage
-from autopar.schedules.expand import rank_of
+from autopar.schedules.expand import stages_of
 
 __all__ = ["Executor", "StepRecord"]
+
+_BACKWARDS = (BACKWARD,)
 
 
 @dataclass
@@ -45,14 +48,6 @@ class StepRecord:
     """Start and end of every action of the program."""
 
 
-@dataclass
-class _InFlight:
-    received: dict[str, torch.Tensor]
-    roots: list[torch.Tensor]
-    """Tensors whose gradients start the backward."""
-    names: list[str]
-
-
 class Executor:
     """Runs the steps of one rank."""
 
@@ -60,8 +55,8 @@ class Executor:
         self,
         plan: Plan,
         actions: RankProgram,
-        place: tuple[int, int],
-        stage: Stage,
+        rank: int,
+        stages: Mapping[int, Stage],
         mailbox: Mailbox,
         reducer: Reducer,
         tally: LossTally,
@@ -75,8 +70,8 @@ class Executor:
         Args:
             plan: what is carried out.
             actions: this rank's program.
-            place: (stage, replica) of this rank.
-            stage: its layers.
+            rank: which rank this is.
+            stages: its stages, by index.
             mailbox: its messages.
             reducer: its gradients.
             tally: its losses.
@@ -85,20 +80,21 @@ class Executor:
             device: where tensors live.
             note: called with (step, position in the program) before every action.
         """
-        self._plan, self._actions = plan, list(actions)
-        self._stage_index, self._replica = place
-        self._stage, self._mailbox, self._reducer = stage, mailbox, reducer
+        self._plan, self._actions, self._rank = plan, list(actions), rank
+        self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
         self._tally = tally
         self._update, self._clock, self._device, self._note = update, clock, device, note
-        self._rank = rank_of(plan, *place)
-        stage_plan = plan.stages[self._stage_index]
-        self._rows = stage_plan.rows[self._replica]
-        self._share = self._replica if stage_plan.division == "split" else 0
-        self._last = max(i for i, action in enumerate(self._actions) if action.kind == BACKWARD)
+        chunks, replica = stages_of(plan, rank)
+        placed = plan.stages[chunks[0]]
+        self._rows = placed.rows[replica]
+        self._share = replica if placed.division == "split" else 0
+        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in _BACKWARDS)
+        self._last = {action.stage: i for i, action in computed}
+        self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
-        self._flight: dict[int, _InFlight] = {}
-        self._outgoing: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._outgoing: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
         self._step, self._record = 0, StepRecord()
 
@@ -107,7 +103,7 @@ class Executor:
 
         Args:
             step: counts from 0; random layers are seeded with it.
-            inputs: the share's model inputs of every micro-batch.
+            inputs: the share's model inputs of every micro-batch, of all stages of the rank.
 
         Raises:
             TrainingError: an action failed; names it.
@@ -125,7 +121,7 @@ class Executor:
             try:
                 if action.kind == REDUCE:
                     # It began while the last backward ran.
-                    marks[-1] = self._reducer.finish() or marks[-1]
+                    marks[-1] = self._reducer.finish(action.stage) or marks[-1]
                 else:
                     self._perform(position, action)
             except Exception as error:
@@ -137,7 +133,7 @@ class Executor:
 
     def _placed(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
-        place = f"rank {self._rank} (stage {self._stage_index}, step {self._step}, {action})"
+        place = f"rank {self._rank} (stage {action.stage}, step {self._step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
@@ -146,73 +142,65 @@ class Executor:
 
     def _perform(self, position: int, action: Action) -> None:
         if action.kind == FORWARD:
-            self._forward(action.micro_batch)
-        elif action.kind == BACKWARD:
-            if position == self._last:
-                self._reducer.begin_last_backward()
-            self._backward(action.micro_batch)
+            self._forward(action.stage, action.micro_batch)
+        elif action.kind in _BACKWARDS:
+            if position == self._last[action.stage]:
+                self._reducer.begin_last_backward(action.stage)
+            self._backward(action.stage, action.micro_batch)
         elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
             self._mailbox.receive(position)
         elif action.kind in (SEND, SEND_GRADIENT):
-            self._mailbox.send(position, self._outgoing[action.kind, action.micro_batch])
+            self._mailbox.send(position, self._outgoing[action.kind, action.stage, action.micro_batch])
             self._forget(position, action)
         elif action.kind == REDUCE_TIED:
             self._reducer.reduce_shared(action.micro_batch)
         elif action.kind == UPDATE:
             self._close()
 
-    def _forward(self, micro_batch: int) -> None:
-        received = {}
-        for spec in self._stage.received:
-            value = self._mailbox.take(RECEIVE, micro_batch, self._producer[spec.name], spec.name)
+    def _forward(self, index: int, micro_batch: int) -> None:
+        stage, received = self._stages[index], {}
+        for spec in stage.received:
+            value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
         def seed(layer: str) -> None:
             number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
             seed_generator(self._device, number)
 
-        outputs = self._stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
+        outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
         # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        sent = {spec.name: outputs[spec.name].to(spec.dtype) for spec in self._stage.sent}
-        if sent:
-            self._outgoing[SEND, micro_batch] = sent
-        names = [spec.name for spec in self._stage.sent if spec.gradient and sent[spec.name].requires_grad]
-        roots = [sent[name] for name in names]
-        if self._stage.loss:
-            roots.append(outputs[self._stage.loss[0]])
-            self._tally.add([outputs[name] for name in self._stage.loss])
-        self._flight[micro_batch] = _InFlight(received, roots, names)
+        outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
+        self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
+        if stage.loss:
+            self._tally.add([outputs[name] for name in stage.loss])
+        # A mean over the share counts for as much as the share's part of the mini-batch.
+        weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
+        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight)
 
-    def _backward(self, micro_batch: int) -> None:
-        flight = self._flight.pop(micro_batch)
-        gradients = [self._joined_gradient(name, micro_batch) for name in flight.names]
-        if self._stage.loss:
-            # A mean over the share counts for as much as the share's part of the mini-batch.
-            weight = self._rows / self._plan.batch if len(self._stage.loss) == 1 else 1.0
-            gradients.append(torch.full_like(flight.roots[-1], weight))
-        if flight.roots:
-            torch.autograd.backward(flight.roots, gradients)
-        outgoing = {}
-        for spec in self._stage.received:
-            if spec.gradient:
-                leaf = flight.received[spec.name]
-                outgoing[spec.name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        if outgoing:
-            self._outgoing[SEND_GRADIENT, micro_batch] = outgoing
+    def _backward(self, index: int, micro_batch: int) -> None:
+        flight = self._flights.pop((index, micro_batch))
+        gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
+        self._hand_out(SEND_GRADIENT, index, micro_batch, flight.backward(gradients))
 
-    def _joined_gradient(self, name: str, micro_batch: int) -> torch.Tensor:
+    def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Give tensors to the other stages of this rank, and keep them for those of others."""
+        self._mailbox.pass_on(kind, index, micro_batch, tensors)
+        if tensors and (kind, index) in self._carried:
+            self._outgoing[kind, index, micro_batch] = tensors
+
+    def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor:
         """Return a sent tensor's gradient: the sum of what its consumer stages give back, in their order."""
         stages = self._consumers[name]
-        total = self._mailbox.take(RECEIVE_GRADIENT, micro_batch, stages[0], name)
+        total = self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stages[0], name)
         for stage in stages[1:]:
-            total = total + self._mailbox.take(RECEIVE_GRADIENT, micro_batch, stage, name)
+            total = total + self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stage, name)
         return total
 
     def _forget(self, position: int, action: Action) -> None:
         """Let go of a tensor after its last send."""
         following = self._actions[position + 1] if position + 1 < len(self._actions) else None
-        if following is None or (following.kind, following.micro_batch) != (action.kind, action.micro_batch):
-            del self._outgoing[action.kind, action.micro_batch]
+        if following is None or following[:3] != action[:3]:
+            del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import cast
 
 import torch
 
@@ -46,17 +46,33 @@ class _Bucket:
                 parameter.grad = None
 
 
+class _Stage:
+    """The buckets of one stage of a rank, and how far their reduction is."""
+
+    def __init__(self, found: list[_Bucket]) -> None:
+        self.buckets = found
+        self.begin()
+
+    def begin(self) -> None:
+        self.pending: list[Pending] = []
+        self.last_backward, self.began = False, cast(object, None)
+
+    @property
+    def unreduced(self) -> list[_Bucket]:
+        return self.buckets[len(self.pending) :]
+
+
 class Reducer:
     """Keeps a rank's gradients, and adds those of other ranks to them.
 
     Parameters that only this rank holds accumulate as autograd does it. Those of a replicated stage lie in buckets,
-    reduced in reverse layer order as the last backward completes them. A parameter shared between stages has a bucket
-    of its own, reduced among all ranks that hold it.
+    reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
+    ranks has a bucket of its own, reduced among all ranks that hold it.
     """
 
     def __init__(
         self,
-        layers: Sequence[Sequence[torch.nn.Parameter]],
+        stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
         replicas: tuple[int, ...],
         shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
@@ -65,31 +81,31 @@ class Reducer:
         """Lay the gradients out.
 
         Args:
-            layers: every layer's parameters, in layer order.
-            replicas: the ranks of this stage, this one among them.
+            stages: every layer's parameters, in layer order, of each stage of the rank.
+            replicas: the ranks of these stages, this one among them.
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
         """
         self._replicas, self._transport, self._mark = replicas, transport, mark
-        apart = {id(parameter) for parameter, _ in shared.values()}
-        seen: set[int] = set()
-        groups: list[list[torch.nn.Parameter]] = []
-        for layer in layers:
-            fresh = [p for p in layer if p.requires_grad and id(p) not in apart and id(p) not in seen]
-            seen |= {id(parameter) for parameter in fresh}
-            groups.append(fresh)
-        self._plain = [p for group in groups for p in group] if len(replicas) == 1 else []
-        self._buckets = [] if len(replicas) == 1 else _fill(groups)
+        seen = {id(parameter) for parameter, _ in shared.values()}
+        self._plain: list[torch.nn.Parameter] = []
+        self._stages: dict[int, _Stage] = {}
+        for index, layers in stages.items():
+            groups: list[list[torch.nn.Parameter]] = []
+            for layer in layers:
+                groups.append([p for p in layer if p.requires_grad and id(p) not in seen])
+                seen |= {id(parameter) for parameter in groups[-1]}
+            alone = len(replicas) == 1
+            self._plain += [p for group in groups for p in group] if alone else []
+            self._stages[index] = _Stage([] if alone else _fill(groups))
         self._shared = {index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared.items()}
         self._touched: set[int] = set()
-        self._pending: list[Pending] = []
-        self._last_backward = False
-        self._began: object = None
-        owner = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        for bucket in [*self._buckets, *(bucket for bucket, _ in self._shared.values())]:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(owner.get(id(parameter))))  # type: ignore[no-untyped-call]
+        for stage in self._stages.values():
+            for bucket in stage.buckets:
+                _hook(bucket.parameters, self._note_of(stage, bucket))
+        for bucket, _ in self._shared.values():
+            _hook(bucket.parameters, lambda parameter: self._touched.add(id(parameter)))
 
     def begin_step(self) -> None:
         """Clear all gradients."""
@@ -98,20 +114,21 @@ class Reducer:
         for bucket in self._all_buckets():
             bucket.attach()
         self._touched.clear()
-        self._pending.clear()
-        self._last_backward, self._began = False, None
+        for stage in self._stages.values():
+            stage.begin()
 
-    def begin_last_backward(self) -> None:
-        """Say that the next backward completes the gradients: buckets are reduced as they fill."""
-        self._last_backward = True
+    def begin_last_backward(self, index: int) -> None:
+        """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
+        self._stages[index].last_backward = True
 
-    def finish(self) -> object:
-        """Wait until the stage's replicas have each other's gradients; return the mark of the first one's beginning."""
-        while len(self._pending) < len(self._buckets):
-            self._launch()
-        for pending in self._pending:
+    def finish(self, index: int) -> object:
+        """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
+        stage = self._stages[index]
+        while stage.unreduced:
+            self._launch(stage)
+        for pending in stage.pending:
             pending.wait()
-        return self._began
+        return stage.began
 
     def reduce_shared(self, index: int) -> None:
         """Sum one shared parameter's gradient over all ranks that hold it."""
@@ -136,29 +153,31 @@ class Reducer:
             bucket.release_untouched()
 
     def _all_buckets(self) -> list[_Bucket]:
-        return [*self._buckets, *(bucket for bucket, _ in self._shared.values())]
+        own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
+        return own + [bucket for bucket, _ in self._shared.values()]
 
-    def _hook(self, bucket: _Bucket | None) -> _GradientHook:
+    def _note_of(self, stage: _Stage, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
             self._touched.add(id(parameter))
-            if bucket is not None and self._last_backward:
+            if stage.last_backward:
                 bucket.missing -= 1
                 # In order, so that all replicas begin the same reductions in the same order.
-                while len(self._pending) < len(self._buckets) and not self._buckets[len(self._pending)].missing:
-                    self._launch()
+                while stage.unreduced and not stage.unreduced[0].missing:
+                    self._launch(stage)
 
         return note
 
-    def _launch(self) -> None:
-        if self._began is None:
-            self._began = self._mark()
-        bucket = self._buckets[len(self._pending)]
+    def _launch(self, stage: _Stage) -> None:
+        if stage.began is None:
+            stage.began = self._mark()
+        bucket = stage.unreduced[0]
         bucket.mark(self._touched)
-        self._pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
+        stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
 
 
-class _GradientHook(Protocol):
-    def __call__(self, parameter: torch.Tensor) -> None: ...
+def _hook(parameters: Sequence[torch.nn.Parameter], note: Callable[[torch.Tensor], object]) -> None:
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _fill(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[_Bucket]:

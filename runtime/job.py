@@ -21,21 +21,22 @@ from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
-from autopar.schedules.expand import rank_of, stage_of
+from autopar.schedules.expand import rank_of, stages_of
 
 __all__ = ["Job", "reduction_groups"]
 
 
 def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce together, in an order that all ranks share; the last is all ranks."""
-    groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages) if stage.replicas > 1]
+    groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
     groups += [_ranks(plan, tied.stages) for tied in plan.tied]
-    groups.append(tuple(range(len(plan.devices))))
-    return list(dict.fromkeys(groups))
+    groups = [group for group in groups if len(group) > 1]
+    return list(dict.fromkeys([*groups, tuple(range(len(plan.devices)))]))
 
 
 def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
-    return tuple(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas))
+    """Return the ranks of stages, each once."""
+    return tuple(dict.fromkeys(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas)))
 
 
 class Job:
@@ -66,26 +67,27 @@ class Job:
             device: where this rank computes.
             note: called with (step, position in the program) before every action.
         """
-        self.plan = plan
-        self.stage_index, self.replica = stage_of(plan, rank)
-        names = plan.stages[self.stage_index].layers
-        layers = [graph.layer(name) for name in names]
-        self._place(layers, weights, device)
+        self.plan, self.rank = plan, rank
+        indices, self.replica = stages_of(plan, rank)
+        layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
+        self._place([layer for each in layers.values() for layer in each], weights, device)
         crossing = crossing_specs(plan, graph)
-        autocast, recompute = autocast_of(plan.precision, device), plan.stages[self.stage_index].recompute
-        self.stage = Stage(layers, crossing, graph.inputs, graph.outputs, autocast, recompute)
+        autocast = autocast_of(plan.precision, device)
+        self.stages = {
+            index: Stage(each, crossing, graph.inputs, graph.outputs, autocast, plan.stages[index].recompute)
+            for index, each in layers.items()
+        }
         clock = clock_of(device)
         self._reducer = Reducer(
-            [list(layer.module.parameters()) for layer in layers],
-            _ranks(plan, [self.stage_index]),
+            {index: [list(layer.module.parameters()) for layer in each] for index, each in layers.items()},
+            _ranks(plan, indices),
             {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
             transport,
             clock.mark,
         )
-        trained = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.optimizer = model.make_optimizer(trained) if trained else None
         self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
-        place = (self.stage_index, self.replica)
         self._load = self._loading(model, graph, device)
         self._transport, self._counts = transport, graph.loss == "sum_count"
         specs = {tensor.name: tensor for tensor in crossing}
@@ -93,8 +95,8 @@ class Job:
         self._executor = Executor(
             plan,
             program.ranks[rank],
-            place,
-            self.stage,
+            rank,
+            self.stages,
             self._mailbox,
             self._reducer,
             self._tally(),
@@ -104,6 +106,11 @@ class Job:
             note,
         )
         self._device = device
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the model's inputs that layers of this rank read."""
+        return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
 
     def step(self, step: int) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples."""
@@ -139,16 +146,21 @@ class Job:
             materialize(layer, {**self.parameters, **self.buffers}, device)
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
-        return [(i, tied) for i, tied in enumerate(self.plan.tied) if self.stage_index in tied.stages]
+        """Return the parameters of this rank's stages that other ranks' stages share, by plan index."""
+        return [
+            (i, tied)
+            for i, tied in enumerate(self.plan.tied)
+            if self.stages.keys() & set(tied.stages) and len(_ranks(self.plan, tied.stages)) > 1
+        ]
 
     def _loading(
         self, model: UserModel, graph: LayerGraph, device: torch.device
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
-        return ShareLoader(model, self.plan, self.stage_index, self.replica, self.stage.inputs, device).load
+        return ShareLoader(model, self.plan, self.rank, self.inputs, device).load
 
     def _tally(self) -> LossTally:
-        return LossTally(self.plan.stages[self.stage_index].rows[self.replica], self.plan.batch)
+        return LossTally(self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch)
 
     def _update(self, record: StepRecord) -> None:
         """Complete the gradients and step the optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, Action, Pro
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.retire import receives_ahead, retirements
 from autopar.runtime.transport import Pending, Transport
-from autopar.schedules.expand import Message, messages, stage_of
+from autopar.schedules.expand import Message, messages, stages_of
 
 __all__ = ["Mailbox"]
 
-Key = tuple[str, int, int, str]
-"""Kind of receive, micro-batch, peer stage, tensor."""
+Key = tuple[str, int, int, int, str]
+"""Kind of receive, stage, micro-batch, peer stage, tensor."""
 
 
 class _Piece(NamedTuple):
@@ -42,14 +43,18 @@ class Mailbox:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        stage, replica = stage_of(plan, rank)
+        stages, replica = stages_of(plan, rank)
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
         self._post, self._retire = receives_ahead(program, rank), retirements(program, rank)
-        self._share_start = plan.stages[stage].row_starts[replica]
+        self._share_start = plan.stages[stages[0]].row_starts[replica]
         flows = messages(plan)
-        self._inward = {(flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank}
-        self._outward = {(flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank}
+        inward = [flow for flow in flows if flow.receiver == rank]
+        outward = [flow for flow in flows if flow.sender == rank]
+        self._inward = {(flow.consumer, flow.sender, flow.producer): flow for flow in inward}
+        self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in outward}
+        self._forth = {stage: [flow for flow in outward if flow.local and flow.producer == stage] for stage in stages}
+        self._back = {stage: [flow for flow in inward if flow.local and flow.consumer == stage] for stage in stages}
         self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
         self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
         self._sending: dict[int, list[Pending]] = {}
@@ -80,7 +85,7 @@ class Mailbox:
                 shape = self._specs[name].shape(flow.stop - flow.start)
                 tensor = torch.empty(shape, dtype=self._specs[name].dtype, device=self._device)
                 pending = self._guard(action, tensor, receive=True)
-                key = (action.kind, action.micro_batch, action.peer_stage, name)
+                key = (action.kind, action.stage, action.micro_batch, action.peer_stage, name)
                 posted.append((key, _Piece(offset, tensor), pending))
             self._posted[due] = posted
 
@@ -111,9 +116,17 @@ class Mailbox:
             work.append(self._guard(action, rows.contiguous(), receive=False))
         self._sending[position] = work
 
-    def take(self, kind: str, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
-        """Return a tensor that has been received from a stage, its rows joined."""
-        pieces = sorted(self._pieces.pop((kind, micro_batch, peer_stage, name)), key=lambda piece: piece.start)
+    def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hand tensors that a stage would send, or their gradients, to the other stages of this rank that read them."""
+        for flow in self._forth[stage] if kind == SEND else self._back[stage]:
+            indices, other = (flow.tensors, flow.consumer) if kind == SEND else (flow.gradients, flow.producer)
+            received = RECEIVE if kind == SEND else RECEIVE_GRADIENT
+            for name in (self._plan.tensors[index].name for index in indices):
+                self._pieces[received, other, micro_batch, stage, name] = [_Piece(0, tensors[name].detach())]
+
+    def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
+        """Return a tensor that a stage has received from another, its rows joined."""
+        pieces = sorted(self._pieces.pop((kind, stage, micro_batch, peer_stage, name)), key=lambda piece: piece.start)
         if len(pieces) == 1:
             return pieces[0].tensor
         return torch.cat([piece.tensor for piece in pieces], dim=self._specs[name].batch_dim)
@@ -121,7 +134,7 @@ class Mailbox:
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
         flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
-        flow = flows[action.peer, action.peer_stage]
+        flow = flows[action.stage, action.peer, action.peer_stage]
         indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
 

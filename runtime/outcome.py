@@ -12,7 +12,7 @@ import torch
 
 from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARD, FORWARD, UPDATE
+from autopar.formats.program import BACKWARDS, FORWARD, UPDATE
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
 from autopar.ranks.context import backend_of
@@ -78,7 +78,12 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
 def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path) -> None:
     """Write the index of the trained weights, after all ranks have written theirs."""
     stages = len(plan.stages)
-    files = {shard_name(result["stage"], stages): result["saved"] for result in results if result["replica"] == 0}
+    files = {
+        shard_name(int(stage), stages): names
+        for result in results
+        if result["replica"] == 0
+        for stage, names in result["saved"].items()
+    }
     weights.write_index(folder, files)
 
 
@@ -111,11 +116,11 @@ def _timeline(plan: Plan, results: Sequence[RankResult], step: int) -> Timeline:
 
 def _rank_times(timeline: Timeline, result: RankResult, step_s: float) -> RankTimes:
     mine = [event for event in timeline if event.rank == result["rank"]]
-    compute = sum(event.end_s - event.start_s for event in mine if event.action.kind in (FORWARD, BACKWARD))
+    compute = sum(event.end_s - event.start_s for event in mine if event.action.kind in (FORWARD, *BACKWARDS))
     update = sum(event.end_s - event.start_s for event in mine if event.action.kind == UPDATE)
     return RankTimes(
         rank=result["rank"],
-        stage=result["stage"],
+        stages=tuple(result["stages"]),
         replica=result["replica"],
         compute_s=compute,
         update_s=update,

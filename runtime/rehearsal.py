@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 def rehearse(
     plan: Plan, graph: LayerGraph, model: UserModel, progress: Callable[[int], None] = lambda stage: None
 ) -> tuple[int, ...]:
-    """Return the most bytes that the largest replica of every stage holds in a step.
+    """Return the most bytes that the largest replica of every stage holds in a step, all stages of its rank counted.
 
     Parameters, gradients, optimizer state, activations, inputs and messages are counted, as the runtime allocates
     them; what a kernel takes for itself while it runs is not. The second step is the one that counts, for the
@@ -46,13 +46,16 @@ def rehearse(
     Raises:
         TrainingError: the model, or its optimizer, does something that fake tensors cannot.
     """
-    peaks = []
+    peaks = [0] * len(plan.stages)
     state = torch.get_rng_state()
     try:
-        for index, stage in enumerate(plan.stages):
-            progress(index)
-            largest = max(range(stage.replicas), key=stage.rows.__getitem__)
-            peaks.append(_peak_bytes(plan, rank_of(plan, index, largest), graph, model))
+        for chunks in plan.groups:
+            progress(chunks[0])
+            first = plan.stages[chunks[0]]
+            largest = max(range(first.replicas), key=first.rows.__getitem__)
+            peak_bytes = _peak_bytes(plan, rank_of(plan, chunks[0], largest), graph, model)
+            for index in chunks:
+                peaks[index] = peak_bytes
     finally:
         torch.set_rng_state(state)
     return tuple(peaks)
@@ -112,8 +115,8 @@ class _SilentJob(Job):
     def _loading(
         self, model: UserModel, graph: LayerGraph, device: torch.device
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
-        rows = self.plan.stages[self.stage_index].rows[self.replica]
-        specs = [graph.tensor(name) for name in self.stage.inputs]
+        rows = self.plan.stages[min(self.stages)].rows[self.replica]
+        specs = [graph.tensor(name) for name in self.inputs]
 
         def load(step: int) -> list[dict[str, torch.Tensor]]:
             count = self.plan.micro_batches

@@ -47,14 +47,6 @@ class Stage:
         self.loss = tuple(name for name in loss if name in made)
         self._drop = self._last_uses()
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the stage's parameters, each once, in layer order."""
-        found: dict[int, torch.nn.Parameter] = {}
-        for layer in self.layers:
-            for parameter in layer.module.parameters():
-                found.setdefault(id(parameter), parameter)
-        return list(found.values())
-
     def forward(
         self, rows: int, values: dict[str, torch.Tensor], seed: Callable[[str], None]
     ) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ class RankResult(TypedDict):
     """What a rank brings back; plain data."""
 
     rank: int
-    stage: int
+    stages: list[int]
     replica: int
     loss: list[float]
     count: list[float]
@@ -57,8 +57,8 @@ class RankResult(TypedDict):
     """Step -> start and end of every action, for the last steps."""
     peak_bytes: int
     peak_kind: str
-    saved: list[str]
-    """Names of the tensors that this rank wrote."""
+    saved: dict[str, list[str]]
+    """Stage -> names of the tensors that this rank wrote of it."""
 
 
 def train(context: RankContext, arguments: TrainArguments) -> RankResult:
@@ -83,12 +83,12 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         records.append(record)
         if step >= RECORDED_STEPS:
             records[step - RECORDED_STEPS].times_s.clear()
-        if job.stage.loss:
+        if any(stage.loss for stage in job.stages.values()):
             context.report({"step": step, "loss": record.loss, "count": record.count})
     job.finish()
     return RankResult(
         rank=context.rank,
-        stage=job.stage_index,
+        stages=list(job.stages),
         replica=job.replica,
         loss=[record.loss for record in records],
         count=[record.count for record in records],
@@ -131,20 +131,23 @@ def _common_origin(context: RankContext) -> float:
     return float(origin)
 
 
-def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> list[str]:
-    """Write what this rank's stage is the first to hold; the first stage adds what no layer reads."""
+def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
+    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads."""
     if folder is None or job.replica != 0:
-        return []
+        return {}
     first: dict[str, int] = {}
     for stage, placed in enumerate(job.plan.stages):
         for layer in map(graph.layer, placed.layers):
             for name in (*layer.parameters.values(), *layer.buffers.values()):
                 first.setdefault(name, stage)
-    state = {name: tensor for name, tensor in job.state().items() if first[name] == job.stage_index}
-    if job.stage_index == 0:
-        state |= workspace.read(workspace.names() - first.keys())
-    weights.write(Path(folder) / shard_name(job.stage_index, len(job.plan.stages)), state)
-    return sorted(state)
+    saved = {}
+    for index in job.stages:
+        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
+        if index == 0:
+            state |= workspace.read(workspace.names() - first.keys())
+        weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)
+        saved[str(index)] = sorted(state)
+    return saved
 
 
 def shard_name(stage: int, stages: int) -> str:

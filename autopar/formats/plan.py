@@ -15,40 +15,33 @@ from autopar.formats.document import (
     Document,
     Index,
     Name,
-    Provenance,
     Record,
-    Seconds,
     fault,
 )
+from autopar.formats.layout import group_of, groups_of, layout_of
+from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = [
-    "Alternative",
-    "BoundPart",
-    "Bounds",
     "Crossing",
     "Division",
     "FileReference",
     "Objective",
     "Plan",
-    "Predicted",
-    "Price",
+    "ScheduleName",
     "Shard",
     "SharedParameter",
-    "Shares",
     "Stage",
-    "Term",
     "turns",
 ]
 
 Division = Literal["split", "round-robin"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
 
 
 def turns(division: Division, replicas: int, replica: int, micro_batches: int) -> range:
@@ -137,109 +130,6 @@ class SharedParameter(Record):
     bytes: Bytes
 
 
-class Price(Record):
-    """What a step costs on the devices that are used, in the cluster's currency."""
-
-    per_hour: float = Field(gt=0)
-    per_step: float = Field(ge=0)
-    per_million_samples: float = Field(ge=0)
-    lower_bound_per_step: float = Field(ge=0)
-    """No plan that was searched, on any of the devices, costs less."""
-
-
-class Bounds(Record):
-    """Lower bounds of the step of every plan that was searched, each knowing more than the one before.
-
-    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Predicted`.
-    """
-
-    work_s: Seconds
-    """Every device computes without pause."""
-    contiguous_s: Seconds
-    """Consecutive layers in stages; links cost nothing, and memory has no limit."""
-    linked_s: Seconds
-    """With transfers and the synchronisation of gradients."""
-
-
-class BoundPart(Record):
-    """A part of the plan's own lower bound; the largest is what binds."""
-
-    term: Term
-    """``compute``: all that a stage computes in a step; ``round trip``: of a micro-batch from the stage to the last one
-    and back, as often as those in flight leave to wait for; ``link``: the messages across the boundary behind the
-    stage; ``filling``: the first micro-batch's way to the stage and the last one's way back; ``synchronisation``: of
-    the stage's gradients, as far as no backward hides it; ``update``: its optimizer's step; ``overhead``: of the step.
-    """
-    stage: Index
-    seconds: Seconds
-    full: bool = False
-    """Of a round trip: whether the stage's memory holds no more micro-batches in flight."""
-
-
-class Shares(Record):
-    """Shares of the ranks' time in a step; they sum to 1."""
-
-    computing: Fraction
-    """Forwards, backwards and updates."""
-    messages: Fraction
-    """Waiting for a message that is under way."""
-    reduction: Fraction
-    """Waiting for the reduction of gradients."""
-    idle: Fraction
-    """The rest: waiting for what others compute, and the step's overhead."""
-
-
-class Predicted(Record):
-    """What the simulator says of the plan."""
-
-    step_s: Seconds
-    """Of an asynchronous pipeline (``weight_policy`` ``stash``): seconds per mini-batch, once it is filled."""
-    lower_bound_s: Seconds
-    """No plan that was searched, under any searched schedule, takes less; 0 where nothing is proved of it. If the
-    objective is the price, what it may cost at least, in seconds of the plan's devices."""
-    objective_s: Seconds | None = None
-    """What ``pipedream`` (per mini-batch) or ``piper`` (per micro-batch) minimises, by its own formulas."""
-    price: Price | None = None
-    """If the objective is the price."""
-    bubble: float = Field(ge=0, le=1)
-    """Share of the ranks' time in a step in which they compute nothing."""
-    peak_bytes: tuple[Bytes, ...]
-    """Per stage, of its largest replica."""
-    limit_bytes: tuple[Bytes, ...] = ()
-    """Per stage, the memory of its smallest device; empty where unknown."""
-    forward_s: tuple[Seconds, ...] = ()
-    backward_s: tuple[Seconds, ...] = ()
-    """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
-    compute: tuple[Provenance, ...] = ()
-    """Per stage, where these times come from; empty where unknown."""
-    communication: Provenance | None = None
-    """Where the times of messages and reductions come from; none where nothing is communicated."""
-    bounds: Bounds | None = None
-    """Weaker bounds than ``lower_bound_s``; none where unknown."""
-    binding: tuple[BoundPart, ...] = ()
-    """What the plan's own bound is the sum of, largest first; empty where unknown."""
-    shares: Shares | None = None
-    """None where no timeline was predicted."""
-
-
-class Alternative(Record):
-    """Another plan that was considered: its predicted step time, or why it cannot be."""
-
-    name: Name
-    step_s: Seconds | None = None
-    infeasible: Name | None = None
-    stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
-    """In the form that ``autopar plan --stages`` takes."""
-    micro_batches: Count | None = None
-    schedule: Name | None = None
-
-    @model_validator(mode="after")
-    def _one_outcome(self) -> Self:
-        if (self.step_s is None) == (self.infeasible is None):
-            fault("step_s", "exactly one of step_s and infeasible must be given")
-        return self
-
-
 class Plan(Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
@@ -263,7 +153,7 @@ class Plan(Document):
     """Bandwidth that was assumed of every link in place of the cluster's, if any."""
     divisible: bool = False
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: ScheduleName
     objective: Objective = "step"
     weight_policy: Literal["sync", "stash"] = "sync"
     """``stash``: mini-batches follow each other without a pause, each stage is updated after every one, and forward and
@@ -289,8 +179,13 @@ class Plan(Document):
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices in rank order: the stages' one after the other."""
-        return tuple(device for stage in self.stages for device in stage.devices)
+        """Devices in rank order: the stages' one after the other, each once."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every group of devices: one each, or the chunks that its ranks run in turn."""
+        return groups_of([stage.devices for stage in self.stages])
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:
@@ -304,7 +199,7 @@ class Plan(Document):
             product = f"{self.micro_batches} x {self.micro_batch_size}"
             fault("micro_batches", f"micro_batches x micro_batch_size must be the batch {self.batch}, found {product}")
         layers: set[str] = set()
-        devices: set[int] = set()
+        self._check_layout()
         before = None
         for index, stage in enumerate(self.stages):
             at = f"stages[{index}]"
@@ -312,10 +207,6 @@ class Plan(Document):
                 if layer in layers:
                     fault(f"{at}.layers", f"layer {layer!r} is placed twice")
                 layers.add(layer)
-            for device in stage.devices:
-                if device in devices:
-                    fault(f"{at}.devices", f"device {device} is used twice")
-                devices.add(device)
             self._check_shares(stage, at)
             if not set(stage.recompute) <= set(stage.layers):
                 other = next(layer for layer in stage.recompute if layer not in stage.layers)
@@ -334,6 +225,27 @@ class Plan(Document):
             if part.stage >= len(self.stages) - (part.term == "link"):
                 fault(f"predicted.binding[{index}].stage", f"{part.stage} is not one of {len(self.stages)} stages")
         return self
+
+    def _check_layout(self) -> None:
+        """Every device is in one group, and groups hold the stages that the schedule has them hold, divided alike."""
+        layout, groups = layout_of(self.schedule), self.groups
+        devices: set[int] = set()
+        for group, chunks in enumerate(groups):
+            first = self.stages[chunks[0]]
+            for device in first.devices:
+                if device in devices:
+                    fault(f"stages[{chunks[0]}].devices", f"device {device} is used twice")
+                devices.add(device)
+            for index in chunks[1:]:
+                at, chunk = f"stages[{index}]", self.stages[index]
+                if layout == "line":
+                    fault(f"{at}.devices", f"device {chunk.devices[0]} is used twice, as {self.schedule} cannot")
+                if (chunk.shares, chunk.division) != (first.shares, first.division):
+                    fault(f"{at}.shares", f"stages {chunks[0]} and {index} share devices, and must divide rows alike")
+            for index in chunks:
+                if group_of(layout, index, len(groups)) != group:
+                    other = groups[group_of(layout, index, len(groups))][0]
+                    fault(f"stages[{index}].devices", f"{self.schedule} has stage {index} on the devices of {other}")
 
     def _check_shares(self, stage: Stage, at: str) -> None:
         rows = self.micro_batch_size
@@ -358,6 +270,9 @@ class Plan(Document):
         most = len(turns(stage.division, stage.replicas, 0, self.micro_batches))
         if stage.warmup > most:
             fault(f"{at}.warmup", f"{stage.warmup} is more than the {most} micro-batches of a replica")
+        if layout_of(self.schedule) != "line":
+            # How deep the chunks of a group go follows from one another.
+            return
         if before is not None and min(stage.in_flight, self.micro_batches) > min(before.in_flight, self.micro_batches):
             fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
         if self.schedule == "gpipe" and stage.warmup != most:

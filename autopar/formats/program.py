@@ -15,7 +15,9 @@ from autopar.formats.document import parse_json, write_text
 
 __all__ = [
     "BACKWARD",
+    "BACKWARDS",
     "FORWARD",
+    "INPUT_BACKWARD",
     "KINDS",
     "RECEIVE",
     "RECEIVE_GRADIENT",
@@ -24,6 +26,7 @@ __all__ = [
     "SEND",
     "SEND_GRADIENT",
     "UPDATE",
+    "WEIGHT_BACKWARD",
     "Action",
     "Program",
     "RankProgram",
@@ -38,11 +41,28 @@ RECEIVE_GRADIENT = "RG"
 REDUCE = "A"
 REDUCE_TIED = "T"
 UPDATE = "U"
-KINDS = (FORWARD, BACKWARD, SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, UPDATE)
+INPUT_BACKWARD = "I"
+"""The half of a backward that others wait for: the gradients of what the stage received."""
+WEIGHT_BACKWARD = "W"
+"""The other half: the gradients of the stage's parameters."""
+KINDS = (
+    FORWARD,
+    BACKWARD,
+    SEND,
+    RECEIVE,
+    SEND_GRADIENT,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    UPDATE,
+    INPUT_BACKWARD,
+    WEIGHT_BACKWARD,
+)
+BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _TEXT = re.compile(
-    r"(?P<kind>SG|RG|[FBSRATU])(?P<index>\d*)@(?P<stage>\d+)"
+    r"(?P<kind>SG|RG|[FBIWSRATU])(?P<index>\d*)@(?P<stage>\d+)"
     r"(?:[<>](?P<peer>\d+)@(?P<peer_stage>\d+))?(?:v(?P<version>\d+))?"
 )
 

@@ -23,7 +23,7 @@ class RankTimes(Record):
     """Where one rank's median step went."""
 
     rank: Index
-    stage: Index
+    stages: tuple[Index, ...] = Field(min_length=1)
     replica: Index
     compute_s: Seconds
     update_s: Seconds

@@ -14,6 +14,7 @@ from autopar.formats.document import MOST_RANKS, parse_json, read_text, write_te
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -21,6 +22,7 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
+    WEIGHT_BACKWARD,
     Action,
 )
 
@@ -32,6 +34,8 @@ TRACKS = ("compute", "send", "receive", "reduce")
 _TRACK = {
     FORWARD: "compute",
     BACKWARD: "compute",
+    INPUT_BACKWARD: "compute",
+    WEIGHT_BACKWARD: "compute",
     UPDATE: "compute",
     SEND: "send",
     SEND_GRADIENT: "send",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from autopar.report.quantity import duration, percentage
 
 if TYPE_CHECKING:
-    from autopar.formats.plan import BoundPart, Plan
+    from autopar.formats.plan import Plan
+from autopar.formats.predicted import BoundPart
 
 __all__ = ["binding_text", "bound_rows", "share_text"]
 

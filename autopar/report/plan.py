@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from autopar.formats.plan import Plan, Price, Stage
+    from autopar.formats.plan import Plan, Stage
+from autopar.formats.predicted import Price
 
 __all__ = ["explained", "render"]
 

@@ -61,7 +61,7 @@ def _ranks(report: Report) -> Table:
     for times in report.rank_times:
         spent = [duration(seconds) for seconds in (times.compute_s, times.update_s, times.waiting_s)]
         peak = size(report.peak_bytes[times.rank]) if times.rank < len(report.peak_bytes) else ""
-        table.add_row(str(times.rank), str(times.stage), str(times.replica), *spent, peak)
+        table.add_row(str(times.rank), ", ".join(map(str, times.stages)), str(times.replica), *spent, peak)
     return table
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Container
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
     REDUCE_TIED,
     SEND,
     SEND_GRADIENT,
-    UPDATE,
+    WEIGHT_BACKWARD,
     Action,
     Program,
     RankProgram,
 )
-from autopar.schedules.expand import Message, messages, mine, stage_of
+from autopar.schedules.expand import Message, closing_of, messages, mine, stages_of
 
 __all__ = ["ProgramError", "check", "in_flight"]
 
@@ -40,71 +42,111 @@ def check(program: Program, plan: Plan) -> None:
         raise ProgramError(f"the program has {len(program.ranks)} ranks, the plan {count}")
     own: list[list[Message]] = [[] for _ in range(count)]
     for message in messages(plan):
-        own[message.sender].append(message)
-        own[message.receiver].append(message)
+        for rank in {message.sender, message.receiver}:
+            own[rank].append(message)
     for rank, actions in enumerate(program.ranks):
-        stage, _ = stage_of(plan, rank)
-        _check_complete(rank, stage, actions, plan, own[rank])
-        depth, allowed = in_flight(actions), plan.stages[stage].warmup
-        if depth > allowed:
-            raise ProgramError(f"rank {rank} (stage {stage}) keeps {depth} micro-batches in flight, allowed {allowed}")
+        _check_complete(rank, actions, plan, own[rank])
+        for stage, depth in in_flight(actions).items():
+            allowed = plan.stages[stage].warmup
+            if depth > allowed:
+                where = f"rank {rank} (stage {stage})"
+                raise ProgramError(f"{where} keeps {depth} micro-batches in flight, allowed {allowed}")
     _check_flow(program)
 
 
-def in_flight(actions: RankProgram) -> int:
-    """Return the most micro-batches whose forward is done and whose backward is not."""
-    depth = deepest = 0
+def in_flight(actions: RankProgram) -> dict[int, int]:
+    """Return, by stage, the most micro-batches whose forward is done and whose backward is not.
+
+    Of a backward in two halves, the first counts.
+    """
+    depth: Counter[int] = Counter()
+    deepest: dict[int, int] = {}
     for action in actions:
         if action.kind == FORWARD:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif action.kind == BACKWARD:
-            depth -= 1
+            depth[action.stage] += 1
+            deepest[action.stage] = max(deepest.get(action.stage, 0), depth[action.stage])
+        elif action.kind in (BACKWARD, INPUT_BACKWARD):
+            depth[action.stage] -= 1
     return deepest
 
 
-def _check_complete(rank: int, stage: int, actions: RankProgram, plan: Plan, flowing: list[Message]) -> None:
+def _check_complete(rank: int, actions: RankProgram, plan: Plan, flowing: list[Message]) -> None:
     """Every action that the plan asks of the rank is there once, and its own order makes sense.
 
     ``flowing`` are the messages that the rank sends or receives.
     """
-    expected: Counter[Action] = Counter()
-    before: dict[Action, list[Action]] = {}
-    own = mine(plan, rank)
-    for micro_batch in own:
-        forward, backward = Action(FORWARD, stage, micro_batch), Action(BACKWARD, stage, micro_batch)
-        before[backward], before[forward] = [forward], []
-        for message in flowing:
-            if not message.carries(micro_batch):
-                continue
-            if message.receiver == rank:
-                peer = (micro_batch, message.sender, message.producer)
-                before[forward].append(Action(RECEIVE, stage, *peer))
-                if message.gradients:
-                    before[Action(SEND_GRADIENT, stage, *peer)] = [backward]
-            if message.sender == rank:
-                peer = (micro_batch, message.receiver, message.consumer)
-                before[Action(SEND, stage, *peer)] = [forward]
-                if message.gradients:
-                    before[backward].append(Action(RECEIVE_GRADIENT, stage, *peer))
-    backwards = [Action(BACKWARD, stage, micro_batch) for micro_batch in own]
-    closing = [Action(REDUCE, stage)] if plan.stages[stage].replicas > 1 else []
-    closing += [Action(REDUCE_TIED, stage, i) for i, tied in enumerate(plan.tied) if stage in tied.stages]
-    before.update(dict.fromkeys(closing, backwards))
-    before[Action(UPDATE, stage)] = backwards + closing
-    for after, earlier in before.items():
-        expected.update([after])
-        expected.update(action for action in earlier if action not in before)
     found = Counter(actions)
-    for action in expected.keys() | found.keys():
+    before = _prerequisites(rank, plan, flowing, found)
+    expected = Counter(dict.fromkeys(before, 1))
+    expected.update({action for earlier in before.values() for action in earlier if action not in before})
+    for action in sorted(expected.keys() | found.keys()):
         if found[action] != 1 or action not in expected:
             problem = "is missing" if not found[action] else "is not part of the plan, or is there twice"
-            raise ProgramError(f"rank {rank} (stage {stage}): {action} {problem}")
+            raise ProgramError(f"rank {rank} (stage {action.stage}): {action} {problem}")
     position = {action: index for index, action in enumerate(actions)}
     for after, earlier in before.items():
         for action in earlier:
             if position[action] > position[after]:
-                raise ProgramError(f"rank {rank} (stage {stage}): {after} stands before {action}, which it needs")
+                raise ProgramError(f"rank {rank} (stage {after.stage}): {after} stands before {action}, which it needs")
+
+
+def _prerequisites(
+    rank: int, plan: Plan, flowing: list[Message], found: Container[Action]
+) -> dict[Action, list[Action]]:
+    """Return what the rank has to do, each with what must stand before it.
+
+    A backward may be whole or in two halves, as the program has it.
+    """
+    stages, _ = stages_of(plan, rank)
+    before: dict[Action, list[Action]] = {}
+    last: dict[int, list[Action]] = {stage: [] for stage in stages}
+    for stage in stages:
+        for micro_batch in mine(plan, rank):
+            forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, found)
+            before[forward], before[backward] = [], [forward]
+            last[stage].append(backward)
+            if backward.kind == INPUT_BACKWARD:
+                weight = Action(WEIGHT_BACKWARD, stage, micro_batch)
+                before[weight] = [backward]
+                last[stage].append(weight)
+    for message in flowing:
+        for micro_batch in mine(plan, rank):
+            if message.carries(micro_batch):
+                _add_message(before, rank, message, micro_batch, found)
+    closing = [Action(kind, stage, index) for kind, stage, index, *_ in closing_of(plan, stages)]
+    *reductions, update = closing
+    for reduction in reductions:
+        tied = plan.tied[reduction.micro_batch].stages if reduction.kind == REDUCE_TIED else (reduction.stage,)
+        before[reduction] = [action for stage in stages if stage in tied for action in last[stage]]
+    before[update] = [*(action for stage in stages for action in last[stage]), *reductions]
+    return before
+
+
+def _backward(stage: int, micro_batch: int, found: Container[Action]) -> Action:
+    """Return the backward that others wait for: its first half, where the program has halves."""
+    half = Action(INPUT_BACKWARD, stage, micro_batch)
+    return half if half in found else Action(BACKWARD, stage, micro_batch)
+
+
+def _add_message(
+    before: dict[Action, list[Action]], rank: int, message: Message, micro_batch: int, found: Container[Action]
+) -> None:
+    """Add a message's sending or receiving on this rank, or what its stages on one rank wait for of each other."""
+    made, read = message.producer, message.consumer
+    if message.local:
+        before[Action(FORWARD, read, micro_batch)].append(Action(FORWARD, made, micro_batch))
+        if message.gradients:
+            before[_backward(made, micro_batch, found)].append(_backward(read, micro_batch, found))
+    elif message.receiver == rank:
+        peer = (micro_batch, message.sender, made)
+        before[Action(FORWARD, read, micro_batch)].append(Action(RECEIVE, read, *peer))
+        if message.gradients:
+            before[Action(SEND_GRADIENT, read, *peer)] = [_backward(read, micro_batch, found)]
+    else:
+        peer = (micro_batch, message.receiver, read)
+        before[Action(SEND, made, *peer)] = [Action(FORWARD, made, micro_batch)]
+        if message.gradients:
+            before[_backward(made, micro_batch, found)].append(Action(RECEIVE_GRADIENT, made, *peer))
 
 
 def _check_flow(program: Program) -> None:

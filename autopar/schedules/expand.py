@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from autopar.formats.layout import layout_of
 from autopar.formats.plan import Plan, turns
 from autopar.formats.program import (
-    BACKWARD,
     FORWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
@@ -17,22 +16,31 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
+    WEIGHT_BACKWARD,
     Action,
     Program,
     RankProgram,
 )
 from autopar.schedules import SCHEDULES
+from autopar.schedules.place import Place
+from autopar.schedules.queue import Entry, in_order
 from autopar.schedules.route import routes
 
-__all__ = ["Entry", "Message", "action_count", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
-
-
-Entry = tuple[str, int, int, int]
-"""Kind, micro-batch, peer and the peer's stage of an action."""
+__all__ = [
+    "Message",
+    "action_count",
+    "closing_of",
+    "entries_of",
+    "expand",
+    "messages",
+    "mine",
+    "rank_of",
+    "stages_of",
+]
 
 
 class Message(NamedTuple):
-    """What one rank sends another for a micro-batch: some rows of some tensors, bundled."""
+    """What one stage's replica hands another's for a micro-batch: some rows of some tensors, bundled."""
 
     producer: int
     """Sending stage (of activations; gradients flow the other way)."""
@@ -40,7 +48,7 @@ class Message(NamedTuple):
     sender: int
     """Rank in the producing stage."""
     receiver: int
-    """Rank in the consuming stage."""
+    """Rank in the consuming stage; where it is the sender, too, nothing is sent."""
     start: int
     """First row of the micro-batch."""
     stop: int
@@ -56,31 +64,41 @@ class Message(NamedTuple):
         """Whether a micro-batch causes this message."""
         return micro_batch % self.period == self.first
 
+    @property
+    def local(self) -> bool:
+        """Whether both stages are on one rank."""
+        return self.sender == self.receiver
+
 
 def rank_of(plan: Plan, stage: int, replica: int) -> int:
-    """Return the rank of a replica: ranks count the stages' replicas in order."""
-    return sum(earlier.replicas for earlier in plan.stages[:stage]) + replica
+    """Return the rank of a replica: ranks count the replicas of groups of stages in order."""
+    for chunks in plan.groups:
+        if stage in chunks:
+            return replica
+        replica += plan.stages[chunks[0]].replicas
+    raise IndexError(stage)
 
 
-def stage_of(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return (stage, replica) of a rank."""
-    for index, stage in enumerate(plan.stages):
-        if rank < stage.replicas:
-            return index, rank
-        rank -= stage.replicas
+def stages_of(plan: Plan, rank: int) -> tuple[tuple[int, ...], int]:
+    """Return (its stages, replica) of a rank; it is that replica of all of them."""
+    for chunks in plan.groups:
+        replicas = plan.stages[chunks[0]].replicas
+        if rank < replicas:
+            return chunks, rank
+        rank -= replicas
     raise IndexError(rank)
 
 
 def mine(plan: Plan, rank: int) -> range:
     """Return the micro-batches that a rank takes part in."""
-    stage, replica = stage_of(plan, rank)
+    (stage, *_), replica = stages_of(plan, rank)
     return turns(plan.stages[stage].division, plan.stages[stage].replicas, replica, plan.micro_batches)
 
 
 def messages(plan: Plan) -> list[Message]:
-    """Return every message that micro-batches cause, by producer, consumer, sender, receiver."""
+    """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
     found = []
-    starts = [0, *accumulate(stage.replicas for stage in plan.stages)]
+    starts = _starts(plan)
     pairs: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(plan.tensors):
         for consumer in tensor.consumers:
@@ -95,76 +113,129 @@ def messages(plan: Plan) -> list[Message]:
     return found
 
 
+def _starts(plan: Plan) -> list[int]:
+    """Return the rank of every stage's first replica."""
+    found, rank = [0] * len(plan.stages), 0
+    for chunks in plan.groups:
+        for stage in chunks:
+            found[stage] = rank
+        rank += plan.stages[chunks[0]].replicas
+    return found
+
+
 def expand(plan: Plan) -> Program:
     """Return the program of one step of a plan.
 
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
-    backward come the reduction among the stage's replicas, those of parameters shared between stages, and the update.
+    backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
     """
-    stages = [stage for stage, placed in enumerate(plan.stages) for _ in range(placed.replicas)]
     return Program(
-        tuple(
-            RankProgram.of(Action(kind, stage, *rest) for kind, *rest in entries)
-            for stage, entries in zip(stages, entries_of(plan), strict=True)
-        )
+        tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan)),
     )
 
 
 def action_count(plan: Plan) -> int:
     """Return how many actions the program of a plan has, without expanding it."""
-    count = sum(1 + (stage.replicas > 1) for stage in plan.stages for _ in range(stage.replicas))
-    count += sum(plan.stages[stage].replicas for tied in plan.tied for stage in tied.stages)
-    for stage in plan.stages:
-        own = (turns(stage.division, stage.replicas, replica, plan.micro_batches) for replica in range(stage.replicas))
-        count += 2 * sum(map(len, own))
+    count = len(plan.devices) + sum(stage.replicas for stage in plan.stages if stage.replicas > 1)
+    for group, chunks in enumerate(plan.groups):
+        replicas = plan.stages[chunks[0]].replicas
+        count += replicas * sum(
+            bool(set(chunks) & set(tied.stages)) for tied in plan.tied if _spread(plan, tied.stages)
+        )
+        for replica in range(replicas):
+            count += sum(1 for _ in SCHEDULES[plan.schedule].order(_place(plan, group, chunks, replica)))
     for message in messages(plan):
-        carried = len(range(message.first, plan.micro_batches, message.period))
-        count += 2 * carried * (2 if message.gradients else 1)
+        if not message.local:
+            carried = len(range(message.first, plan.micro_batches, message.period))
+            count += 2 * carried * (2 if message.gradients else 1)
     return count
 
 
-def entries_of(plan: Plan) -> Iterator[Iterator[Entry]]:
-    """Yield every rank's actions as plain tuples: what :func:`expand` makes actions of, for who needs many of them."""
-    inward: dict[int, list[Message]] = {}
-    outward: dict[int, list[Message]] = {}
+def entries_of(plan: Plan) -> Iterable[Iterable[Entry]]:
+    """Return every rank's actions as plain tuples: what :func:`expand` makes actions of, for who needs many of them."""
+    entries = _unordered(plan)
+    return entries if layout_of(plan.schedule) == "line" else in_order(entries)
+
+
+def _unordered(plan: Plan) -> Iterator[Iterator[Entry]]:
+    inward: dict[tuple[int, int], list[Message]] = {}
+    outward: dict[tuple[int, int], list[Message]] = {}
     for message in messages(plan):
-        inward.setdefault(message.receiver, []).append(message)
-        outward.setdefault(message.sender, []).append(message)
+        if not message.local:
+            inward.setdefault((message.receiver, message.consumer), []).append(message)
+            outward.setdefault((message.sender, message.producer), []).append(message)
     rank = 0
-    for stage, placed in enumerate(plan.stages):
-        for replica in range(placed.replicas):
-            own = turns(placed.division, placed.replicas, replica, plan.micro_batches)
-            yield _entries(plan, stage, own, inward.get(rank, []), outward.get(rank, []))
+    for group, chunks in enumerate(plan.groups):
+        for replica in range(plan.stages[chunks[0]].replicas):
+            flows = {
+                stage: _Flows.of(inward.get((rank, stage), []), outward.get((rank, stage), [])) for stage in chunks
+            }
+            yield _entries(plan, _place(plan, group, chunks, replica), replica, flows)
             rank += 1
 
 
-def _entries(plan: Plan, stage: int, own: range, inward: list[Message], outward: list[Message]) -> Iterator[Entry]:
-    order = SCHEDULES[plan.schedule].order(len(own), min(plan.stages[stage].warmup, len(own)))
-    taken = any(message.period > 1 for message in (*inward, *outward))
-    # (messages received, and sent) of a forward, and of a backward.
-    received = [(message, message.sender, message.producer) for message in inward]
-    sent = [(message, message.receiver, message.consumer) for message in outward]
-    forth = (RECEIVE, received, FORWARD, SEND, sent)
-    back = (
-        RECEIVE_GRADIENT,
-        [each for each in sent if each[0].gradients],
-        BACKWARD,
-        SEND_GRADIENT,
-        [each for each in received if each[0].gradients],
-    )
-    for kind, index in order:
+def _place(plan: Plan, group: int, chunks: tuple[int, ...], replica: int) -> Place:
+    first = plan.stages[chunks[0]]
+    count = len(turns(first.division, first.replicas, replica, plan.micro_batches))
+    depths = tuple(min(plan.stages[stage].warmup, count) for stage in chunks)
+    return Place(group, len(plan.groups), chunks, count, depths)
+
+
+Peer = tuple[Message, int, int]
+"""A message, the other rank and its stage."""
+
+
+class _Flows(NamedTuple):
+    """Messages of a stage on a rank: received before and sent after its forwards, and its backwards."""
+
+    received: list[Peer]
+    sent: list[Peer]
+    gradients_received: list[Peer]
+    gradients_sent: list[Peer]
+    taken: bool
+    """Whether some of them carry some micro-batches only."""
+
+    @classmethod
+    def of(cls, inward: list[Message], outward: list[Message]) -> _Flows:
+        received = [(message, message.sender, message.producer) for message in inward]
+        sent = [(message, message.receiver, message.consumer) for message in outward]
+        returned = [each for each in sent if each[0].gradients]
+        returning = [each for each in received if each[0].gradients]
+        return cls(received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward)))
+
+
+def _entries(plan: Plan, place: Place, replica: int, flows: dict[int, _Flows]) -> Iterator[Entry]:
+    first = plan.stages[place.stages[0]]
+    own = turns(first.division, first.replicas, replica, plan.micro_batches)
+    for kind, stage, index in SCHEDULES[plan.schedule].order(place):
         micro_batch = own[index]
-        before, arriving, work, after, leaving = forth if kind == FORWARD else back
-        for message, peer, peer_stage in arriving:
+        if kind == WEIGHT_BACKWARD:
+            yield kind, stage, micro_batch, -1, -1
+            continue
+        received, sent, gradients_received, gradients_sent, taken = flows[stage]
+        forth = kind == FORWARD
+        for message, peer, peer_stage in received if forth else gradients_received:
             if not taken or message.carries(micro_batch):
-                yield before, micro_batch, peer, peer_stage
-        yield work, micro_batch, -1, -1
-        for message, peer, peer_stage in leaving:
+                yield RECEIVE if forth else RECEIVE_GRADIENT, stage, micro_batch, peer, peer_stage
+        yield kind, stage, micro_batch, -1, -1
+        for message, peer, peer_stage in sent if forth else gradients_sent:
             if not taken or message.carries(micro_batch):
-                yield after, micro_batch, peer, peer_stage
-    if plan.stages[stage].replicas > 1:
-        yield REDUCE, -1, -1, -1
+                yield SEND if forth else SEND_GRADIENT, stage, micro_batch, peer, peer_stage
+    yield from closing_of(plan, place.stages)
+
+
+def closing_of(plan: Plan, chunks: tuple[int, ...]) -> Iterator[Entry]:
+    """Yield what follows the last backward; a rank's last stage is the first whose gradients are complete."""
+    for stage in reversed(chunks):
+        if plan.stages[stage].replicas > 1:
+            yield REDUCE, stage, -1, -1, -1
     for index, tied in enumerate(plan.tied):
-        if stage in tied.stages:
-            yield REDUCE_TIED, index, -1, -1
-    yield UPDATE, -1, -1, -1
+        holding = [stage for stage in chunks if stage in tied.stages]
+        if holding and _spread(plan, tied.stages):
+            yield REDUCE_TIED, holding[0], index, -1, -1
+    yield UPDATE, chunks[0], -1, -1, -1
+
+
+def _spread(plan: Plan, stages: tuple[int, ...]) -> bool:
+    """Whether stages are on several ranks."""
+    return plan.stages[stages[0]].replicas > 1 or len({plan.stages[stage].devices for stage in stages}) > 1

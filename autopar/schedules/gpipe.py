@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD
+from autopar.schedules.place import Computation, Place
 
 __all__ = ["order", "warmups"]
 
 
-def order(micro_batches: int, warmup: int) -> Iterator[tuple[str, int]]:
-    """Yield one stage's computations in order; every micro-batch is in flight before the first backward.
+def order(place: Place) -> Iterator[Computation]:
+    """Yield a rank's computations in order; every micro-batch is in flight before the first backward.
 
     Backwards run in micro-batch order, so that gradients add up in the order of a plain accumulation loop.
 
@@ -23,12 +24,13 @@ def order(micro_batches: int, warmup: int) -> Iterator[tuple[str, int]]:
     stage 1: .  F0 F1 F2 .  .  B0 B1 B2 .
     stage 2: .  .  F0 F1 F2 B0 B1 B2 .  .
     """
-    for micro_batch in range(micro_batches):
-        yield FORWARD, micro_batch
-    for micro_batch in range(micro_batches):
-        yield BACKWARD, micro_batch
+    (stage,) = place.stages
+    for micro_batch in range(place.micro_batches):
+        yield FORWARD, stage, micro_batch
+    for micro_batch in range(place.micro_batches):
+        yield BACKWARD, stage, micro_batch
 
 
-def warmups(stages: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
+def warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
     """Return the named choices of in-flight depth per stage: all micro-batches."""
-    return {"all": (micro_batches,) * stages}
+    return {"all": (micro_batches,) * (groups * chunks)}

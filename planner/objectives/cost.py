@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.plan import Plan, Price
+from autopar.formats.plan import Plan
+from autopar.formats.predicted import Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, Family

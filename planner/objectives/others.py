@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan, Predicted, Stage
+from autopar.formats.plan import Division, Plan, Stage
+from autopar.formats.predicted import Predicted
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble, crossings, shared
 from autopar.planner.candidate import Candidate, Placed

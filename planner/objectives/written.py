@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Division, Objective, Plan, Predicted
+from autopar.formats.plan import Division, Objective, Plan
+from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed

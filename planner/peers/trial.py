@@ -45,7 +45,7 @@ def place(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: st
     rows = costs.batch // micro_batches
     starts = (0, *proposal.cuts[:-1])
     shares = [costs.shares(rows, len(devices)) for devices in proposal.devices]
-    depths = SCHEDULES[schedule].warmups(len(proposal.cuts), micro_batches).values()
+    depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
     for choice in dict.fromkeys(depths):
         fields = zip(starts, proposal.cuts, proposal.devices, shares, choice, strict=True)
         yield Candidate(micro_batches, rows, schedule, tuple(Placed(*each) for each in fields))

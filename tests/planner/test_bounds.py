@@ -34,7 +34,7 @@ def test_no_simulated_step_is_shorter_than_its_bound() -> None:
     assert tight >= 1000
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
     for seed in range(100):
         rng = random.Random(seed)
@@ -42,7 +42,7 @@ def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
         costs = CostModel(profile, random_cluster(seed, 6), PlanOptions(gpus=6))
         count = rng.randint(1, min(6, costs.layer_count))
         cuts = (*sorted(rng.sample(range(1, costs.layer_count), count - 1)), costs.layer_count)
-        for depths in SCHEDULES[schedule].warmups(count, 4).values():
+        for depths in SCHEDULES[schedule].warmups(count, 1, 4).values():
             stages = place(Family(4, costs.batch // 4, schedule), cuts, (1,) * count)
             deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
             candidate = Candidate(4, costs.batch // 4, schedule, deep)

@@ -26,7 +26,7 @@ def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[floa
 
 
 def _candidate(cuts: tuple[int, ...], widths: tuple[int, ...], micro_batches: int, size: int) -> Candidate:
-    depths = SCHEDULES["1f1b"].warmups(len(cuts), micro_batches)["PA"]
+    depths = SCHEDULES["1f1b"].warmups(len(cuts), 1, micro_batches)["PA"]
     family = Family(micro_batches, size, "1f1b")
     return with_depths(family, place(family, cuts, widths), depths)
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
-from autopar.formats.plan import Alternative, Plan
+from autopar.formats.plan import Plan
+from autopar.formats.predicted import Alternative
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything

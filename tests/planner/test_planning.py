@@ -31,7 +31,7 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
         assert Plan.parse(made.dumps(), Path("plan.json")) == made
         program = expand(made)
         check(program, made)
-        assert [stage.warmup for stage in made.stages for _ in stage.devices] == [
+        assert [{index: stage.warmup} for index, stage in enumerate(made.stages) for _ in stage.devices] == [
             in_flight(actions) for actions in program.ranks
         ]
         assert made.predicted.lower_bound_s <= made.predicted.step_s

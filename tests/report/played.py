@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage
+from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import BACKWARD, FORWARD, RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action
 from autopar.formats.timeline import Origin, Timeline
@@ -17,7 +18,7 @@ _SENT = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
 
 def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1b") -> Plan:
     """Return a plan with one stage per width, of one layer each."""
-    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), micro_batches).values()))
+    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), 1, micro_batches).values()))
     first = [sum(widths[:stage]) for stage in range(len(widths))]
     stages = tuple(
         Stage(

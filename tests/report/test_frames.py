@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from played import small_plan
 
-from autopar.formats.plan import Alternative
+from autopar.formats.predicted import Alternative
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
 from autopar.report import frames, memory
 

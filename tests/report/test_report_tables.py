@@ -10,7 +10,7 @@ from played import small_plan
 from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
-from autopar.formats.plan import Alternative
+from autopar.formats.predicted import Alternative
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
 from autopar.report import plan as plan_tables
@@ -80,7 +80,7 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
         peak_kind="resident",
         bubble=0.1,
         rank_times=tuple(
-            RankTimes(rank=rank, stage=rank, replica=0, compute_s=0.4, update_s=0.01, waiting_s=0.09)
+            RankTimes(rank=rank, stages=(rank,), replica=0, compute_s=0.4, update_s=0.01, waiting_s=0.09)
             for rank in range(2)
         ),
         initial_weights="model() with seed 0",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.plan import Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.layout import group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
@@ -25,24 +28,29 @@ def dictate(
     seed: int = 0,
     turns: Sequence[int] = (),
     recompute: bool = False,
+    chunks: int = 1,
 ) -> Plan:
     """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where.
+
+    Of ``chunks`` stages per group of devices, ``widths`` and ``shares`` are by group.
 
     The replicas of stages ``turns`` take whole micro-batches in turn; with ``recompute``, all layers are recomputed.
     """
     names = [layer.name for layer in graph.layers]
-    stages = len(widths)
+    groups, stages = len(widths), len(widths) * chunks
     edges = [0, *(cuts or [len(names) * index // stages for index in range(1, stages)]), len(names)]
-    depths = SCHEDULES[schedule].warmups(stages, micro_batches)
+    depths = SCHEDULES[schedule].warmups(groups, chunks, micro_batches)
     if warmup is None or isinstance(warmup, str):
         warmup = depths[warmup] if warmup else next(iter(depths.values()))
-    placed, device, stage_of = [], 0, {}
-    for index, width in enumerate(widths):
+    placed, stage_of = [], {}
+    starts = [0, *accumulate(widths)]
+    for index in range(stages):
+        group = group_of(layout_of(schedule), index, groups)
+        width = widths[group]
         mine = tuple(names[edges[index] : edges[index + 1]])
         stage_of.update(dict.fromkeys(mine, index))
-        devices = tuple(range(device, device + width))
-        device += width
-        share = tuple(shares[index]) if shares else even_shares(rows, width)
+        devices = tuple(range(starts[group], starts[group + 1]))
+        share = tuple(shares[group]) if shares else even_shares(rows, width)
         depth = warmup[index]
         if index in turns:
             share, depth = (rows,) * width, -(-depth // width)

@@ -47,10 +47,13 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     """Any cuts, widths, shares, depths and schedule for a model."""
     model, graph, _ = captured(name)
     layers = len(graph.layers)
-    stages = draw(st.integers(1, min(4, layers)))
+    groups = draw(st.integers(1, min(4, layers)))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    chunks = draw(st.integers(1, min(3, layers // groups))) if schedule == "interleaved" else 1
+    stages = groups * chunks
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
     rows = draw(st.integers(1, 5))
-    widths = draw(st.lists(st.integers(1, min(3, rows)), min_size=stages, max_size=stages))
+    widths = draw(st.lists(st.integers(1, min(3, rows)), min_size=groups, max_size=groups))
     shares = []
     for width in widths:
         edges = (
@@ -58,11 +61,10 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
         )
         shares.append([after - before for before, after in zip([0, *edges], [*edges, rows], strict=True)])
     micro_batches = draw(st.integers(1, 5))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b"]))
     warmup: list[int] | None = None
     if schedule == "1f1b":
         warmup = sorted(draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages)), reverse=True)
-    return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares)
+    return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
 
 def equals_plain(name: str, plan: Plan) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage
+from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.runtime.retire import receives_ahead, retirements
@@ -17,7 +18,7 @@ ANSWERS = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}
 
 def program_of(widths: list[int], micro_batches: int, schedule: str) -> Program:
     """Every stage sends to the next, and the first to the last."""
-    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), micro_batches).values()))
+    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), 1, micro_batches).values()))
     stages, device = [], 0
     for index, width in enumerate(widths):
         devices = tuple(range(device, device + width))

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check, in_flight
-from autopar.schedules.expand import expand, rank_of, stage_of
+from autopar.schedules.expand import expand, rank_of, stages_of
 from autopar.schedules.route import even_shares, routes
 from autopar.schedules.timetable import draw
+
+LINES = ("1f1b", "gpipe")
+"""Schedules whose groups have one stage each."""
 
 
 def _plan(
@@ -58,7 +62,7 @@ def plans(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 32, m
     """Draw plans with random shares, skips, missing gradients, missing neighbours and tied parameters."""
     count = draw(st.integers(1, most_stages))
     micro_batches = draw(st.integers(1, most_micro_batches))
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = draw(st.sampled_from(LINES))
     widths = [draw(st.integers(1, most_replicas)) for _ in range(count)]
     rows = draw(st.integers(max(widths), 12))
     shares = []
@@ -68,7 +72,7 @@ def plans(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 32, m
         else:
             inner = draw(st.sets(st.integers(1, rows - 1), min_size=width - 1, max_size=width - 1)) if rows > 1 else ()
             shares.append(tuple(after - before for before, after in pairwise([0, *sorted(inner), rows])))
-    named = SCHEDULES[schedule].warmups(count, micro_batches)
+    named = SCHEDULES[schedule].warmups(count, 1, micro_batches)
     depths = list(draw(st.sampled_from(sorted(named.values()))))
     if schedule == "1f1b" and draw(st.booleans()):
         depths = sorted((draw(st.integers(1, micro_batches)) for _ in range(count)), reverse=True)
@@ -91,7 +95,7 @@ def _closed_form(schedule: str, depth: int, micro_batches: int) -> int:
 
 
 def _largest(schedule: str, named: str) -> Plan:
-    depths = list(SCHEDULES[schedule].warmups(8, 32)[named])
+    depths = list(SCHEDULES[schedule].warmups(8, 1, 32)[named])
     tensors = [_crossing(f"t{index}", index, (index + 1,)) for index in range(7)]
     skips = [_crossing("skip", 0, (3, 7)), _crossing("mask", 2, (4,), gradient=False)]
     tied = (SharedParameter(parameter="w", stages=(0, 7), bytes=4),)
@@ -110,8 +114,9 @@ def test_any_program_is_complete_and_free_of_deadlock_and_holds_what_its_depth_s
     sent: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
     for rank, actions in enumerate(program.ranks):
-        stage, _ = stage_of(plan, rank)
-        assert in_flight(actions) == _closed_form(plan.schedule, plan.stages[stage].warmup, plan.micro_batches)
+        (stage,), _ = stages_of(plan, rank)
+        expected = _closed_form(plan.schedule, plan.stages[stage].warmup, plan.micro_batches)
+        assert in_flight(actions) == {stage: expected}
         for kind, own_stage, micro_batch, peer, peer_stage, _ in actions:
             if kind in ("S", "SG"):
                 sent.setdefault((rank, peer), []).append((kind, micro_batch, own_stage, peer_stage))
@@ -131,7 +136,8 @@ def test_every_row_reaches_every_reader_once(plan: Plan) -> None:
                 rows = sorted(row for route in mine for row in range(int(route.start), int(route.stop)))
                 assert rows == list(range(plan.micro_batch_size))
     for rank in range(len(plan.devices)):
-        assert rank_of(plan, *stage_of(plan, rank)) == rank
+        (stage,), replica = stages_of(plan, rank)
+        assert rank_of(plan, stage, replica) == rank
 
 
 @given(plans(most_stages=4, most_micro_batches=4, most_replicas=3))
@@ -229,9 +235,9 @@ def test_a_program_for_another_number_of_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 12])
 @pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", LINES)
 def test_a_timetable_takes_the_textbook_number_of_slots(schedule: str, stages: int, micro_batches: int) -> None:
-    for name in SCHEDULES[schedule].warmups(stages, micro_batches):
+    for name in SCHEDULES[schedule].warmups(stages, 1, micro_batches):
         lines = draw(schedule, stages, micro_batches, name).splitlines()
         slots = max(len(line.split(":")[1].split()) for line in lines)
         assert len(lines) == stages
@@ -240,9 +246,9 @@ def test_a_timetable_takes_the_textbook_number_of_slots(schedule: str, stages: i
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_depths_depend_on_the_stages_behind_alone(micro_batches: int) -> None:
-    for schedule in SCHEDULES.values():
-        deepest = schedule.warmups(8, micro_batches)
+    for schedule in map(SCHEDULES.__getitem__, LINES):
+        deepest = schedule.warmups(8, 1, micro_batches)
         for stages in range(1, 8):
-            for name, depths in schedule.warmups(stages, micro_batches).items():
+            for name, depths in schedule.warmups(stages, 1, micro_batches).items():
                 assert depths == deepest[name][8 - stages :]
                 assert list(depths) == sorted(depths, reverse=True)
