@@ -140,12 +140,14 @@ def _cluster(
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     from rich.console import Console
 
+    from autopar.formats.profile import is_model
     from autopar.report.plan import render
 
     plan.save(output)
     console = Console(stderr=True)
     render(plan, console)
-    runs = plan.refusal is None and not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
+    runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
+    runs = runs and all(stage.shard == "none" for stage in plan.stages)
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:
