@@ -14,7 +14,7 @@ import typer
 from autopar.cli.references import check_output
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import path_of, with_path
+from autopar.formats.profile import is_model, path_of, with_path
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
@@ -149,7 +149,7 @@ def model_of(plan: Plan, path: Path) -> str:
     if recorded is None:
         return source
     model = path.parent / recorded
-    if source == recorded and model.suffix != ".py":
+    if not is_model(source):
         raise FileError(
             f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
             f"found {source!r}"
