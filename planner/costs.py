@@ -283,7 +283,7 @@ class CostModel:
 
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
-        return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
+        return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
 
     def compute_provenance(self, stage: Placed) -> Provenance:
         """Return where the times of a stage's forwards and backwards come from."""
@@ -299,9 +299,9 @@ class CostModel:
         for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
             sending, receiving = candidate.stages[producer], candidate.stages[consumer]
             for route in routes(sending, receiving):
-                ends = sending.devices[route.sender], receiving.devices[route.receiver]
+                level = self.links.topology.pair(sending.devices[route.sender], receiving.devices[route.receiver])
                 size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                yield self.links.message_provenance(size, self.links.level(ends))
+                yield self.links.message_provenance(size, level)
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:

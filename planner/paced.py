@@ -96,8 +96,7 @@ class Paced:
         return found
 
     def _fill(self, first: int) -> None:
-        following = self._capped.next(first)
-        following = following.some(np.flatnonzero(self._worth[following.way]))
+        following = self._capped.of(first, self._worth)
         states = np.flatnonzero(self._near(first))
         if not len(following.way) or not len(states):
             return

@@ -32,7 +32,7 @@ class States:
         """A state that cannot be."""
         self.after = np.stack([move.after for move in stages.moves])
         """``[way, state]``."""
-        self.left = np.array([len(pool.remaining(state)) for state in range(pool.states)])
+        self.left = pool.devices_left()
         """Devices."""
         nears = len(stages.places.nears)
         self.codes = np.stack([move.place * nears + move.near for move in stages.moves])

@@ -38,7 +38,13 @@ class SuffixTables:
     """
 
     def __init__(
-        self, stages: StageTables, options: PlanOptions, capped: Capped | None = None, *, rounded: bool = False
+        self,
+        stages: StageTables,
+        options: PlanOptions,
+        capped: Capped | None = None,
+        states: States | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
         """Fill the tables; ``rounded`` ones take half the time and room, and their bounds less than the rounding."""
         self.stages, self._use_all = stages, options.use_all
@@ -49,7 +55,7 @@ class SuffixTables:
         self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self._lumped = told < most
-        self.states = States(stages)
+        self.states = states or States(stages)
         self._kind: type[np.float64] = np.float32 if rounded else np.float64  # type: ignore[assignment]  # read as numbers
         self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
         self._chain = stages.chain
