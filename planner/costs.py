@@ -340,11 +340,12 @@ class CostModel:
 
     def _stage_peak(self, candidate: Candidate, index: int) -> int:
         stage = candidate.stages[index]
-        cuts = [later.stop for later in candidate.stages[index + 1 :]]
+        forked = self.flows.forked(stage.first, stage.stop)
+        cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
         lead = max(0, candidate.stages[index - 1].warmup - stage.warmup) if index else 0
         # A replica of later turns takes part in no more micro-batches than the first.
         turns = stage.turns(0, candidate.micro_batches)
-        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
+        placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         return max(
             self.memory[kind].peak(stage.first, stage.stop, self.held(stage, rows, turns, lead), cuts)
             for rows, kind in placed

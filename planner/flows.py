@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,6 +72,8 @@ class Flows:
             self._made[entry.producer].append(entry)
             for consumer in entry.consumers:
                 self._received[consumer].append(entry)
+        self._forked = [tensor for tensor in self.crossing if len(tensor.consumers) > 1]
+        self._forked.sort(key=_producer)
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
@@ -87,6 +90,11 @@ class Flows:
     def received_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer reads and another makes."""
         return self._received[layer]
+
+    def forked(self, first: int, stop: int) -> list[FlowTensor]:
+        """Return the tensors that a stage makes and several layers read."""
+        begin, end = (bisect_left(self._forked, layer, key=_producer) for layer in (first, stop))
+        return self._forked[begin:end]
 
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
@@ -115,6 +123,10 @@ class Flows:
             Exchange(*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
             for pair, numbers in groups.items()
         ]
+
+
+def _producer(tensor: FlowTensor) -> int:
+    return tensor.producer
 
 
 def _flow(tensors: Sequence[FlowTensor]) -> Flow:
