@@ -22,7 +22,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.planner.sums import StageSums
 from autopar.schedules.buckets import buckets
-from autopar.schedules.route import Route, routes, shares_of
+from autopar.schedules.route import Route, Routes, shares_of
 
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
@@ -296,12 +296,14 @@ class CostModel:
         return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
 
     def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
+        known = Routes()
         for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
             sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-            for route in routes(sending, receiving):
+            sent: set[tuple[float, Level]] = set()
+            for route in known.between(sending, receiving):
                 level = self.links.topology.pair(sending.devices[route.sender], receiving.devices[route.receiver])
-                size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                yield self.links.message_provenance(size, level)
+                sent.add((self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample), level))
+            yield from (self.links.message_provenance(*each) for each in sent)
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:

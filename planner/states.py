@@ -43,6 +43,10 @@ class States:
         """Return the group that a state is in."""
         return self.groups[int(self._group[state])]
 
+    def behind(self, ways: Counts, states: Counts) -> Counts:
+        """Return the states that some ways lead to from some states, ``[way, state]``."""
+        return np.take(np.take(self.after, states, axis=1), ways, axis=0)
+
     def within(self, group: Group, first: int, capped: Capped) -> Counts:
         """Return the states of a group in which the layers before may have met a cap, and others still may."""
         before, behind = capped.fewest[:, first]

@@ -22,7 +22,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules import SCHEDULES
-from autopar.schedules.route import routes
+from autopar.schedules.route import Routes
 
 __all__ = ["Entry", "Message", "action_count", "entries_of", "expand", "messages", "mine", "rank_of", "stage_of"]
 
@@ -80,19 +80,24 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return every message that micro-batches cause, by producer, consumer, sender, receiver."""
     found = []
-    starts = [0, *accumulate(stage.replicas for stage in plan.stages)]
-    pairs: dict[tuple[int, int], list[int]] = {}
-    for index, tensor in enumerate(plan.tensors):
-        for consumer in tensor.consumers:
-            pairs.setdefault((tensor.producer, consumer), []).append(index)
-    for (producer, consumer), tensors in sorted(pairs.items()):
+    starts, known = [0, *accumulate(stage.replicas for stage in plan.stages)], Routes()
+    for (producer, consumer), tensors in sorted(_exchanged(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
-        for route in routes(plan.stages[producer], plan.stages[consumer]):
+        for route in known.between(plan.stages[producer], plan.stages[consumer]):
             sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
             rows = int(route.start), -int(-route.stop // 1)
             bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
             found.append(Message(producer, consumer, sender, receiver, *bundle))
     return found
+
+
+def _exchanged(plan: Plan) -> dict[tuple[int, int], list[int]]:
+    """Return the tensors that stages exchange, by producer and consumer."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        for consumer in tensor.consumers:
+            pairs.setdefault((tensor.producer, consumer), []).append(index)
+    return pairs
 
 
 def expand(plan: Plan) -> Program:
@@ -117,9 +122,11 @@ def action_count(plan: Plan) -> int:
     for stage in plan.stages:
         own = (turns(stage.division, stage.replicas, replica, plan.micro_batches) for replica in range(stage.replicas))
         count += 2 * sum(map(len, own))
-    for message in messages(plan):
-        carried = len(range(message.first, plan.micro_batches, message.period))
-        count += 2 * carried * (2 if message.gradients else 1)
+    known = Routes()
+    for (producer, consumer), tensors in _exchanged(plan).items():
+        found = known.between(plan.stages[producer], plan.stages[consumer])
+        carried = sum(route.count(plan.micro_batches) for route in found)
+        count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)
     return count
 
 
