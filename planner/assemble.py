@@ -7,6 +7,7 @@ from typing import Literal
 
 from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Predicted, SharedParameter, Shares, Stage
 from autopar.formats.profile import Profile
+from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
@@ -78,8 +79,9 @@ def _simulated(
         if step_s is None:
             step_s = Simulator(costs).step_s(candidate)
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
-    check(expand(plan), plan)
-    timeline = timeline_of(plan, costs)
+    program = expand(plan)
+    check(program, plan)
+    timeline = _traced(program, candidate, costs)
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -97,8 +99,12 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """Simulate a plan's own program."""
-    times = durations(costs, candidate_of(plan, costs.profile))
-    return trace(expand(plan), times, Traffic(costs.sharing, plan.devices) if costs.sharing else None)
+    return _traced(expand(plan), candidate_of(plan, costs.profile), costs)
+
+
+def _traced(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
+    devices = tuple(device for stage in candidate.stages for device in stage.devices)
+    return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:

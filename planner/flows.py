@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -72,8 +73,9 @@ class Flows:
             self._made[entry.producer].append(entry)
             for consumer in entry.consumers:
                 self._received[consumer].append(entry)
-        self._forked = [tensor for tensor in self.crossing if len(tensor.consumers) > 1]
-        self._forked.sort(key=_producer)
+        self._forked = [tensor for made in self._made for tensor in made if len(tensor.consumers) > 1]
+        forked = Counter(tensor.producer for tensor in self._forked)
+        self._forked_before = [*accumulate((forked[layer] for layer in range(len(profile.layers))), initial=0)]
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
@@ -93,8 +95,7 @@ class Flows:
 
     def forked(self, first: int, stop: int) -> list[FlowTensor]:
         """Return the tensors that a stage makes and several layers read."""
-        begin, end = (bisect_left(self._forked, layer, key=_producer) for layer in (first, stop))
-        return self._forked[begin:end]
+        return self._forked[self._forked_before[first] : self._forked_before[stop]]
 
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
@@ -123,10 +124,6 @@ class Flows:
             Exchange(*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
             for pair, numbers in groups.items()
         ]
-
-
-def _producer(tensor: FlowTensor) -> int:
-    return tensor.producer
 
 
 def _flow(tensors: Sequence[FlowTensor]) -> Flow:
