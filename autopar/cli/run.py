@@ -10,6 +10,7 @@ from autopar.cli.training import (
     AsJson,
     Overwrite,
     PlanFile,
+    ProgramFile,
     ReportFile,
     Reports,
     Save,
@@ -32,6 +33,7 @@ def command(
     steps: Steps = 20,
     seed: Seed = None,
     weights: Weights = None,
+    program: ProgramFile = None,
     save: Save = None,
     report: ReportFile = DEFAULT_REPORT,
     trace: TraceFile = None,
@@ -45,13 +47,13 @@ def command(
     """
     chosen = read_plan(plan, seed)
     reports = Reports(report, trace, save, overwrite)
-    reports.check(recorded(chosen, plan))
+    reports.check((*recorded(chosen, plan), *([program] if program else [])))
     model = model_of(chosen, plan)
 
     from autopar.cli.progress import steps_progress
     from autopar.runtime.launch import RunOptions, run
 
-    options = RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan))
+    options = RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan), program)
     with steps_progress(steps) as progress:
         outcome = run(chosen, model, options, progress)
     reports.write(outcome.report, outcome.timeline)

@@ -21,6 +21,7 @@ __all__ = [
     "AsJson",
     "Overwrite",
     "PlanFile",
+    "ProgramFile",
     "ReportFile",
     "Reports",
     "Save",
@@ -38,6 +39,10 @@ __all__ = [
 DEFAULT_REPORT = Path("report.json")
 
 PlanFile = Annotated[Path, typer.Argument(help="The plan to carry out.")]
+ProgramFile = Annotated[
+    Path | None,
+    typer.Option("--program", help="Program to run in place of the plan's own (`autopar simulate --program`)."),
+]
 Steps = Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)]
 Weights = Annotated[

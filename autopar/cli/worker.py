@@ -13,6 +13,7 @@ from autopar.cli.training import (
     AsJson,
     Overwrite,
     PlanFile,
+    ProgramFile,
     ReportFile,
     Reports,
     Save,
@@ -36,6 +37,7 @@ def command(
     steps: Steps = 20,
     seed: Seed = None,
     weights: Weights = None,
+    program: ProgramFile = None,
     save: Save = None,
     report: ReportFile = DEFAULT_REPORT,
     trace: TraceFile = None,
@@ -47,14 +49,16 @@ def command(
     try:
         chosen = read_plan(plan, seed)
         reports = Reports(report, trace, save, overwrite)
-        reports.check(recorded(chosen, plan))
+        reports.check((*recorded(chosen, plan), *([program] if program else [])))
         model = model_of(chosen, plan)
 
         from autopar.cli.progress import steps_progress
         from autopar.runtime.launch import RunOptions, join
 
         with steps_progress(steps, quiet=os.environ.get("RANK") != "0") as progress:
-            outcome = join(chosen, model, RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan)), progress)
+            outcome = join(
+                chosen, model, RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan), program), progress
+            )
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
         if os.environ.get("RANK", "0") == "0":
