@@ -159,8 +159,9 @@ def action_count(plan: Plan) -> int:
 
 
 def _computations(plan: Plan, place: Place) -> int:
-    """Return how many forwards and backwards a rank has."""
-    return 2 * place.micro_batches * len(place.stages)
+    """Return how many forwards and backwards a rank has, halves for themselves."""
+    schedule = SCHEDULES[plan.schedule]
+    return sum(1 for _ in schedule.order(place)) if schedule.halves else 2 * place.micro_batches * len(place.stages)
 
 
 def entries_of(plan: Plan) -> Iterable[Iterable[Entry]]:
