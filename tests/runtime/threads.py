@@ -14,6 +14,7 @@ from rank_jobs import keep
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.schedules.check import check
@@ -21,13 +22,19 @@ from autopar.schedules.expand import expand
 
 
 def train_in_threads(
-    plan: Plan, graph: LayerGraph, model: UserModel, state: Mapping[str, torch.Tensor], folder: Path, steps: int
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    steps: int,
+    program: Program | None = None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
-    Where the loss counts, parts are plain sums.
+    Where the loss counts, parts are plain sums. ``program`` is run in place of the plan's own.
     """
-    program = expand(plan)
+    program = program or expand(plan)
     check(program, plan)
     exchange = Exchange()
     losses: dict[int, list[float]] = {}
