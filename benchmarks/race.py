@@ -118,10 +118,8 @@ def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence
     if field["delay_s"]:
         transport = DelayedTransport(transport, field["delay_s"])
 
-    def note(step: int, position: int) -> None:
-        if context.board is not None:
-            context.board.write(context.rank, 1, step, position)
-
+    assert context.board is not None
+    note = context.board.stepping(context.rank)
     user = user_of(plan.batch)
     job = Job(plan, program, context.rank, graph, user, weights_of, transport, context.device, note)
     return Contestant(name, job.step)

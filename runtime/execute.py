@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -78,7 +79,7 @@ class Executor:
             update: steps the optimizer, gradients being complete.
             clock: times the actions.
             device: where tensors live.
-            note: called with (step, position in the program) before every action.
+            note: called with (step, position in the program) before every action that may take a while.
         """
         self._plan, self._actions, self._rank = plan, list(actions), rank
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
@@ -88,15 +89,19 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in _BACKWARDS)
-        self._last = {action.stage: i for i, action in computed}
+        self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in _BACKWARDS}
+        # On gloo, a rank cannot hang in a send, and notes nothing of it.
+        sends = {i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
+        self._passing = sends if device.type == "cpu" else set()
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int], Flight] = {}
         self._outgoing: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
+        self._began: dict[int, object] = {}
         self._step, self._record = 0, StepRecord()
+        self._performs = [self._bound(position, action) for position, action in enumerate(self._actions)]
 
     def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
         """Perform one step.
@@ -113,23 +118,31 @@ class Executor:
         self._clock.start()
         self._reducer.begin_step()
         self._mailbox.begin_step()
-        marks: list[object] = []
-        for position, action in enumerate(self._actions):
-            self._note(step, position)
-            self._mailbox.post(position)
-            marks.append(self._clock.mark())
+        self._began.clear()
+        note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
+        passing = self._passing
+        marks = [mark()]
+        for position, perform in enumerate(self._performs):
+            if position not in passing:
+                note(step, position)
             try:
-                if action.kind == REDUCE:
-                    # It began while the last backward ran.
-                    marks[-1] = self._reducer.finish(action.stage) or marks[-1]
-                else:
-                    self._perform(position, action)
+                if position in due:
+                    post(position)
+                perform()
             except Exception as error:
-                raise self._placed(error, action) from error
-            marks.append(self._clock.mark())
-        times = self._clock.resolve(marks)
-        self._record.times_s = list(zip(times[::2], times[1::2], strict=True))
+                raise self._placed(error, self._actions[position]) from error
+            marks.append(mark())
+        self._record.times_s = self._times_s(marks)
         return self._record
+
+    def _times_s(self, marks: list[object]) -> list[tuple[float, float]]:
+        """Return when every action began, which is when the one before it ended, and ended."""
+        began = self._clock.resolve([*self._began.values(), *marks])
+        ends_s = began[len(self._began) :]
+        starts_s = ends_s[:-1]
+        for position, start_s in zip(self._began, began, strict=False):
+            starts_s[position] = start_s
+        return list(zip(starts_s, ends_s[1:], strict=True))
 
     def _placed(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
@@ -140,22 +153,27 @@ class Executor:
             return TrainingError(f"{place}: out of memory; plan with a smaller --memory")
         return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
-    def _perform(self, position: int, action: Action) -> None:
-        if action.kind == FORWARD:
-            self._forward(action.stage, action.micro_batch)
-        elif action.kind in _BACKWARDS:
-            if position == self._last[action.stage]:
-                self._reducer.begin_last_backward(action.stage)
-            self._backward(action.stage, action.micro_batch)
-        elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
-            self._mailbox.receive(position)
-        elif action.kind in (SEND, SEND_GRADIENT):
-            self._mailbox.send(position, self._outgoing[action.kind, action.stage, action.micro_batch])
-            self._forget(position, action)
-        elif action.kind == REDUCE_TIED:
-            self._reducer.reduce_shared(action.micro_batch)
-        elif action.kind == UPDATE:
-            self._close()
+    def _bound(self, position: int, action: Action) -> Callable[[], None]:
+        """Return what performs an action; a step only calls it."""
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        if kind == FORWARD:
+            return partial(self._forward, stage, micro_batch)
+        if kind in _BACKWARDS:
+            last = position == self._last[stage]
+            return partial(self._last_backward if last else self._backward, stage, micro_batch)
+        if kind in (RECEIVE, RECEIVE_GRADIENT):
+            return partial(self._mailbox.receive, position)
+        if kind in (SEND, SEND_GRADIENT):
+            following = self._actions[position + 1] if position + 1 < len(self._actions) else None
+            last = following is None or following[:3] != action[:3]
+            return partial(self._send, position, (kind, stage, micro_batch), last)
+        if kind == REDUCE:
+            return partial(self._finish_reduction, position, stage)
+        if kind == REDUCE_TIED:
+            return partial(self._reducer.reduce_shared, micro_batch)
+        if kind == UPDATE:
+            return self._close
+        raise AssertionError(f"an action that is not known: {action}")
 
     def _forward(self, index: int, micro_batch: int) -> None:
         stage, received = self._stages[index], {}
@@ -182,9 +200,25 @@ class Executor:
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
         self._hand_out(SEND_GRADIENT, index, micro_batch, flight.backward(gradients))
 
+    def _last_backward(self, index: int, micro_batch: int) -> None:
+        self._reducer.begin_last_backward(index)
+        self._backward(index, micro_batch)
+
+    def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
+        """Send one peer's part of some tensors, and let go of them after the last peer's."""
+        tensors = self._outgoing.pop(key) if last else self._outgoing[key]
+        self._mailbox.send(position, tensors)
+
+    def _finish_reduction(self, position: int, index: int) -> None:
+        # It began while the last backward ran.
+        began = self._reducer.finish(index)
+        if began is not None:
+            self._began[position] = began
+
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
-        self._mailbox.pass_on(kind, index, micro_batch, tensors)
+        if len(self._stages) > 1:
+            self._mailbox.pass_on(kind, index, micro_batch, tensors)
         if tensors and (kind, index) in self._carried:
             self._outgoing[kind, index, micro_batch] = tensors
 
@@ -195,12 +229,6 @@ class Executor:
         for stage in stages[1:]:
             total = total + self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stage, name)
         return total
-
-    def _forget(self, position: int, action: Action) -> None:
-        """Let go of a tensor after its last send."""
-        following = self._actions[position + 1] if position + 1 < len(self._actions) else None
-        if following is None or following[:3] != action[:3]:
-            del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""

@@ -11,7 +11,6 @@ import torch
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
-from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
@@ -111,11 +110,7 @@ def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph,
     program = expand(plan)
     check(program, plan)
     transport = GroupTransport(context, reduction_groups(plan))
-
-    def note(step: int, position: int) -> None:
-        if context.board is not None:
-            context.board.write(context.rank, STEPPING, step, position)
-
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
 
 
