@@ -104,15 +104,15 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> torch
     return made
 
 
-class _Captured(nn.Module):
+class _Captured(SleepingModule):
     """A layer, called as those of captured graphs are; the last one makes the loss."""
 
-    def __init__(self, inner: SleepingModule, last: bool) -> None:
-        super().__init__()
-        self.inner, self.last = inner, last
+    def __init__(self, pace: Pace, split: bool, last: bool) -> None:
+        super().__init__(pace, split)
+        self.last = last
 
-    def forward(self, rows: int, x: torch.Tensor) -> tuple[torch.Tensor]:
-        made = self.inner(x)
+    def forward(self, rows: int, x: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        made = super().forward(x)
         return (made.mean() if self.last else made,)
 
 
@@ -130,13 +130,13 @@ def graph_of(paces: Sequence[Pace], split: bool) -> LayerGraph:
             modules=(str(index),),
             inputs=(f"h{index - 1}" if index else INPUT,),
             outputs=(f"h{index}" if index < last else "loss",),
-            parameters={"inner.weight": f"{index}.weight"},
+            parameters={"weight": f"{index}.weight"},
             buffers={},
             random=False,
             fingerprint=str(index),
-            module=_Captured(module, index == last),
+            module=_Captured(pace, split, index == last),
         )
-        for index, module in enumerate(modules_of(paces, split))
+        for index, pace in enumerate(paces)
     )
     tensors = [TensorSpec(INPUT, None, ("0",), (1,), 0, torch.float32, False)]
     for index in range(last):

@@ -125,7 +125,8 @@ class Mailbox:
             except PeerLostError as error:
                 raise self._lost(self._actions[position], error) from error
             self._pieces[key].append(piece)
-        self._let_go(self._actions[position].peer)
+        if self._carried:
+            self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
             for pending in self._sending.pop(done, ()):
                 pending.wait()
