@@ -55,7 +55,7 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     words = arguments.only.split(",")
     user = load(str(MODEL))
     sys.stderr.write("real: profiling\n")
-    profiled = profile(user, ProfileOptions(batch=MICRO_BATCHES * ROWS))
+    profiled = profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
     links = local_cluster(measure_links(RANKS, "cpu", 1), profiled.device, RANKS)
     graph = capture(user, user.build(0))
     plans = {
