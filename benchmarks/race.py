@@ -118,6 +118,8 @@ def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence
     if field["delay_s"]:
         transport = DelayedTransport(transport, field["delay_s"])
 
+    if context.rank >= len(plan.devices):
+        return Contestant(name, lambda number: None)
     assert context.board is not None
     note = context.board.stepping(context.rank)
     user = user_of(plan.batch)
