@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from autopar.capture.halves import Halves
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
+    BACKWARDS,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -20,6 +24,7 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
+    WEIGHT_BACKWARD,
     Action,
     RankProgram,
 )
@@ -35,7 +40,7 @@ from autopar.schedules.expand import stages_of
 
 __all__ = ["Executor", "StepRecord"]
 
-_BACKWARDS = (BACKWARD,)
+_UNRECORDED = nullcontext()
 
 
 @dataclass
@@ -98,10 +103,12 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in _BACKWARDS}
+        self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in BACKWARDS}
+        self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
+        sends = {i: action for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
+        self._last_send = {action[:3]: i for i, action in sends.items()}
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
-        sends = {i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
-        self._passing = sends if device.type == "cpu" else set()
+        self._passing = sends.keys() if device.type == "cpu" else frozenset()
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -167,15 +174,13 @@ class Executor:
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         if kind == FORWARD:
             return partial(self._forward, stage, micro_batch)
-        if kind in _BACKWARDS:
-            last = position == self._last[stage]
-            return partial(self._last_backward if last else self._backward, stage, micro_batch)
+        if kind in BACKWARDS:
+            run = self._last_backward if position == self._last[stage] else self._backward
+            return partial(run, kind, stage, micro_batch)
         if kind in (RECEIVE, RECEIVE_GRADIENT):
             return partial(self._mailbox.receive, position)
         if kind in (SEND, SEND_GRADIENT):
-            following = self._actions[position + 1] if position + 1 < len(self._actions) else None
-            last = following is None or following[:3] != action[:3]
-            return partial(self._send, position, (kind, stage, micro_batch), last)
+            return partial(self._send, position, action[:3], position == self._last_send[action[:3]])
         if kind == REDUCE:
             return partial(self._finish_reduction, position, stage)
         if kind == REDUCE_TIED:
@@ -190,29 +195,39 @@ class Executor:
             value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
-        def seed(layer: str) -> None:
-            number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
-            seed_generator(self._device, number)
-
-        outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
+        halves = Halves() if (INPUT_BACKWARD, index, micro_batch) in self._split else None
+        with halves.recording() if halves else _UNRECORDED:
+            values = {**self._inputs[micro_batch], **received}
+            outputs = stage.forward(self._rows, values, partial(self._seed, micro_batch))
         # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
-        self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
+        sent = {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
+        outputs |= sent
+        self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
         weight *= self._scale.value if self._scale is not None else 1.0
-        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight)
+        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight, halves)
 
-    def _backward(self, index: int, micro_batch: int) -> None:
-        flight = self._flights.pop((index, micro_batch))
+    def _seed(self, micro_batch: int, layer: str) -> None:
+        number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
+        seed_generator(self._device, number)
+
+    def _backward(self, kind: str, index: int, micro_batch: int) -> None:
+        """Run a backward, or a half of one; the flight ends with the second half."""
+        place = index, micro_batch
+        flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
+        if kind == WEIGHT_BACKWARD:
+            flight.backward_weight()
+            return
+        run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
-        self._hand_out(SEND_GRADIENT, index, micro_batch, flight.backward(gradients))
+        self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
 
-    def _last_backward(self, index: int, micro_batch: int) -> None:
+    def _last_backward(self, kind: str, index: int, micro_batch: int) -> None:
         self._reducer.begin_last_backward(index)
-        self._backward(index, micro_batch)
+        self._backward(kind, index, micro_batch)
 
     def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
         """Send one peer's part of some tensors, and let go of them after the last peer's."""
