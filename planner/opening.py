@@ -11,7 +11,7 @@ from autopar.planner.depths import depth_choices, least_recomputed
 from autopar.planner.judge import Best
 from autopar.planner.levels import Span
 from autopar.planner.options import PlanOptions
-from autopar.planner.paced import Chosen, Paced
+from autopar.planner.paced import Chosen, Paced, Paces
 from autopar.planner.simulate import Simulator
 from autopar.planner.stages import StageTables
 from autopar.planner.states import States
@@ -27,10 +27,10 @@ MOST_SWEPT = 60_000_000
 """Of them, in all sweeps together, as far as three sweeps are fewer."""
 MOST_TURNS = 500_000
 """Micro-batches times devices that are simulated, likewise."""
-FEW_PASSES, PASSES = 6, 16
+FEW_PASSES, PASSES = 5, 16
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
-AHEAD = 1.45
+AHEAD = 1.36
 """Of the pace with which devices alone would suffice, the first one that is tried."""
 LOWERED = 0.97
 """Of the best step, below which the one table of a large family looks: the lower the cap, the tighter and quicker."""
@@ -57,6 +57,7 @@ class _Opening:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
         self.states = States(stages)
+        self.paces = Paces(stages, self.states, options)
         elements = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths)
         self.large = elements > MANY_ELEMENTS
         turns = stages.family.micro_batches * len(self.costs.devices)
@@ -96,7 +97,7 @@ class _Opening:
 
     def _try(self, beside_s: float) -> bool:
         """Judge the plan of a pace; return whether there is one."""
-        paced = Paced(self.stages, self.states, self.options, beside_s)
+        paced = Paced(self.paces, beside_s)
         if paced.step_s == float("inf"):
             return False
         family = self.stages.family

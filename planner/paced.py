@@ -24,7 +24,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.stages import StageTables
 from autopar.planner.states import States
 
-__all__ = ["Chosen", "Paced"]
+__all__ = ["Chosen", "Paced", "Paces"]
 
 Numbers = npt.NDArray[np.floating]
 ROUNDING = 1e-5
@@ -66,34 +66,67 @@ class _Stages(NamedTuple):
     stop: Counts
     room: Numbers
     """Most in flight on all replicas."""
+    beside_s: Numbers
+    """What it computes at least beside a round trip, with as many in flight."""
     terms: Numbers
     """Forward, backward and the round trip over the stage and the boundary, ``[term, place and levels, stage]``."""
+
+    def some(self, chosen: Counts) -> _Stages:
+        """Return some of the stages."""
+        return _Stages(*(each[..., chosen] for each in self))
+
+
+class Paces:
+    """What plans of a family are made of, at any pace."""
+
+    def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
+        self.tables, self.states, self.use_all = stages, states, options.use_all
+        self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
+        self.widths = np.array([way.width for way in stages.ways])
+        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
+        self.turning = np.array(turning, dtype=np.float32)
+        """By way, how many replicas take turns."""
+        self.turns = np.ceil(self.micro_batches / self.turning)
+        # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
+        rows = stages.family.micro_batch_size
+        worth = (way.choice.division == "split" or way.width > rows for way in stages.ways)
+        self._worth = np.array(list(worth))
+        self.stages = [self._beginning(first) for first in range(stages.layers)]
+        """By first layer."""
+
+    def _beginning(self, first: int) -> _Stages:
+        following = self.tables.next(first)
+        following = following.some(np.flatnonzero(self._worth[following.way]))
+        way, stop = following.way, first + following.length
+        depth = self.tables.sure_depth(way, first, following.length)
+        forward_s, backward_s, work_s = following.stages[:3, :, None]
+        forth_s, back_s = following.links[2:4, None]
+        terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
+        fits = np.broadcast_to(np.isfinite(work_s), terms.shape[1:])
+        terms = np.where(fits, terms, np.inf).reshape(3, -1, len(way)).astype(np.float32)
+        if self.whole:
+            depth = np.where(depth < self.turns[way], 0, depth)
+        with np.errstate(invalid="ignore"):
+            # What does not fit is infinite, or no number.
+            each_s = beside_s(*terms[:2], self.turns[way], np.maximum(depth, 1))
+        least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
+        return _Stages(way, stop, (depth * self.turning[way]).astype(np.float32), least_s, terms)
 
 
 class Paced:
     """The plan of a family that takes ``beside_s`` beside its round trip, with the shortest one."""
 
-    def __init__(self, stages: StageTables, states: States, options: PlanOptions, beside_s: float) -> None:
+    def __init__(self, paces: Paces, beside_s: float) -> None:
         self.beside_s = beside_s
-        self._tables, self._states = stages, states
-        self._micro_batches, self._whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
-        self._widths = np.array([way.width for way in stages.ways])
-        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
-        self._turning = np.array(turning, dtype=np.float32)
-        """By way, how many replicas take turns."""
-        self._turns = np.ceil(self._micro_batches / self._turning)
-        # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
-        rows = stages.family.micro_batch_size
-        worth = (way.choice.division == "split" or way.width > rows for way in stages.ways)
-        self._worth = np.array(list(worth))
-        layers, shape = stages.layers, (stages.layers + 1, states.none + 1)
+        self._paces, self._states = paces, paces.states
+        layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
+        self._layers, self._devices = layers, len(pool.remaining(0))
+        shape = (layers + 1, none + 1)
         self._kept = _Suffixes(
             np.full(shape, np.inf, np.float32), *np.zeros((2, *shape), np.float32), *np.zeros((2, *shape), np.int64)
         )
-        ends = slice(stages.pool.empty, None) if options.use_all else slice(None)
-        self._kept.trip_s[layers, ends] = 0.0
-        self._kept.trip_s[layers, states.none] = np.inf
-        self._devices = len(stages.pool.remaining(0))
+        self._kept.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
+        self._kept.trip_s[layers, none] = np.inf
         self._stages, self._fewest = self._possible()
         if self._fewest[1, 0] <= self._devices:
             for first in reversed(range(layers)):
@@ -108,50 +141,34 @@ class Paced:
         """Return the plan's stages."""
         found = []
         first = state = 0
-        while first < self._tables.layers:
+        while first < self._layers:
             way, stop = int(self._kept.way[first, state]), int(self._kept.stop[first, state])
-            depth = int(np.ceil(self._kept.in_flight[first, state] / self._turning[way]))
-            found.append(Chosen(first, stop, way, state, max(1, min(depth, int(self._turns[way])))))
+            depth = int(np.ceil(self._kept.in_flight[first, state] / self._paces.turning[way]))
+            found.append(Chosen(first, stop, way, state, max(1, min(depth, int(self._paces.turns[way])))))
             first, state = stop, int(self._states.after[way, state])
         return found
 
     def _possible(self) -> tuple[list[_Stages], Numbers]:
         """Return the stages that may keep the pace, and the fewest devices before and behind every position."""
-        layers, stages = self._tables.layers, []
+        layers, widths, found = self._layers, self._paces.widths, []
         fewest, trip_s = np.full((2, layers + 1), np.inf), np.full(layers + 1, np.inf)
         fewest[0, 0] = fewest[1, layers] = trip_s[layers] = 0.0
         for first in reversed(range(layers)):
-            each = self._beginning(first)
+            each = self._paces.stages[first]
+            each = each.some(np.flatnonzero(each.beside_s <= self.beside_s * (1 + ROUNDING)))
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
-            devices = self._widths[each.way] + fewest[1, each.stop]
-            some = np.flatnonzero(self._wanted(least_s) <= each.room)
+            devices = widths[each.way] + fewest[1, each.stop]
+            some = np.flatnonzero((self._wanted(least_s) <= each.room) & (devices <= self._devices))
             trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
-            stages.append(_Stages(each.way[some], each.stop[some], each.room[some], each.terms[:, :, some]))
-        for first, each in enumerate(reversed(stages)):
-            np.minimum.at(fewest[0], each.stop, fewest[0, first] + self._widths[each.way])
-        return stages[::-1], fewest
-
-    def _beginning(self, first: int) -> _Stages:
-        """Return the stages that begin with a layer and compute little enough with as many in flight as fit."""
-        following = self._tables.next(first)
-        room = self._tables.sure_depth(following.way, first, following.length)
-        forward_s, backward_s, work_s = following.stages[:3, :, None]
-        forth_s, back_s = following.links[2:4, None]
-        terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
-        terms = np.where(np.isfinite(work_s), terms, np.inf).reshape(3, -1, len(following.way)).astype(np.float32)
-        turns = self._turns[following.way]
-        if self._whole:
-            room = np.where(room < turns, 0, turns)
-        with np.errstate(invalid="ignore"):
-            least_s = np.fmin.reduce(beside_s(*terms[:2], turns, np.maximum(room, 1)), axis=0, initial=np.inf)
-        fits = (room > 0) & (least_s <= self.beside_s * (1 + ROUNDING)) & self._worth[following.way]
-        some = np.flatnonzero(fits)
-        way = following.way[some]
-        return _Stages(way, first + following.length[some], room[some] * self._turning[way], terms[:, :, some])
+            found.append(each.some(some))
+        for first, each in enumerate(reversed(found)):
+            np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
+        return found[::-1], fewest
 
     def _wanted(self, trip_s: Numbers) -> Numbers:
         """In flight for a round trip."""
-        found: Numbers = self._micro_batches * trip_s / (self.beside_s + trip_s)
+        with np.errstate(invalid="ignore"):
+            found: Numbers = self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
         return found
 
     def _near(self, first: int) -> Counts:
@@ -164,7 +181,7 @@ class Paced:
         return np.flatnonzero(fair & (before <= used) & (behind <= left))
 
     def _keep(self, first: int) -> None:
-        way, stop, room, terms = self._stages[first]
+        way, stop, room, _, terms = self._stages[first]
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
             return
@@ -173,20 +190,20 @@ class Paced:
         trip_s, ahead, in_flight = (np.take(each, after) for each in self._kept[:3])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
-        turning, turns = self._turning[way][:, None], self._turns[way][:, None]
+        turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
             wanted = np.maximum(in_flight, np.ceil((self._wanted(trip_s) + ahead) * (1 - ROUNDING)))
-            depth = turns if self._whole else np.minimum(turns, np.ceil(wanted / turning))
+            depth = turns if self._paces.whole else np.minimum(turns, np.ceil(wanted / turning))
             beside = beside_s(forward_s, backward_s, turns, depth)
-        in_flight = np.minimum(depth * turning, self._micro_batches)
+        in_flight = np.minimum(depth * turning, self._paces.micro_batches)
         fits = (depth * turning <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING))
         trip_s[~fits] = np.inf
         best, column = trip_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(trip_s[best, column])
         best, column, states = best[found], column[found], states[found]
         trip_s, in_flight = trip_s[best, column], in_flight[best, column]
-        pace_s = (self.beside_s + trip_s) / self._micro_batches
+        pace_s = (self.beside_s + trip_s) / self._paces.micro_batches
         own_s = (forward_s + backward_s)[best, column]
         waiting = in_flight - 1 + (own_s - trip_s) / pace_s
         self._kept.trip_s[first, states] = trip_s

@@ -34,8 +34,8 @@ PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-SWEEPS = 8
-COARSE = 0.93
+SWEEPS = 9
+COARSE = 0.9
 """Of a range's higher limit, the lower one, while nothing is known of what is below."""
 
 Numbers = npt.NDArray[np.float64]
@@ -97,24 +97,24 @@ class Trips:
 
     def bound_s(self, cap_s: float) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``."""
-        # What plans with B in a range take at least, and the range.
-        ranges = [(0.0, 0.0, cap_s, 0.0)]
+        # What plans with B in a range take at least, the range, and the least round trips at both of its ends.
+        ranges = [(0.0, 0.0, cap_s, 0.0, float("inf"))]
         sweeps = 0
         while ranges[0][0] < cap_s and sweeps < SWEEPS:
-            least_s, low, high, trip_s = ranges[0]
+            least_s, low, high, high_s, low_s = ranges[0]
             if low == 0 and self._within(high, cap_s) is None:
-                heapreplace(ranges, (cap_s, low, high, trip_s))
+                heapreplace(ranges, (cap_s, low, high, high_s, low_s))
                 continue
             sweeps += 1
             if low == 0:
-                low, trip_s = COARSE * high, self.least_s(high, cap_s - COARSE * high)
-                heapreplace(ranges, (low + trip_s, low, high, trip_s))
-                heappush(ranges, (0.0, 0.0, low, 0.0))
+                low, high_s = COARSE * high, self.least_s(high, cap_s - COARSE * high)
+                heapreplace(ranges, (low + high_s, low, high, high_s, low_s))
+                heappush(ranges, (0.0, 0.0, low, 0.0, low_s))
                 continue
             middle = (low + high) / 2
             middle_s = self.least_s(middle, cap_s - low)
-            heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s))
-            heappush(ranges, (max(least_s, middle + trip_s), middle, high, trip_s))
+            heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s, low_s))
+            heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s, middle_s))
         return min(cap_s, ranges[0][0])
 
     def least_s(self, beside_s: float, most_s: float) -> float:
