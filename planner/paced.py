@@ -73,7 +73,7 @@ class _Stages(NamedTuple):
 
     def some(self, chosen: Counts) -> _Stages:
         """Return some of the stages."""
-        return _Stages(*(each[..., chosen] for each in self))
+        return _Stages._make(each[..., chosen] for each in self)
 
 
 class Paces:
@@ -103,12 +103,13 @@ class Paces:
         forth_s, back_s = following.links[2:4, None]
         terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
         fits = np.broadcast_to(np.isfinite(work_s), terms.shape[1:])
-        terms = np.where(fits, terms, np.inf).reshape(3, -1, len(way)).astype(np.float32)
+        places = fits.shape[0] * fits.shape[1]
+        terms = np.where(fits, terms, np.inf).reshape(3, places, len(way)).astype(np.float32)
         if self.whole:
             depth = np.where(depth < self.turns[way], 0, depth)
         with np.errstate(invalid="ignore"):
             # What does not fit is infinite, or no number.
-            each_s = beside_s(*terms[:2], self.turns[way], np.maximum(depth, 1))
+            each_s = np.asarray(beside_s(terms[0], terms[1], self.turns[way], np.maximum(depth, 1)))
         least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
         return _Stages(way, stop, (depth * self.turning[way]).astype(np.float32), least_s, terms)
 

@@ -140,16 +140,19 @@ class StageTables:
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> Counts:
         """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory."""
         if self._sure is None:
-            limits = {kind: min(self.costs.limits_bytes[at] for at in self.pool.all_of(kind)) for kind in self.pool.kinds}
+            limits = {
+                kind: min(self.costs.limits_bytes[at] for at in self.pool.all_of(kind)) for kind in self.pool.kinds
+            }
             # Variants of a way stand elsewhere, and hold the same.
-            found = {(each.kind, each.number, each.width): each for each in self.ways}
+            alike = {(each.kind, each.number, each.width): each for each in self.ways}
             depths = {
                 key: self.room.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
-                for key, each in found.items()
+                for key, each in alike.items()
             }
             self._sure = np.stack([depths[each.kind, each.number, each.width] for each in self.ways])
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
-        return self._sure[ways, first, columns]
+        found: Counts = self._sure[ways, first, columns]
+        return found
 
     def link(self, way: int, first: int, stop: int, state: int) -> LinkTerms:
         """Return the least transfers behind one stage.

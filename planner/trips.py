@@ -17,6 +17,7 @@ halved where that is least.
 from __future__ import annotations
 
 from heapq import heappush, heapreplace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class _Stages(NamedTuple):
 
     first: Counts
     stop: Counts
-    index: Counts
+    number: Counts
     """Among the tables' stages that may begin with the layer, each of which stands for several lengths."""
     width: Counts
     around_s: Numbers
@@ -61,7 +62,7 @@ class _Stages(NamedTuple):
 
     def some(self, chosen: npt.NDArray[np.bool_] | slice) -> _Stages:
         """Return some of the stages."""
-        return _Stages(*(each[chosen] for each in self))
+        return _Stages._make(each[chosen] for each in self)
 
 
 class _Kept(NamedTuple):
@@ -89,7 +90,7 @@ class Trips:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
-        self._stages = _Stages(*(np.concatenate(each) for each in zip(*every, strict=True)))
+        self._stages = _Stages._make(np.concatenate(each) for each in zip(*every, strict=True))
         told = np.stack((self._stages.first, self._stages.stop, self._stages.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
         self._stages = self._stages._replace(group=np.cumsum(changes[: told.shape[1]]))
@@ -143,45 +144,52 @@ class Trips:
         )
         found = _Stages(np.full(len(index), first), stop, index, *(one[index] for one in each))
         order = np.lexsort((found.around_s, found.group, found.stop))
-        return _Stages(*(one[order] for one in found))
+        return _Stages._make(one[order] for one in found)
 
     def _within(self, beside_s: float, most_s: float) -> _Kept | None:
         """Return the stages that may be in a plan; None where there is none."""
         prices = np.array(PRICES) * most_s / self._devices
         stages = self._useful(self._stages.some(self._stages.beside_s <= beside_s), beside_s, most_s)
-        with np.errstate(divide="ignore"):
-            # The longest round trip with which a stage keeps within B.
-            room_s = np.where(stages.rate > 1, beside_s / (stages.rate - 1), np.inf)
         before, trip_s = np.zeros((2, self._layers + 1))
         for _ in range(ROUNDS):
+            with np.errstate(divide="ignore"):
+                # The longest round trip with which a stage keeps within B, and may be part of a whole one.
+                longest_s = np.where(stages.rate > 1, beside_s / (stages.rate - 1), np.inf)
+            longest_s = np.minimum(longest_s, most_s - trip_s[stages.first]) * (1 + ROUNDING)
             priced_s = stages.around_s[:, None] + prices * stages.width[:, None]
-            starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
-            most = np.minimum(room_s, most_s - trip_s[stages.first]) * (1 + ROUNDING)
-            spare = self._devices - before
-            behind, behind_s = np.full(self._layers + 1, np.inf), np.full((self._layers + 1, len(prices)), np.inf)
-            behind[-1] = behind_s[-1] = 0.0
-            fitting = np.zeros(len(stages.stop), dtype=bool)
-            for first in reversed(range(self._layers)):
-                own = slice(starts[first], starts[first + 1])
-                stop = stages.stop[own]
-                total_s = behind_s[stop]
-                total_s += priced_s[own]
-                devices = behind[stop] + stages.width[own]
-                some = ((total_s - prices * spare[first]).max(axis=1) <= most[own]) & (devices <= spare[first])
-                fitting[own] = some
-                behind[first] = devices[some].min(initial=np.inf)
-                behind_s[first] = total_s[some].min(axis=0, initial=np.inf)
+            # Before some positions, nothing may be.
+            spare = np.maximum(-1.0, self._devices - before)
+            fitting, behind, behind_s = self._behind(stages, priced_s, prices, longest_s, spare)
             if not behind[0] <= self._devices:
                 return None
-            stages, room_s, priced_s = stages.some(fitting), room_s[fitting], priced_s[fitting]
-            starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
-            before, before_s = self._before(stages, priced_s, starts)
+            stages = stages.some(fitting)
+            before, before_s = self._before(stages, priced_s[fitting])
             left = np.maximum(0, self._devices - behind)
             trip_s = np.maximum(0.0, (before_s - prices * left[:, None]).max(axis=1))
-        each = [stages.some(slice(*ends)) for ends in zip(starts[:-1], starts[1:], strict=True)]
-        return _Kept(each, before, behind, before_s, behind_s, prices)
+        starts = np.searchsorted(stages.first, np.arange(self._layers + 1)).tolist()
+        return _Kept(
+            [stages.some(slice(*ends)) for ends in pairwise(starts)], before, behind, before_s, behind_s, prices
+        )
 
-    def _before(self, stages: _Stages, priced_s: Numbers, starts: Counts) -> tuple[Numbers, Numbers]:
+    def _behind(
+        self, stages: _Stages, priced_s: Numbers, prices: Numbers, longest_s: Numbers, spare: Numbers
+    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
+        """Which stages may be part of a plan; of the layers from every position on, devices and priced round trips."""
+        starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
+        behind, behind_s = np.full(self._layers + 1, np.inf), np.full((self._layers + 1, len(prices)), np.inf)
+        behind[-1] = behind_s[-1] = 0.0
+        fitting = np.zeros(len(stages.stop), dtype=bool)
+        for first in reversed(range(self._layers)):
+            own = slice(starts[first], starts[first + 1])
+            stop = stages.stop[own]
+            total_s, devices = behind_s[stop] + priced_s[own], behind[stop] + stages.width[own]
+            some = ((total_s - prices * spare[first]).max(axis=1) <= longest_s[own]) & (devices <= spare[first])
+            fitting[own] = some
+            behind[first] = devices[some].min(initial=np.inf)
+            behind_s[first] = total_s[some].min(axis=0, initial=np.inf)
+        return fitting, behind, behind_s
+
+    def _before(self, stages: _Stages, priced_s: Numbers) -> tuple[Numbers, Numbers]:
         """Fewest devices, and least priced round trips, of the layers before every position."""
         before, before_s = np.full(self._layers + 1, np.inf), np.full((self._layers + 1, priced_s.shape[1]), np.inf)
         before[0] = before_s[0] = 0.0
@@ -226,15 +234,16 @@ class Trips:
     def _shortest(self, stages: _Stages, states: Counts, trips: Small, beside_s: float) -> Small:
         """Least round trips from a position on, ``[state]``."""
         following = self._tables.next(int(stages.first[0]))
-        forward_s, backward_s, work_s, _, rate, beside = following.stages[:, :, None, stages.index]
-        forth_s, back_s = following.links[2:4, None, :, stages.index]
+        forward_s, backward_s, work_s, _, rate, beside = following.stages[:, :, None, stages.number]
+        forth_s, back_s = following.links[2:4, None, :, stages.number]
         with np.errstate(divide="ignore", invalid="ignore"):
             room_s = np.where(rate > 1, beside_s / (rate - 1), np.inf) * (1 + ROUNDING)
         room_s = np.where(np.isfinite(work_s) & (beside <= beside_s), room_s, -1.0)
         around_s, room_s = np.broadcast_arrays(forward_s + backward_s + forth_s + back_s, room_s)
-        way = following.way[stages.index][:, None]
+        way = following.way[stages.number][:, None]
         where = self._states.codes[way, states] * len(way) + np.arange(len(way))[:, None]
         found: Small = np.take(trips, self._states.after[way, states] + stages.stop[:, None] * trips.shape[1])
         found += np.take(around_s.astype(np.float32), where)
         found[found > np.take(room_s.astype(np.float32), where)] = np.inf
-        return found.min(axis=0)
+        least_s: Small = found.min(axis=0)
+        return least_s
