@@ -27,7 +27,7 @@ MOST_SWEPT = 60_000_000
 """Of them, in all sweeps together, as far as three sweeps are fewer."""
 MOST_TURNS = 500_000
 """Micro-batches times devices that are simulated, likewise."""
-FEW_PASSES, PASSES = 5, 16
+FEW_PASSES, PASSES = 6, 16
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36

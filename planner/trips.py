@@ -35,7 +35,7 @@ PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-SWEEPS = 9
+SWEEPS = 11
 COARSE = 0.9
 """Of a range's higher limit, the lower one, while nothing is known of what is below."""
 
@@ -98,28 +98,30 @@ class Trips:
 
     def bound_s(self, cap_s: float) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``."""
-        # What plans with B in a range take at least, the range, and the least round trips at both of its ends.
-        ranges = [(0.0, 0.0, cap_s, 0.0, float("inf"))]
+        # What plans with B in a range take at least, the range, and the least round trip by its higher end.
+        ranges = [(0.0, 0.0, cap_s, 0.0)]
         sweeps = 0
         while ranges[0][0] < cap_s and sweeps < SWEEPS:
-            least_s, low, high, high_s, low_s = ranges[0]
-            if low == 0 and self._within(high, cap_s) is None:
-                heapreplace(ranges, (cap_s, low, high, high_s, low_s))
+            least_s, low, high, high_s = ranges[0]
+            if low == 0 and self._within(high + ROUNDING * cap_s, cap_s) is None:
+                heapreplace(ranges, (cap_s, low, high, high_s))
                 continue
             sweeps += 1
             if low == 0:
                 low, high_s = COARSE * high, self.least_s(high, cap_s - COARSE * high)
-                heapreplace(ranges, (low + high_s, low, high, high_s, low_s))
-                heappush(ranges, (0.0, 0.0, low, 0.0, low_s))
+                heapreplace(ranges, (max(least_s, low + high_s), low, high, high_s))
+                # With less beside it, the round trip is no shorter.
+                heappush(ranges, (min(high_s, cap_s - low), 0.0, low, 0.0))
                 continue
             middle = (low + high) / 2
             middle_s = self.least_s(middle, cap_s - low)
-            heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s, low_s))
-            heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s, middle_s))
+            heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s))
+            heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s))
         return min(cap_s, ranges[0][0])
 
     def least_s(self, beside_s: float, most_s: float) -> float:
         """Return the least round trip of plans within a B; infinite where none is below ``most_s``."""
+        beside_s += ROUNDING * most_s
         kept = self._within(beside_s, most_s)
         return float("inf") if kept is None else self._swept(kept, beside_s, most_s)
 
@@ -152,10 +154,8 @@ class Trips:
         stages = self._useful(self._stages.some(self._stages.beside_s <= beside_s), beside_s, most_s)
         before, trip_s = np.zeros((2, self._layers + 1))
         for _ in range(ROUNDS):
-            with np.errstate(divide="ignore"):
-                # The longest round trip with which a stage keeps within B, and may be part of a whole one.
-                longest_s = np.where(stages.rate > 1, beside_s / (stages.rate - 1), np.inf)
-            longest_s = np.minimum(longest_s, most_s - trip_s[stages.first]) * (1 + ROUNDING)
+            # The longest round trip with which a stage keeps within B, and may be part of a whole one.
+            longest_s = np.minimum(_room_s(stages.rate, beside_s), most_s - trip_s[stages.first]) * (1 + ROUNDING)
             priced_s = stages.around_s[:, None] + prices * stages.width[:, None]
             # Before some positions, nothing may be.
             spare = np.maximum(-1.0, self._devices - before)
@@ -206,8 +206,7 @@ class Trips:
         """Leave out stages that recompute more than another one of the same layers, for room that is not needed."""
         if self._limited or not len(stages.stop):
             return stages
-        with np.errstate(divide="ignore"):
-            room_s = np.minimum(most_s, np.where(stages.rate > 1, beside_s / (stages.rate - 1), most_s))
+        room_s = np.minimum(most_s, _room_s(stages.rate, beside_s))
         offset = 2 * most_s * stages.group
         others = np.where(stages.worst_s <= beside_s, room_s, 0.0) + offset
         longest = np.append(-1.0, np.maximum.accumulate(others)[:-1])
@@ -236,8 +235,7 @@ class Trips:
         following = self._tables.next(int(stages.first[0]))
         forward_s, backward_s, work_s, _, rate, beside = following.stages[:, :, None, stages.number]
         forth_s, back_s = following.links[2:4, None, :, stages.number]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            room_s = np.where(rate > 1, beside_s / (rate - 1), np.inf) * (1 + ROUNDING)
+        room_s = _room_s(rate, beside_s) * (1 + ROUNDING)
         room_s = np.where(np.isfinite(work_s) & (beside <= beside_s), room_s, -1.0)
         around_s, room_s = np.broadcast_arrays(forward_s + backward_s + forth_s + back_s, room_s)
         way = following.way[stages.number][:, None]
@@ -247,3 +245,10 @@ class Trips:
         found[found > np.take(room_s.astype(np.float32), where)] = np.inf
         least_s: Small = found.min(axis=0)
         return least_s
+
+
+def _room_s(rate: Numbers, beside_s: float) -> Numbers:
+    """Return the longest round trips with which stages keep within B; infinite where all may be in flight."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Numbers = np.where(rate > 1, beside_s / (rate - 1), np.inf)
+    return found
