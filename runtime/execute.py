@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
+from autopar.capture.halves import Halves
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
+    BACKWARDS,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -19,6 +23,7 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
+    WEIGHT_BACKWARD,
     Action,
     RankProgram,
 )
@@ -32,8 +37,6 @@ from autopar.runtime.stage import Stage
 from autopar.schedules.expand import stages_of
 
 __all__ = ["Executor", "StepRecord"]
-
-_BACKWARDS = (BACKWARD,)
 
 
 @dataclass
@@ -88,9 +91,12 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in _BACKWARDS)
+        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in BACKWARDS)
         self._last = {action.stage: i for i, action in computed}
-        self._final = {action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
+        self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
+        self._last_send = {
+            action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)
+        }
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -144,15 +150,16 @@ class Executor:
     def _perform(self, position: int, action: Action) -> None:
         if action.kind == FORWARD:
             self._forward(action.stage, action.micro_batch)
-        elif action.kind in _BACKWARDS:
+        elif action.kind in BACKWARDS:
             if position == self._last[action.stage]:
                 self._reducer.begin_last_backward(action.stage)
-            self._backward(action.stage, action.micro_batch)
+            self._backward(action.kind, action.stage, action.micro_batch)
         elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
             self._mailbox.receive(position)
         elif action.kind in (SEND, SEND_GRADIENT):
-            self._mailbox.send(position, self._outgoing[action.kind, action.stage, action.micro_batch])
-            self._forget(position, action)
+            self._mailbox.send(position, self._outgoing[action[:3]])
+            if position == self._last_send[action[:3]]:
+                del self._outgoing[action[:3]]
         elif action.kind == REDUCE_TIED:
             self._reducer.reduce_shared(action.micro_batch)
         elif action.kind == UPDATE:
@@ -168,7 +175,9 @@ class Executor:
             number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
             seed_generator(self._device, number)
 
-        outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
+        halves = Halves() if (INPUT_BACKWARD, index, micro_batch) in self._split else None
+        with halves.recording() if halves else nullcontext():
+            outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
         # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
         outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
         self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
@@ -176,12 +185,18 @@ class Executor:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
-        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight)
+        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight, halves)
 
-    def _backward(self, index: int, micro_batch: int) -> None:
-        flight = self._flights.pop((index, micro_batch))
+    def _backward(self, kind: str, index: int, micro_batch: int) -> None:
+        """Run a backward, or a half of one; the flight ends with the second half."""
+        place = index, micro_batch
+        flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
+        if kind == WEIGHT_BACKWARD:
+            flight.backward_weight()
+            return
+        run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
-        self._hand_out(SEND_GRADIENT, index, micro_batch, flight.backward(gradients))
+        self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
 
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
@@ -196,11 +211,6 @@ class Executor:
         for stage in stages[1:]:
             total = total + self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stage, name)
         return total
-
-    def _forget(self, position: int, action: Action) -> None:
-        """Let go of a tensor after its last send."""
-        if self._final[action[:3]] == position:
-            del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""
