@@ -28,6 +28,8 @@ __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
 
+_Halves = tuple[list[float], list[float]]
+
 
 class CostModel:
     """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
@@ -67,8 +69,9 @@ class CostModel:
         alone = self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
-        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int], float] = {}
+        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
         self._levels: dict[tuple[float, int], Levels] = {}
+        self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = list(cluster.devices)
@@ -173,6 +176,21 @@ class CostModel:
             seconds += sum(again[at + 1] - again[at] - (sums[at + 1] - sums[at]) for at in stage.recompute)
         return seconds
 
+    @property
+    def halved(self) -> bool:
+        """Whether the halves of backwards are known on every kind of device that is planned for."""
+        return all(self.layers[kind].halved for kind in set(self.kind_of))
+
+    def halves_s(self, stage: Placed, replica: int, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
+        ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
+        where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
+        key = (stage.shares[replica], self.adding(micro_batches, ranks), *where)
+        if key not in self._halves:
+            self._halves[key] = self.sums.halves(*key)
+        first, second = self._halves[key]
+        return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
+
     def _level(self, stage: Placed) -> Level:
         return self.links.level(stage.devices)
 
@@ -235,14 +253,22 @@ class CostModel:
         kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
         return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
 
-    def replica_exposed_s(self, stage: Placed, replica: int) -> float:
-        """Return how long after a replica's last backward the reduction of its gradients ends."""
+    def replica_exposed_s(self, stage: Placed, replica: int, *, split: bool = False) -> float:
+        """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
         ranks, level = len(stage.devices), self._level(stage)
         kind = self.kind_of[stage.devices[replica]]
-        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind)
+        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind, split)
 
     def exposed_s(
-        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard = "none", kind: int = 0
+        self,
+        first: int,
+        stop: int,
+        rows: float,
+        ranks: int,
+        level: Level,
+        shard: Shard = "none",
+        kind: int = 0,
+        split: bool = False,
     ) -> float:
         """Return :meth:`replica_exposed_s` of layers ``first:stop``.
 
@@ -251,17 +277,17 @@ class CostModel:
         """
         if ranks == 1:
             return 0.0
-        key = (first, stop, rows, ranks, level, shard, kind)
+        key = (first, stop, rows, ranks, level, shard, kind, split)
         if key not in self._exposed:
             self._exposed[key] = self._exposed_s(*key)
         return self._exposed[key]
 
     def _exposed_s(
-        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int
+        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
     ) -> float:
         if shard in ("gradients", "parameters"):
             return self.sums.scatters(ranks, level)[first]
-        sums = self.layers[kind].backward_sums(rows, 1.0)
+        sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)
         free = 0.0
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         for layer, seconds in self._reduction(first, stop, ranks, level, operation):
