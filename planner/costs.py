@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
-from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
 from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.chunks import plain
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
 from autopar.planner.levels import Levels
 from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
+from autopar.planner.moments import rank_peaks
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.planner.sums import StageSums
-from autopar.schedules.buckets import buckets
-from autopar.schedules.route import Route, routes, shares_of
+from autopar.schedules.buckets import buckets as grouped
+from autopar.schedules.route import Route, shares_of
 
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
@@ -311,47 +312,21 @@ class CostModel:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
 
-    def compute_provenance(self, stage: Placed) -> Provenance:
-        """Return where the times of a stage's forwards and backwards come from."""
-        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
-        known = (self.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
-        return least_certain(known) or "estimated"
-
-    def communication_provenance(self, candidate: Candidate) -> Provenance | None:
-        """Return where the times of a candidate's messages and reductions come from; none if it has none."""
-        return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
-
-    def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
-        for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
-            sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-            for route in routes(sending, receiving):
-                ends = sending.devices[route.sender], receiving.devices[route.receiver]
-                size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                yield self.links.message_provenance(size, self.links.level(ends))
-
-    def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
-        for stage in candidate.stages:
-            ranks, level = len(stage.devices), self._level(stage)
-            kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
-            for kind in kinds if ranks > 1 else ():
-                for _, size in self._buckets(stage.first, stage.stop):
-                    yield self.links.collective_provenance(kind, size, ranks, level)
-        for index, holders in self.tied_between(candidate.stages):
-            devices = [device for holder in holders for device in candidate.stages[holder].devices]
-            size = self.flows.tied[index].bytes
-            yield self.links.collective_provenance("all_reduce", size, len(devices), self.links.level(devices))
-
     def peak_bytes(self, candidate: Candidate) -> list[int]:
-        """Return the peak memory of every stage's largest replica."""
+        """Return the peak memory of every stage's largest replica, with what else its rank holds."""
+        if not plain(candidate.schedule):
+            return rank_peaks(self.memory, self.kind_of, candidate)
         return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
-        return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
+        limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
+        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
-        return self._stage_peak(candidate, index) - self.limit_bytes(candidate.stages[index].devices)
+        own = self._stage_peak(candidate, index) if plain(candidate.schedule) else self.peak_bytes(candidate)[index]
+        return own - self.limit_bytes(candidate.stages[index].devices)
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
@@ -387,14 +362,14 @@ class CostModel:
         key = (first, stop, ranks, level, kind)
         if key not in self._reductions:
             self._reductions[key] = [
-                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self._buckets(first, stop)
+                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self.buckets(first, stop)
             ]
         return self._reductions[key]
 
-    def _buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
+    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
         sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
-        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in buckets(sizes)]
+        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
         total = self.profile.layers[layer].trainable_bytes

@@ -84,7 +84,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
         _share_ranks(candidate, found)
     _price_messages(costs, candidate, found)
     for tied, holders in costs.tied_between(candidate.stages):
-        devices = [device for index in holders for device in candidate.stages[index].devices]
+        devices = list(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
         found.tied_s.append(costs.tied_s(tied, devices))
     return found
 
