@@ -14,6 +14,7 @@ from autopar.planner.chunks import halves, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.links import Collective
+from autopar.planner.moments import backwards
 from autopar.planner.options import PlanOptions
 from autopar.planner.provenance import communicated, computed
 from autopar.planner.shares import shares_of
@@ -89,6 +90,7 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
     ]
     backward_s = times.backward_s
     if times.input_s:
+        # About: some may be whole, some in halves.
         backward_s = [one + other for one, other in zip(times.input_s, times.weight_s, strict=True)]
     columns = zip(own, times.forward_s, backward_s, times.update_s, strict=True)
     busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
@@ -163,11 +165,11 @@ def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_boun
 
 
 def _backward_s(costs: CostModel, stage: Placed, candidate: Candidate) -> float:
-    """Return the seconds of a backward, or of its halves together, on the slowest replica."""
-    if halves(candidate.schedule):
-        every = (costs.halves_s(stage, replica, candidate.micro_batches) for replica in range(len(stage.devices)))
-        return max(map(sum, every))
-    return max(costs.backward_s(stage, replica, candidate.micro_batches) for replica in range(len(stage.devices)))
+    """Return the seconds of a backward, whole or in halves as the last one is, on the slowest replica."""
+    count, replicas = candidate.micro_batches, range(len(stage.devices))
+    if halves(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
+        return max(sum(costs.halves_s(stage, replica, count)) for replica in replicas)
+    return max(costs.backward_s(stage, replica, count) for replica in replicas)
 
 
 def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:

@@ -11,7 +11,7 @@ from autopar.planner.candidate import Placed
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import places
 
-__all__ = ["chunked", "chunks_of", "groups", "halves", "plain"]
+__all__ = ["chunk_counts", "chunked", "groups", "halves", "plain"]
 
 
 def chunked(schedule: str) -> bool:
@@ -42,10 +42,10 @@ def groups(stages: Sequence[Placed]) -> tuple[tuple[int, ...], ...]:
     return groups_of([stage.devices for stage in stages])
 
 
-def chunks_of(schedule: str) -> tuple[int, ...]:
-    """Return how many stages a rank may run by a schedule.
+def chunk_counts(schedule: str) -> tuple[int, ...]:
+    """Return how many stages a rank is tried to run by a schedule.
 
-    >>> chunks_of("1f1b"), chunks_of("interleaved")
+    >>> chunk_counts("1f1b"), chunk_counts("interleaved")
     ((1,), (2, 3, 4))
     """
     return {"line": (1,), "vee": (2,), "loop": (2, 3, 4)}[layout_of(schedule)]

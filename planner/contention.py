@@ -336,6 +336,6 @@ class Contended:
         part = self.wiring.parts.get(own)
         if part is not None:
             return (part.begun_s, end_s)
-        last_s = times.weight_s[own] if times.weight_s else times.backward_s[own]
-        earliest = self.ended.get(own, self.clock[rank]) - last_s
+        last_s = times.last_s or times.backward_s
+        earliest = self.ended.get(own, self.clock[rank]) - last_s[own]
         return (min(end_s, max(end_s - times.reduce_s[own], earliest)), end_s)

@@ -9,6 +9,7 @@ from itertools import accumulate
 from autopar.planner.candidate import Candidate
 from autopar.planner.chunks import chunked, groups, halves
 from autopar.planner.costs import CostModel
+from autopar.planner.moments import backwards
 from autopar.schedules.route import routes
 
 __all__ = ["Durations", "durations"]
@@ -40,6 +41,8 @@ class Durations:
     input_s: list[float] = field(default_factory=list)
     """Halves of a backward; empty where the schedule has none."""
     weight_s: list[float] = field(default_factory=list)
+    last_s: list[float] = field(default_factory=list)
+    """Of the last that makes gradients: a whole backward, or a weight half; empty like the halves."""
     rank: list[int] = field(default_factory=list)
     """Of every replica; empty where ranks run one stage each."""
 
@@ -62,18 +65,23 @@ class Durations:
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
     found = Durations(costs.profile.step_overhead_s)
-    split = halves(candidate.schedule)
+    ends = backwards(candidate) if halves(candidate.schedule) else None
     for index, stage in enumerate(candidate.stages):
         reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
         alike: dict[tuple[float, int], tuple[float, ...]] = {}
         for replica, key in enumerate(zip(stage.shares, map(costs.kind_of.__getitem__, stage.devices), strict=True)):
             if key not in alike:
                 backward_s = costs.backward_s(stage, replica, candidate.micro_batches)
-                exposed_s = costs.replica_exposed_s(stage, replica, split=split)
+                whole = ends is None or ends[index].ends_whole
+                exposed_s = costs.replica_exposed_s(stage, replica, split=not whole)
                 alike[key] = costs.forward_s(stage, replica), backward_s, exposed_s
-                if split:
-                    alike[key] += costs.halves_s(stage, replica, candidate.micro_batches)
-            columns = (found.forward_s, found.backward_s, found.exposed_s, found.input_s, found.weight_s)
+                if ends is not None:
+                    input_s, weight_s = costs.halves_s(stage, replica, candidate.micro_batches)
+                    alike[key] += input_s, weight_s, backward_s if whole else weight_s
+            columns = (
+                *(found.forward_s, found.backward_s, found.exposed_s),
+                *(found.input_s, found.weight_s, found.last_s),
+            )
             for column, seconds in zip(columns, alike[key], strict=False):
                 column.append(seconds)
         width = len(stage.devices)

@@ -95,10 +95,10 @@ class Lanes:
         """By (sending rank, receiving rank); of messages of several stages, the slowest says where all pass."""
         self.parts: dict[int, Part] = {}
         """By replica."""
-        backward_s = times.weight_s or times.backward_s
+        last_s = times.last_s or times.backward_s
         for replica, course in parts.items():
             exposed_s = times.exposed_s[replica]
-            hidden_s = max(0.0, min(times.reduce_s[replica] - exposed_s, backward_s[replica]))
+            hidden_s = max(0.0, min(times.reduce_s[replica] - exposed_s, last_s[replica]))
             lane = self._lane(course) if hidden_s + exposed_s > 0 else None
             if lane is not None:
                 self.parts[replica] = Part(replica, hidden_s, hidden_s + exposed_s, lane)

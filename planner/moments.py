@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.formats.program import FORWARD, INPUT_BACKWARD
+from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.planner.activations import rows_bytes
 from autopar.planner.candidate import Candidate
 from autopar.planner.chunks import groups
@@ -17,7 +17,18 @@ from autopar.planner.memory import Held, MemoryModel, Parts, messages_of, state_
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Place
 
-__all__ = ["Moment", "moments", "place_of", "rank_peak", "rank_peaks"]
+__all__ = ["Backwards", "Moment", "backwards", "moments", "place_of", "rank_peak", "rank_peaks"]
+
+
+class Backwards(NamedTuple):
+    """How a stage's backwards of a step are computed."""
+
+    whole: int
+    """How many are whole."""
+    split: int
+    """How many are in halves."""
+    ends_whole: bool
+    """Whether the last one's gradients are those of a whole one."""
 
 
 class Moment(NamedTuple):
@@ -56,6 +67,24 @@ def moments(schedule: str, place: Place) -> tuple[Moment, ...]:
         if kind in (FORWARD, INPUT_BACKWARD):
             kept[at] += 1
     return tuple(found)
+
+
+def backwards(candidate: Candidate) -> list[Backwards]:
+    """Return how the backwards of every stage are computed."""
+    found: dict[int, Backwards] = {}
+    for group in range(len(groups(candidate.stages))):
+        found |= _backwards(candidate.schedule, place_of(candidate, group))
+    return [found[stage] for stage in range(len(candidate.stages))]
+
+
+@lru_cache(maxsize=4096)
+def _backwards(schedule: str, place: Place) -> dict[int, Backwards]:
+    found = dict.fromkeys(place.stages, Backwards(0, 0, True))
+    for kind, stage, _ in SCHEDULES[schedule].order(place):
+        whole, split, _ = found[stage]
+        if kind in (BACKWARD, WEIGHT_BACKWARD):
+            found[stage] = Backwards(whole + (kind == BACKWARD), split + (kind != BACKWARD), kind == BACKWARD)
+    return found
 
 
 def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate: Candidate) -> list[int]:

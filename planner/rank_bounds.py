@@ -13,20 +13,15 @@ computes is a backward of s, since those of its later stages come before one of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from autopar.formats.program import BACKWARD, INPUT_BACKWARD
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, fold, last, link_terms
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.chunks import groups
 from autopar.planner.costs import CostModel
-from autopar.planner.moments import place_of
-from autopar.schedules import SCHEDULES
-from autopar.schedules.place import Place
+from autopar.planner.moments import Backwards, backwards
 
 __all__ = ["RankBound", "RankTerms", "least_s", "rank_bounds", "rank_terms"]
 
@@ -65,27 +60,26 @@ class RankBound(NamedTuple):
 def rank_terms(costs: CostModel, candidate: Candidate) -> RankTerms:
     """Return the terms of stages that split micro-batches, those of the last replica."""
     found = RankTerms([], [], [], [], [], [0.0] * len(candidate.stages))
-    counts = _counts(candidate)
     for chunks in groups(candidate.stages):
         update_s = sum(costs.update_s(candidate.stages[stage]) for stage in chunks)
         for stage in chunks:
             found.update_s[stage] = update_s
-    for placed, backwards in zip(candidate.stages, counts, strict=True):
-        _add_stage(costs, found, placed, candidate.micro_batches, backwards)
+    for placed, computed in zip(candidate.stages, backwards(candidate), strict=True):
+        _add_stage(costs, found, placed, candidate.micro_batches, computed)
     found.links.extend(link_terms(costs, *ends, candidate) for ends in pairwise(candidate.stages))
     return found
 
 
-def _add_stage(costs: CostModel, found: RankTerms, stage: Placed, count: int, backwards: tuple[int, int]) -> None:
-    """Add a stage's terms; ``backwards`` are how many of its backwards are whole, and how many in halves."""
-    whole, split = backwards
+def _add_stage(costs: CostModel, found: RankTerms, stage: Placed, count: int, computed: Backwards) -> None:
+    """Add a stage's terms; ``computed`` is how its backwards are."""
+    whole, split, ends_whole = computed
     at, update_s = len(stage.devices) - 1, found.update_s[len(found.stages)]
     forward_s, backward_s = costs.forward_s(stage, at), costs.backward_s(stage, at, count)
     input_s, weight_s = costs.halves_s(stage, at, count) if split else (backward_s, 0.0)
     way_s = min(input_s, backward_s) if whole else input_s
     work_s = count * forward_s + whole * backward_s + split * input_s
     late_s = 0.0 if whole else weight_s
-    reduced_s = costs.replica_exposed_s(stage, at, split=split > 0)
+    reduced_s = costs.replica_exposed_s(stage, at, split=not ends_whole)
     beside = float(beside_s(forward_s, way_s, count, stage.warmup))
     closing_s = late_s + reduced_s + update_s
     found.stages.append(StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside))
@@ -131,18 +125,3 @@ def _ways_forth(terms: RankTerms) -> list[float]:
     for stage, link in zip(terms.stages, terms.links, strict=False):
         found.append(found[-1] + float(stage.forward_s) + float(link.forth_s) if link.forth else 0.0)
     return found
-
-
-def _counts(candidate: Candidate) -> list[tuple[int, int]]:
-    """Return how many backwards of every stage are whole, and how many in halves."""
-    found = [(0, 0)] * len(candidate.stages)
-    for group, chunks in enumerate(groups(candidate.stages)):
-        for stage, count in zip(chunks, _counted(candidate.schedule, place_of(candidate, group)), strict=True):
-            found[stage] = count
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _counted(schedule: str, place: Place) -> tuple[tuple[int, int], ...]:
-    kinds = Counter((kind, stage) for kind, stage, _ in SCHEDULES[schedule].order(place))
-    return tuple((kinds[BACKWARD, stage], kinds[INPUT_BACKWARD, stage]) for stage in place.stages)

@@ -149,7 +149,7 @@ class _Run:
     def _begun(self, rank: int) -> float:
         """Return when the last backward began of the stage that a rank is about to reduce."""
         own, times = self.rows[rank][self.position[rank]][3], self.times
-        return self.ended[own] - (times.weight_s[own] if times.weight_s else times.backward_s[own])
+        return self.ended[own] - (times.last_s or times.backward_s)[own]
 
 
 def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:

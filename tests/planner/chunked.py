@@ -10,7 +10,7 @@ from instances import random_cluster, random_profile, two_kinds
 from autopar.formats.layout import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.chunks import chunks_of, plain
+from autopar.planner.chunks import chunk_counts, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
@@ -55,7 +55,7 @@ def random_costs(seed: int, most_devices: int = 6) -> CostModel:
 def random_chunked(rng: random.Random, costs: CostModel, schedule: str) -> Candidate | None:
     """Return a candidate of a schedule, of any cuts, widths, shares, devices; None where there are too few layers."""
     layers, devices = costs.layer_count, len(costs.devices)
-    chunks = rng.choice(chunks_of(schedule))
+    chunks = rng.choice(chunk_counts(schedule))
     if layers < chunks:
         return None
     groups = rng.randint(1, min(layers // chunks, devices))

@@ -53,9 +53,9 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
                 elif kind in ("R", "RG"):
                     clock = max(clock, done["S" if kind == "R" else "SG", peer, peer_stage, rank, stage, index])
                 elif kind == "A":
-                    split = any(each.kind == "W" for each in actions)
+                    made = [each.kind for each in actions if each.stage == stage and each.kind in "BW"]
                     last = max(done["end", rank, each] for each in actions if each.stage == stage and each.kind in "BW")
-                    exposed_s = costs.replica_exposed_s(placed, replica, split=split)
+                    exposed_s = costs.replica_exposed_s(placed, replica, split=made[-1] == "W")
                     moved |= _put(done, ("ready", stage, rank), last + exposed_s)
                     ends = [done[key] for key in list(done) if key[:2] == ("ready", stage)]  # type: ignore[index]
                     reduced = max(*ends, 0.0, reduced + costs.reduce_s(placed) if reduced else 0.0)
