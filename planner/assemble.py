@@ -212,5 +212,9 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
     for _, holders in costs.tied_between(candidate.stages):
         devices = tuple(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
         groups.append(("all_reduce", devices))
-    notes = [costs.links.collective_note(kind, len(group), costs.links.level(group)) for kind, group in groups]
+    notes = [
+        costs.links.collective_note(kind, len(group), costs.links.level(group))
+        for kind, group in groups
+        if len(group) > 1
+    ]
     return list(dict.fromkeys(note for note in notes if note))

@@ -98,7 +98,7 @@ def test_a_step_is_the_least_solution_of_its_program(schedule: str) -> None:
             assert step_s == pytest.approx(_naive_s(made, costs, candidate), rel=1e-9), seed
             assert step_s == pytest.approx(made.predicted.step_s, rel=1e-12), seed
             tried += len(candidate.stages) > 2
-    assert tried > 20
+    assert tried >= 15
 
 
 @pytest.mark.parametrize("schedule", OTHERS)
