@@ -162,13 +162,11 @@ def _quicker(each: Reference, step_s: float) -> str:
 def _check_stages(costs: CostModel, options: PlanOptions) -> None:
     """Refuse more stages than can be."""
     layers, devices = costs.layer_count, len(costs.devices)
+    most, on = min(layers, devices), f" on {devices} devices"
     if options.schedule != "auto" and chunked(options.schedule):
-        devices = layers
-    if options.min_stages > min(layers, devices):
-        raise UsageError(
-            f"--min-stages {options.min_stages}: {layers} layers on {devices} devices make at most "
-            f"{min(layers, devices)} stages"
-        )
+        most, on = layers, ""
+    if options.min_stages > most:
+        raise UsageError(f"--min-stages {options.min_stages}: {layers} layers{on} make at most {most} stages")
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:

@@ -29,13 +29,14 @@ ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 ACTIONS_BESIDE = 40_000
 """Simulated of each schedule that is tried beside what was found."""
 MOST_SEEDS, SEEDS_BESIDE = 8, 2
-COUNTS_BESIDE = 2
+COUNTS_BESIDE = 1
 """Micro-batch counts that are tried beside what was found, on either side."""
 
 
 def usual(options: PlanOptions) -> PlanOptions:
     """Return the options of the search that trials begin with."""
-    return replace(options, schedule="1f1b", chunks=None)
+    least = min(options.min_stages, options.gpus or options.min_stages)
+    return replace(options, schedule="1f1b", chunks=None, min_stages=least)
 
 
 def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
@@ -145,19 +146,19 @@ def _beside(simulator: Simulator, options: PlanOptions, best: Best, below_s: flo
     """Try a schedule on the shapes of the best plans, and on balanced ones of as many groups."""
     assert best.found is not None
     costs, own = simulator.costs, best.found.candidate
-    seeds = _seeds(best, SEEDS_BESIDE)
+    seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
     every = families(costs.batch, options)
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
     near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
     trials = Trials(simulator, options.schedule, options, _order(costs, best))
-    chunks = chunk_counts(options.schedule)[:1]
-    return trials.run(trials.beside(near, seeds, chunks), ACTIONS_BESIDE, below_s)
+    starts = trials.beside(near, seeds, chunk_counts(options.schedule))
+    return trials.run(starts, ACTIONS_BESIDE, below_s)
 
 
 def _seeds(best: Best, most: int) -> list[Candidate]:
-    """Return the quickest plans of several stages, one of every number of them."""
+    """Return the quickest plans, one of every number of stages."""
     every = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
-    return [found.candidate for count, found in every if count > 1][:most]
+    return [found.candidate for _, found in every[:most]]
 
 
 def _order(costs: CostModel, best: Best) -> tuple[int, ...]:

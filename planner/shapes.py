@@ -14,6 +14,8 @@ from autopar.planner.costs import CostModel
 
 __all__ = ["Shape", "balanced", "moved", "placed", "widths_of"]
 
+FEW = 4
+"""Groups of which one may be wide to begin with."""
 HALVINGS = 40
 """Of the seconds of the slowest stage; what is left of an error is rounding."""
 
@@ -46,14 +48,23 @@ def placed(
     return tuple(stages)
 
 
-def widths_of(devices: int, groups: int, *, all_used: bool) -> tuple[int, ...]:
-    """Return the widths of groups that are about equal; ``all_used``: no device is idle.
+def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[tuple[int, ...]]:
+    """Return widths of groups to begin with, none above ``most``: equal ones, of one device, of few groups one wide.
 
-    >>> widths_of(7, 3, all_used=False), widths_of(7, 3, all_used=True)
-    ((2, 2, 2), (3, 2, 2))
+    With ``all_used`` no device is idle, as far as ``most`` lets them be used.
+
+    >>> widths_of(7, 3, 7, all_used=False)
+    [(2, 2, 2), (1, 1, 1), (5, 1, 1), (1, 5, 1), (1, 1, 5)]
+    >>> widths_of(7, 2, 3, all_used=True)
+    [(3, 3), (1, 1), (3, 1), (1, 3)]
     """
     each, more = divmod(devices, groups)
-    return tuple(each + (all_used and at < more) for at in range(groups))
+    found = [tuple(min(most, each + (all_used and at < more)) for at in range(groups)), (1,) * groups]
+    wide = min(most, devices - groups + 1)
+    for at in range(groups if groups <= FEW else 0):
+        found.append((*(1,) * at, wide, *(1,) * (groups - 1 - at)))
+    used = [widths for widths in found if not all_used or sum(widths) == devices]
+    return list(dict.fromkeys(used or found))
 
 
 def balanced(costs: CostModel, family: Family, widths: Sequence[int], chunks: int, edges: Sequence[int]) -> Shape:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from math import comb
 
 from autopar.planner.candidate import Candidate, Family, Placed, divisors, with_depths
 from autopar.planner.choices import SHARDS
@@ -29,8 +31,11 @@ Start = tuple[Family, Shape]
 MOST_PARTS = 16
 """In which a rank's recomputation is tried."""
 
-MOST_GROUPS = 64
+FEW_GROUPS, MOST_GROUPS = 8, 64
+"""Groups of which every number is tried, and most."""
 MOST_EDGES = 1024
+FEW_CUTS = 12
+"""Ways to cut the layers up to which all are tried."""
 KEPT = 4
 """Plans from which moves are tried."""
 
@@ -64,7 +69,11 @@ class Trials:
             if step_s is not None:
                 known.append((step_s, start))
         known.sort(key=lambda each: each[0])
-        for step_s, start in known[:KEPT]:
+        # The quickest of every number of groups and of stages: moves change neither.
+        kept: dict[tuple[int, int], tuple[float, Start]] = {}
+        for step_s, start in known:
+            kept.setdefault((len(start[1].widths), len(start[1].cuts)), (step_s, start))
+        for step_s, start in dict.fromkeys((*kept.values(), *known[:KEPT])):
             self._climb(step_s, start, below_s)
         return self.best
 
@@ -86,7 +95,7 @@ class Trials:
     def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
         """Yield the shapes of candidates, and balanced ones of several numbers of groups, in every family."""
         devices = len(self.order)
-        counts = {len(seed.stages) for seed in seeds}
+        counts = {len(seed.stages) for seed in seeds} | set(range(1, min(FEW_GROUPS, devices) + 1))
         counts |= {devices // each for each in range(1, devices + 1)}
         for count in sorted(counts):
             yield from self._balanced(families, count, chunks)
@@ -94,12 +103,16 @@ class Trials:
 
     def _balanced(self, families: Sequence[Family], count: int, chunks: Sequence[int]) -> Iterator[Start]:
         devices = len(self.order)
-        widths = widths_of(devices, count, all_used=self.options.use_all)
         for chunk in chunks if count <= min(MOST_GROUPS, devices) else ():
             edges = self._of(chunk).edges(MOST_EDGES)
             for family in families if count * chunk < len(edges) else ():
-                if self._serves(family, widths):
-                    yield family, balanced(self.costs, family, widths, chunk, edges)
+                most = devices if self.costs.divisible else family.micro_batch_size
+                for widths in widths_of(devices, count, most, all_used=self.options.use_all):
+                    if comb(len(edges) - 2, count * chunk - 1) <= FEW_CUTS:
+                        every = combinations(edges[1:-1], count * chunk - 1)
+                        yield from ((family, Shape((*cuts, edges[-1]), widths)) for cuts in every)
+                    else:
+                        yield family, balanced(self.costs, family, widths, chunk, edges)
 
     def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
         for seed in seeds:
@@ -139,6 +152,15 @@ class Trials:
         rules = self._of(len(shape.cuts) // len(shape.widths))
         return rules.broken(stages, self.costs.kind_of)
 
+    def _mixed(self, shape: Shape) -> bool:
+        """Whether a group would have devices of several kinds, as no stage of any search has."""
+        kinds, begin = [self.costs.kind_of[device] for device in self.order], 0
+        for width in shape.widths:
+            if len(set(kinds[begin : begin + width])) > 1:
+                return True
+            begin += width
+        return False
+
     @property
     def _over(self) -> bool:
         """Whether as much was simulated as may be."""
@@ -155,7 +177,7 @@ class Trials:
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
         idle = len(self.order) - sum(shape.widths)
-        if self.broken(family, shape) is not None or (idle and self.options.use_all):
+        if self.broken(family, shape) is not None or self._mixed(shape) or (idle and self.options.use_all):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
 
