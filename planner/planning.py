@@ -142,7 +142,7 @@ def _explained(
             lower_bound_s = min(lower_bound_s, others.linked_s)
         quicker = listed(simulator, options, best, found.step_s)
         near += quicker
-        notes += [_quicker(each, found.step_s) for each in quicker]
+        notes += [_faster(each, found.step_s) for each in quicker]
     notes += [
         *_excluded(compared, found.step_s),
         *_notes(costs, found.candidate, found.step_s, lower_bound_s, options),
@@ -151,10 +151,10 @@ def _explained(
     return assemble(costs, found.candidate, options, lower_bound_s, rows, notes, bounds)
 
 
-def _quicker(each: Reference, step_s: float) -> str:
+def _faster(each: Reference, step_s: float) -> str:
     assert each.found is not None
     return (
-        f"{each.name} is quicker ({each.found.step_s / step_s - 1:+.1%}), with several stages on every device; "
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), with several stages on every device; "
         f"--schedule {each.name} plans it"
     )
 

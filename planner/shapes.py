@@ -61,8 +61,7 @@ def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[t
     each, more = divmod(devices, groups)
     found = [tuple(min(most, each + (all_used and at < more)) for at in range(groups)), (1,) * groups]
     wide = min(most, devices - groups + 1)
-    for at in range(groups if groups <= FEW else 0):
-        found.append((*(1,) * at, wide, *(1,) * (groups - 1 - at)))
+    found.extend((*(1,) * at, wide, *(1,) * (groups - 1 - at)) for at in range(groups if groups <= FEW else 0))
     used = [widths for widths in found if not all_used or sum(widths) == devices]
     return list(dict.fromkeys(used or found))
 
