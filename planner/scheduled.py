@@ -7,8 +7,8 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.layout import group_of, layout_of
 from autopar.formats.predicted import Bounds
-from autopar.planner.alternatives import Reference
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.alternatives import Reference, try_stages
+from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.chunks import chunk_counts, chunked, halves, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated
@@ -22,7 +22,7 @@ from autopar.planner.trials import Trials
 from autopar.planner.work import work_s
 from autopar.schedules import SCHEDULES
 
-__all__ = ["bounds_of", "dictated_best", "improve", "listed", "shape_of", "tried_best", "usual"]
+__all__ = ["bounds_of", "dictated_best", "improve", "listed", "otherwise", "shape_of", "tried_best", "usual"]
 
 ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
@@ -139,6 +139,30 @@ def listed(simulator: Simulator, options: PlanOptions, best: Best, step_s: float
             tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
             if tried.found is not None and tried.step_s < step_s:
                 found.append(Reference(schedule, tried.found, None))
+    return found
+
+
+def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> list[Reference]:
+    """Return a plan of several stages under every other schedule, with as many micro-batches on the same devices.
+
+    Stages are its own, or, where a rank runs several, two balanced ones on every group of devices.
+    """
+    costs, found = simulator.costs, []
+    shape = Shape(tuple(stage.stop for stage in own.stages), tuple(len(stage.devices) for stage in own.stages))
+    order = tuple(device for stage in own.stages for device in stage.devices)
+    for schedule in SCHEDULES if len(own.stages) > 1 and not chunked(own.schedule) else ():
+        if schedule == own.schedule or (halves(schedule) and not costs.halved):
+            continue
+        family = Family(own.micro_batches, own.micro_batch_size, schedule)
+        if plain(schedule):
+            best = try_stages(simulator, [family], options, *shape, order=order)
+        else:
+            trials = Trials(simulator, schedule, options, order)
+            best = trials.run_all(trials.laid(family, shape, chunk_counts(schedule)[:1]))
+        if best.found is not None:
+            found.append(Reference(schedule, best.found, None))
+        elif best.closest is not None:
+            found.append(Reference(schedule, None, explain(costs, best.closest[1])))
     return found
 
 

@@ -84,6 +84,16 @@ class Trials:
                 self._judge(*start)
         return self.best
 
+    def laid(self, family: Family, shape: Shape, chunks: Sequence[int]) -> Iterator[Start]:
+        """Yield a shape, or, of several stages a rank, balanced ones of its groups."""
+        if 1 in chunks:
+            yield family, shape
+            return
+        for chunk in chunks:
+            edges = self._of(chunk).edges(MOST_EDGES)
+            if len(shape.widths) * chunk < len(edges) and self._serves(family, shape.widths):
+                yield family, balanced(self.costs, family, shape.widths, chunk, edges)
+
     def beside(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
         """Yield the shapes of candidates, or, of several stages a rank, balanced ones of as many groups."""
         if 1 in chunks:
