@@ -8,13 +8,16 @@ from collections import defaultdict
 import pytest
 from chunked import OTHERS, random_chunked, random_costs
 
+from autopar.formats.cluster import Overlap
 from autopar.formats.plan import Plan
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs import CostModel
+from autopar.planner.durations import durations
 from autopar.planner.options import PlanOptions
 from autopar.planner.rank_bounds import least_s
-from autopar.planner.simulate import Simulator
+from autopar.planner.sharing import Sharing, Traffic
+from autopar.planner.simulate import Simulator, run
 from autopar.schedules.expand import expand, messages, stages_of
 
 
@@ -115,3 +118,31 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
                 tight += bound_s >= 0.99 * step_s
                 tried += 1
     assert tight > 0.2 * tried > 100
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_step(schedule: str) -> None:
+    slowed = 0
+    for seed in range(60):
+        rng, costs = random.Random(seed), random_costs(seed)
+        candidate = random_chunked(rng, costs, schedule)
+        if candidate is None:
+            continue
+        times = durations(costs, candidate)
+        devices = tuple(dict.fromkeys(device for stage in candidate.stages for device in stage.devices))
+        rows = Simulator(costs).rows_of(candidate)
+        alone_s = run(rows, times)
+        levels = dict.fromkeys(link.level for link in costs.cluster.links)
+        for factor in (1 + 1e-12, 1.5):
+            overlaps = tuple(Overlap(level=level, compute=factor, communication=factor) for level in levels)
+            cluster = costs.cluster.model_copy(update={"overlaps": overlaps})
+            found = run(rows, times, Traffic(Sharing.of(cluster, costs.devices), devices))
+            if factor < 1.1:
+                # Event by event, with next to nothing slowed: the same rules.
+                assert found == pytest.approx(alone_s, rel=1e-9), seed
+            assert found >= alone_s * (1 - 1e-9), seed
+        slowed += found > alone_s * 1.001
+        links = tuple(link.model_copy(update={"shared_by": rng.choice([2, 8])}) for link in costs.cluster.links)
+        crowded = Sharing.of(costs.cluster.model_copy(update={"links": links}), costs.devices)
+        assert run(rows, times, Traffic(crowded, devices)) >= alone_s * (1 - 1e-9), seed
+    assert slowed >= 10
