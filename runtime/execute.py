@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
-from autopar.capture.halves import Halves
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
@@ -175,17 +173,16 @@ class Executor:
             number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
             seed_generator(self._device, number)
 
-        halves = Halves() if (INPUT_BACKWARD, index, micro_batch) in self._split else None
-        with halves.recording() if halves else nullcontext():
-            outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
+        split = (INPUT_BACKWARD, index, micro_batch) in self._split
+        outputs, passes = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed, split=split)
         # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
-        self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
+        sent = {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in stage.sent}
+        self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
-        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight, halves)
+        self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
 
     def _backward(self, kind: str, index: int, micro_batch: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
