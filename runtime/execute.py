@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,23 @@ class StepRecord:
     """Start and end of every action of the program."""
 
 
+def _recomputable(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
+
+    While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    following: Action | None = None
+    for position in reversed(range(len(actions))):
+        action = actions[position]
+        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
+            if following and following.kind in (BACKWARD, INPUT_BACKWARD):
+                found[position] = following.stage, following.micro_batch
+        elif action.kind not in (SEND, SEND_GRADIENT):
+            following = action
+    return found
+
+
 class Executor:
     """Runs the steps of one rank."""
 
@@ -92,6 +109,7 @@ class Executor:
         computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in BACKWARDS)
         self._last = {action.stage: i for i, action in computed}
         self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
+        self._early = _recomputable(self._actions)
         self._last_send = {
             action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)
         }
@@ -122,6 +140,8 @@ class Executor:
         for position, action in enumerate(self._actions):
             self._note(step, position)
             self._mailbox.post(position)
+            if position in self._early:
+                self._flights[self._early[position]].recompute()
             marks.append(self._clock.mark())
             try:
                 if action.kind == REDUCE:
