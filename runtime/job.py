@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
 import torch
 
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
-from autopar.errors import FileError, TrainingError
+from autopar.errors import FileError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
 from autopar.runtime.clock import clock_of
@@ -19,11 +20,16 @@ from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.scale import LossScale
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
+from autopar.runtime.update import Update
 from autopar.schedules.expand import rank_of, stages_of
 
-__all__ = ["Job", "reduction_groups"]
+__all__ = ["DEFAULTS", "Job", "reduction_groups"]
+
+DEFAULTS = TrainSettings()
 
 
 def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -42,6 +48,8 @@ def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
 class Job:
     """One rank: its stage, optimizer and data, stepped together with the other ranks' jobs."""
 
+    update_of: ClassVar[type[Update]] = Update
+
     def __init__(
         self,
         plan: Plan,
@@ -53,6 +61,7 @@ class Job:
         transport: Transport,
         device: torch.device,
         note: Callable[[int, int], None],
+        settings: TrainSettings = DEFAULTS,
     ) -> None:
         """Build the rank's stage, holding only its own parameters.
 
@@ -65,7 +74,8 @@ class Job:
             weights: reads initial parameters and buffers by name.
             transport: moves tensors to other ranks.
             device: where this rank computes.
-            note: called with (step, position in the program) before every action.
+            note: called with (step, position in the program) before every action that may take a while.
+            settings: what the user asks beyond the plan.
         """
         self.plan, self.rank = plan, rank
         indices, self.replica = stages_of(plan, rank)
@@ -84,12 +94,11 @@ class Job:
             {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
             transport,
             clock.mark,
+            rank,
         )
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        self.optimizer = model.make_optimizer(trained) if trained else None
-        self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
+        scale = LossScale() if plan.precision == "fp16" else None
+        self._update = self._updating(model, graph, transport, device, settings, scale)
         self._load = self._loading(model, graph, device)
-        self._transport, self._counts = transport, graph.loss == "sum_count"
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
@@ -101,11 +110,11 @@ class Job:
             self._reducer,
             self._tally(),
             self._update,
+            scale,
             clock,
             device,
             note,
         )
-        self._device = device
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -159,19 +168,30 @@ class Job:
         """Return what gives the share's model inputs of every micro-batch of a step."""
         return ShareLoader(model, self.plan, self.rank, self.inputs, device).load
 
+    def _updating(
+        self,
+        model: UserModel,
+        graph: LayerGraph,
+        transport: Transport,
+        device: torch.device,
+        settings: TrainSettings,
+        scale: LossScale | None,
+    ) -> Callable[[StepRecord], None]:
+        """Return what completes the gradients and steps the optimizer."""
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        everyone = tuple(range(len(self.plan.devices)))
+        counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
+        return self.update_of(
+            trained,
+            model,
+            self._reducer,
+            transport,
+            everyone,
+            device,
+            counts=counts,
+            clip_norm=clip_norm,
+            scale=scale,
+        )
+
     def _tally(self) -> LossTally:
         return LossTally(self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch)
-
-    def _update(self, record: StepRecord) -> None:
-        """Complete the gradients and step the optimizer."""
-        if self._counts:
-            count = torch.tensor([record.count], dtype=torch.float64, device=self._device)
-            self._transport.all_reduce(count, tuple(range(len(self.plan.devices)))).wait()
-            if not count:
-                raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
-            self._reducer.scale(1.0 / float(count))
-        self._reducer.release_untouched()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -22,8 +22,8 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.precision import check_precision
 from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -46,6 +46,7 @@ class RunOptions:
     """Longest that a rank may stand still."""
     data: Path | None = None
     """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
+    settings: TrainSettings = field(default_factory=TrainSettings)
     program: Path | None = None
     """File of the program to run; by default what the plan expands to."""
 
@@ -75,7 +76,6 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
-    check_precision(plan)
     check_scope(plan)
     program = _program(plan, options)
     _check_devices(plan)
@@ -101,7 +101,6 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         UsageError: another number of ranks was started than the plan needs.
         AutoparError: as :func:`run`, on every rank.
     """
-    check_precision(plan)
     check_scope(plan)
     program = _program(plan, options)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
@@ -161,6 +160,7 @@ def _arguments(plan: Plan, program: Program, model: str, folder: Path, options: 
         workspace=str(folder),
         steps=options.steps,
         save=save,
+        settings=options.settings.as_dict(),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -12,12 +12,12 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
-from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -44,6 +44,8 @@ class TrainArguments(TypedDict):
     steps: int
     save: str | None
     """Folder for the trained weights."""
+    settings: dict[str, Any]
+    """Of :class:`TrainSettings`."""
 
 
 class RankResult(TypedDict):
@@ -60,6 +62,8 @@ class RankResult(TypedDict):
     """Step -> start and end of every action, for the last steps."""
     peak_bytes: int
     peak_kind: str
+    gradient_norm: list[float | None]
+    overflowed: list[bool]
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -77,7 +81,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     graph = workspace.graph(model, plan)
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
-    job = build(context, plan, model, graph, workspace, program)
+    settings = TrainSettings(**arguments["settings"])
+    job = build(context, plan, model, graph, workspace, settings, program)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -104,6 +109,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
             for step, record in enumerate(records)
             if record.times_s
         },
+        gradient_norm=[record.gradient_norm for record in records],
+        overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         saved=_save(job, graph, workspace, arguments["save"]),
@@ -116,6 +123,7 @@ def build(
     model: UserModel,
     graph: LayerGraph,
     workspace: Workspace,
+    settings: TrainSettings = DEFAULTS,
     program: Program | None = None,
 ) -> Job:
     """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
@@ -123,12 +131,8 @@ def build(
     program = program or expand(plan)
     check(program, plan)
     transport = GroupTransport(context, reduction_groups(plan))
-
-    def note(step: int, position: int) -> None:
-        if context.board is not None:
-            context.board.write(context.rank, STEPPING, step, position)
-
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
+    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
 
 def _common_origin(context: RankContext) -> float:

@@ -23,14 +23,16 @@ class Schedule(NamedTuple):
     """What a rank computes, in order."""
     warmups: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     """(groups, stages per group, micro_batches) -> name of the choice -> depth per stage."""
+    halves: bool = False
+    """Whether it divides backwards into halves, some or all."""
 
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
     "interleaved": Schedule(interleaved.order, interleaved.warmups),
-    "zb-h1": Schedule(zb_h1.order, zb_h1.warmups),
-    "zb-h2": Schedule(zb_h2.order, zb_h2.warmups),
-    "zb-v": Schedule(zb_v.order, zb_v.warmups),
-    "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups),
+    "zb-h1": Schedule(zb_h1.order, zb_h1.warmups, halves=True),
+    "zb-h2": Schedule(zb_h2.order, zb_h2.warmups, halves=True),
+    "zb-v": Schedule(zb_v.order, zb_v.warmups, halves=True),
+    "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups, halves=True),
 }

@@ -86,7 +86,7 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program)
+        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program=program)
         if graph.loss == "mean":
             assert losses == pytest.approx(truth.losses, rel=1e-12)
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
