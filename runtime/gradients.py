@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from autopar.runtime.sharded import ShardedStage
 from autopar.runtime.transport import Pending, Transport
 from autopar.schedules.buckets import buckets
 
@@ -67,12 +68,14 @@ class Reducer:
 
     Parameters that only this rank holds accumulate as autograd does it. Those of a replicated stage lie in buckets,
     reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
-    ranks has a bucket of its own, reduced among all ranks that hold it.
+    ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide what they hold
+    reduce their gradients themselves.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
+        sharded: Mapping[int, ShardedStage],
         replicas: tuple[int, ...],
         shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
@@ -81,13 +84,14 @@ class Reducer:
         """Lay the gradients out.
 
         Args:
-            stages: every layer's parameters, in layer order, of each stage of the rank.
+            stages: every layer's parameters, in layer order, of each stage of the rank that is not sharded.
+            sharded: the others.
             replicas: the ranks of these stages, this one among them.
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
         """
-        self._replicas, self._transport, self._mark = replicas, transport, mark
+        self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
         seen = {id(parameter) for parameter, _ in shared.values()}
         self._plain: list[torch.nn.Parameter] = []
         self._stages: dict[int, _Stage] = {}
@@ -116,13 +120,20 @@ class Reducer:
         self._touched.clear()
         for stage in self._stages.values():
             stage.begin()
+        for sharded in self._sharded.values():
+            sharded.begin_step()
 
     def begin_last_backward(self, index: int) -> None:
         """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
-        self._stages[index].last_backward = True
+        if index in self._sharded:
+            self._sharded[index].begin_last_backward()
+        else:
+            self._stages[index].last_backward = True
 
     def finish(self, index: int) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
+        if index in self._sharded:
+            return None
         stage = self._stages[index]
         while stage.unreduced:
             self._launch(stage)
@@ -143,6 +154,8 @@ class Reducer:
                 parameter.grad.mul_(factor)
         for bucket in self._all_buckets():
             bucket.buffer.mul_(factor)
+        for sharded in self._sharded.values():
+            sharded.scale(factor)
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.

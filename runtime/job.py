@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, TrainingError
@@ -19,6 +20,7 @@ from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.sharded import ShardedStage, Sharding, replicated
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
 from autopar.schedules.expand import rank_of, stages_of
@@ -70,22 +72,27 @@ class Job:
         self.plan, self.rank = plan, rank
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
-        self._place([layer for each in layers.values() for layer in each], weights, device)
+        self._place(layers, weights, device)
         crossing = crossing_specs(plan, graph)
-        autocast = autocast_of(plan.precision, device)
-        self.stages = {
-            index: Stage(each, crossing, graph.inputs, graph.outputs, autocast, plan.stages[index].recompute)
-            for index, each in layers.items()
-        }
+        sharding = [index for index in indices if plan.stages[index].shard != "none"]
+        self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
+        self.stages = {index: self._stage(index, each, crossing, graph, device) for index, each in layers.items()}
         clock = clock_of(device)
+        sharded = {index: stage for index, stage in self.stages.items() if isinstance(stage, ShardedStage)}
         self._reducer = Reducer(
-            {index: [list(layer.module.parameters()) for layer in each] for index, each in layers.items()},
+            {
+                index: [list(layer.module.parameters()) for layer in each]
+                for index, each in layers.items()
+                if index not in sharded
+            },
+            sharded,
             _ranks(plan, indices),
             {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
             transport,
             clock.mark,
         )
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        self._twins: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
+        trained = [self._stepped(parameter) for parameter in self.parameters.values() if parameter.requires_grad]
         self.optimizer = model.make_optimizer(trained) if trained else None
         self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
         self._load = self._loading(model, graph, device)
@@ -125,8 +132,12 @@ class Job:
         return {**self.parameters, **self.buffers}
 
     def _place(
-        self, layers: list[Layer], weights: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], device: torch.device
+        self,
+        stages: Mapping[int, list[Layer]],
+        weights: Callable[[Iterable[str]], Mapping[str, torch.Tensor]],
+        device: torch.device,
     ) -> None:
+        layers = [layer for each in stages.values() for layer in each]
         trainable: dict[str, bool] = {}
         wanted: dict[str, None] = {}
         for layer in layers:
@@ -134,16 +145,47 @@ class Job:
                 trainable[name] = layer.parameter(attribute).requires_grad
             wanted.update(dict.fromkeys([*layer.parameters.values(), *layer.buffers.values()]))
         values = weights(wanted)
+        divided = self._divided(stages)
         missing = [name for name in wanted if name not in values]
         if missing:
             raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check --weights")
         self.parameters = {
-            name: torch.nn.Parameter(values[name].to(device), requires_grad=needed)
+            # What is divided need not fit the device as a whole.
+            name: torch.nn.Parameter(values[name].to("cpu" if name in divided else device), requires_grad=needed)
             for name, needed in trainable.items()
         }
         self.buffers = {name: values[name].to(device) for name in wanted if name not in trainable}
         for layer in layers:
             materialize(layer, {**self.parameters, **self.buffers}, device)
+
+    def _divided(self, stages: Mapping[int, list[Layer]]) -> set[str]:
+        """Return the names of the parameters of which every replica is to keep a part."""
+        sharded = [layer for index, each in stages.items() if self.plan.stages[index].shard != "none" for layer in each]
+        names = {name for layer in sharded for name in layer.parameters.values()}
+        return names - {tied.parameter for tied in self.plan.tied}
+
+    def _stage(
+        self, index: int, layers: list[Layer], crossing: list[TensorSpec], graph: LayerGraph, device: torch.device
+    ) -> Stage:
+        placed = self.plan.stages[index]
+        autocast = autocast_of(self.plan.precision, device)
+        if self._mesh is None or placed.shard == "none":
+            return Stage(layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
+        divided = self._divided({index: layers})
+        apart = frozenset(parameter for name, parameter in self.parameters.items() if name not in divided)
+        sharding = Sharding(placed.shard, self._mesh, apart)
+        stage = ShardedStage(sharding, layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
+        for layer in layers:
+            self.parameters.update({name: layer.parameter(attribute) for attribute, name in layer.parameters.items()})
+        return stage
+
+    def _stepped(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Return what the optimizer steps: beside divided parameters all are of their kind, as torch's kernels ask."""
+        if self._mesh is None or isinstance(parameter, DTensor):
+            return parameter
+        twin = torch.nn.Parameter(replicated(parameter.detach(), self._mesh))
+        self._twins.append((parameter, twin))
+        return twin
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         """Return the parameters of this rank's stages that other ranks' stages share, by plan index."""
@@ -171,6 +213,9 @@ class Job:
                 raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
             self._reducer.scale(1.0 / float(count))
         self._reducer.release_untouched()
+        for parameter, twin in self._twins:
+            assert self._mesh is not None
+            twin.grad = None if parameter.grad is None else replicated(parameter.grad, self._mesh)
         if self.optimizer is not None:
             self.optimizer.step()
         if self._scheduler is not None:

@@ -18,9 +18,3 @@ def check_scope(plan: Plan) -> None:
         raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without --divisible")
-    for index, stage in enumerate(plan.stages):
-        if stage.shard != "none":
-            raise UsageError(
-                f"stage {index} shards its {stage.shard} among {stage.replicas} replicas, which `autopar run` does not "
-                "do yet; plan with --shard none"
-            )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
@@ -36,6 +37,9 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """Begin to replace a tensor by its sum over ``ranks``, in place."""
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of some ranks that reduce together, this one among them."""
 
 
 class _Work:
@@ -65,7 +69,7 @@ class GroupTransport:
         if context.device.type == "cuda":
             # NCCL runs one communicator's operations in order: opposite directions need one each.
             self._down = dist.new_group(everyone, timeout=patience)
-        self._rank = context.rank
+        self._rank, self._device_type = context.rank, context.device.type
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
@@ -78,6 +82,10 @@ class GroupTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
         return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """See :class:`Transport`."""
+        return DeviceMesh.from_group(self._groups[ranks], self._device_type)
 
 
 def _begin(start: _Start) -> _Work:

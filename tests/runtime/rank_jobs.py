@@ -17,6 +17,7 @@ from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.job import Job
+from autopar.runtime.sharded import whole
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
 
@@ -58,10 +59,10 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[float]:
         record = job.step(step)
         losses.append(record.loss)
         if step == 0:
-            gradients = {name: p.grad for name, p in job.parameters.items() if p.grad is not None}
+            gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}
             _write(folder / f"gradients-{rank}", gradients)
     job.finish()
-    _write(folder / f"parameters-{rank}", job.parameters)
+    _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})
     _write(folder / f"buffers-{rank}", job.buffers)
     return losses
 
