@@ -72,15 +72,8 @@ def peak_of(parts: Parts, held: Held) -> Bytes:
     r = held.replicas
     kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
     if held.shard != "none":
-        kept = parts.parameters - (-parts.optimizer // r)
+        kept, gradients = _sharded(parts, held)
         update = -(-update // r)
-    if held.shard == "gradients":
-        # The shards from which every step gathers the parameters; and two layers' gradients on their way to theirs.
-        kept, gradients = kept - (-parts.parameters // r), 2 * parts.largest - (-gradients // r)
-    if held.shard == "parameters":
-        kept = -(-(parts.parameters + parts.optimizer) // r)
-        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
-        gradients = 4 * parts.largest - (-gradients // r)
     full = held.warmup - 1
     messages = _messages(parts, held)
     begun: Bytes = 0
@@ -93,6 +86,26 @@ def peak_of(parts: Parts, held: Held) -> Bytes:
     inputs = held.micro_batches * rows_bytes(held.rows, parts.inputs)
     most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
     return kept + inputs + most
+
+
+def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
+    """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
+    apart = parts.lasting
+    """Parameters that other stages hold, too, are whole everywhere."""
+
+    def part(total: Bytes, whole: Bytes) -> Bytes:
+        return whole - (-(total - whole) // held.replicas)
+
+    optimizer = part(parts.optimizer, parts.optimizer * apart // np.maximum(parts.gradients, 1))
+    if held.shard == "parameters":
+        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
+        return part(parts.parameters, apart) + optimizer, part(parts.gradients, apart) + 4 * parts.largest
+    # Every step gathers the parameters from parts of them.
+    kept = parts.parameters - (-(parts.parameters - apart) // held.replicas) + optimizer
+    if held.shard == "optimizer":
+        return kept, parts.gradients
+    # Two layers' gradients are on their way to the parts.
+    return kept, part(parts.gradients, apart) + 2 * parts.largest
 
 
 def _messages(parts: Parts, held: Held) -> Bytes:

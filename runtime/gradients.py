@@ -133,6 +133,7 @@ class Reducer:
     def finish(self, index: int) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
         if index in self._sharded:
+            self._sharded[index].finish()
             return None
         stage = self._stages[index]
         while stage.unreduced:

@@ -55,6 +55,7 @@ class Job:
         transport: Transport,
         device: torch.device,
         note: Callable[[int, int], None],
+        offload: bool = False,
     ) -> None:
         """Build the rank's stage, holding only its own parameters.
 
@@ -68,6 +69,7 @@ class Job:
             transport: moves tensors to other ranks.
             device: where this rank computes.
             note: called with (step, position in the program) before every action.
+            offload: whether what replicas divide waits in the host's memory.
         """
         self.plan, self.rank = plan, rank
         indices, self.replica = stages_of(plan, rank)
@@ -76,7 +78,9 @@ class Job:
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
         self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
-        self.stages = {index: self._stage(index, each, crossing, graph, device) for index, each in layers.items()}
+        self.stages = {
+            index: self._stage(index, each, crossing, graph, device, offload) for index, each in layers.items()
+        }
         clock = clock_of(device)
         sharded = {index: stage for index, stage in self.stages.items() if isinstance(stage, ShardedStage)}
         self._reducer = Reducer(
@@ -165,7 +169,13 @@ class Job:
         return names - {tied.parameter for tied in self.plan.tied}
 
     def _stage(
-        self, index: int, layers: list[Layer], crossing: list[TensorSpec], graph: LayerGraph, device: torch.device
+        self,
+        index: int,
+        layers: list[Layer],
+        crossing: list[TensorSpec],
+        graph: LayerGraph,
+        device: torch.device,
+        offload: bool,
     ) -> Stage:
         placed = self.plan.stages[index]
         autocast = autocast_of(self.plan.precision, device)
@@ -173,7 +183,7 @@ class Job:
             return Stage(layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
         divided = self._divided({index: layers})
         apart = frozenset(parameter for name, parameter in self.parameters.items() if name not in divided)
-        sharding = Sharding(placed.shard, self._mesh, apart)
+        sharding = Sharding(placed.shard, self._mesh, apart, offload, placed.division == "round-robin")
         stage = ShardedStage(sharding, layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
         for layer in layers:
             self.parameters.update({name: layer.parameter(attribute) for attribute, name in layer.parameters.items()})

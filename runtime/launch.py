@@ -23,7 +23,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.precision import check_precision
-from autopar.runtime.scope import check_scope
+from autopar.runtime.scope import check_offload, check_scope
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -43,6 +43,8 @@ class RunOptions:
     """Folder for the trained weights."""
     timeout_s: float = 300.0
     """Longest that a rank may stand still."""
+    cpu_offload: bool = False
+    """Whether what replicas divide waits in the host's memory."""
     data: Path | None = None
     """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
 
@@ -74,6 +76,8 @@ def run(
     """
     check_precision(plan)
     check_scope(plan)
+    if options.cpu_offload:
+        check_offload(plan)
     program = expand(plan)
     check(program, plan)
     _check_devices(plan)
@@ -101,6 +105,8 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
     """
     check_precision(plan)
     check_scope(plan)
+    if options.cpu_offload:
+        check_offload(plan)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
         try:
@@ -148,6 +154,7 @@ def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> Tra
         workspace=str(folder),
         steps=options.steps,
         save=save,
+        offload=options.cpu_offload,
     )
 
 

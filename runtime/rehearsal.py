@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import CaptureError, ModelError, TrainingError
+from autopar.errors import AutoparError, CaptureError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
@@ -103,6 +104,8 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
+    except AutoparError:
+        raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
@@ -152,6 +155,11 @@ class _Silence:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         return _Holding(tensor)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        raise UsageError(
+            "a stage is sharded, whose replicas meet while they compute; plan with --shard none to rehearse"
+        )
 
 
 class _Holding:

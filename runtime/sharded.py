@@ -35,6 +35,8 @@ class Sharding:
     """Parameters that other stages hold, too: every replica keeps them whole."""
     offload: bool = False
     """Whether what is divided waits in the host's memory."""
+    turning: bool = False
+    """Whether the replicas take whole micro-batches in turn."""
 
 
 class ShardedStage(Stage):
@@ -42,7 +44,8 @@ class ShardedStage(Stage):
 
     Layers are gathered and reduced one by one. A parameter that several layers of the stage use is gathered for the
     whole stage: divided with each of them, it would be several. Gradients are summed, not averaged: the loss of a
-    replica is weighted by its samples already.
+    replica is weighted by its samples already. Replicas that take turns gather and reduce before and after all
+    micro-batches, since they do not meet in between.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class ShardedStage(Stage):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for layer in layers:
             _check_types(layer)
-        units = [self._divide(layer.module, sharding.apart | several) for layer in called]
+        self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
         self._whole = _Whole([layer.module for layer in called], several - sharding.apart)
         self._root = self._divide(self._whole, sharding.apart)
         for before, after in pairwise(units):
@@ -91,9 +94,22 @@ class ShardedStage(Stage):
         self._root.set_requires_gradient_sync(self._sharding.level != "optimizer")
         self._root.set_reshard_after_backward(self._sharding.level == "parameters")
         self._root.set_is_last_backward(False)
+        for unit in (self._root, *self._units) if self._sharding.turning else ():
+            unit.unshard()
 
     def begin_last_backward(self) -> None:
         """Say that the next backward completes the gradients: what was gathered for the step is let go."""
+        if not self._sharding.turning:
+            self._close()
+
+    def finish(self) -> None:
+        """Reduce what no backward has reduced."""
+        if self._sharding.turning:
+            self._close()
+            # What ends a backward reduces all that is left; torch's own pipelines call it after split backwards, too.
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _close(self) -> None:
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
         self._root.set_is_last_backward(True)
@@ -149,6 +165,7 @@ class _Whole(nn.Module):
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor; of a divided one, all replicas ask for it together."""
+    tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -176,6 +193,6 @@ def _check_types(layer: Layer) -> None:
     types = sorted({str(each.dtype) for each in layer.module.parameters() if each.requires_grad})
     if len(types) > 1:
         raise UsageError(
-            f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide together; "
-            "plan with --shard none"
+            f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide "
+            "together; plan with --shard none"
         )

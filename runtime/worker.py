@@ -17,6 +17,7 @@ from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job, reduction_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.sharded import whole
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -41,6 +42,8 @@ class TrainArguments(TypedDict):
     steps: int
     save: str | None
     """Folder for the trained weights."""
+    offload: bool
+    """Whether what replicas divide waits in the host's memory."""
 
 
 class RankResult(TypedDict):
@@ -72,7 +75,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
-    job = build(context, plan, model, graph, workspace)
+    job = build(context, plan, model, graph, workspace, offload=arguments["offload"])
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -105,7 +108,15 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     )
 
 
-def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph, workspace: Workspace) -> Job:
+def build(
+    context: RankContext,
+    plan: Plan,
+    model: UserModel,
+    graph: LayerGraph,
+    workspace: Workspace,
+    *,
+    offload: bool = False,
+) -> Job:
     """Build this rank's job from what was prepared on its host."""
     torch.set_num_threads(plan.threads)
     program = expand(plan)
@@ -116,7 +127,7 @@ def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph,
         if context.board is not None:
             context.board.write(context.rank, STEPPING, step, position)
 
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
+    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, offload)
 
 
 def _common_origin(context: RankContext) -> float:
@@ -132,8 +143,11 @@ def _common_origin(context: RankContext) -> float:
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
-    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads."""
-    if folder is None or job.replica != 0:
+    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
+
+    The first replica writes. The others give it their parts, one parameter after the other.
+    """
+    if folder is None:
         return {}
     first: dict[str, int] = {}
     for stage, placed in enumerate(job.plan.stages):
@@ -142,7 +156,14 @@ def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None)
                 first.setdefault(name, stage)
     saved = {}
     for index in job.stages:
-        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
+        state = {}
+        for name, tensor in job.state().items():
+            if first[name] == index:
+                gathered = whole(tensor)
+                if job.replica == 0:
+                    state[name] = gathered.cpu()
+        if job.replica != 0:
+            continue
         if index == 0:
             state |= workspace.read(workspace.names() - first.keys())
         weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)

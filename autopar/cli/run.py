@@ -8,6 +8,7 @@ from autopar.cli.references import recorded
 from autopar.cli.training import (
     DEFAULT_REPORT,
     AsJson,
+    CpuOffload,
     Overwrite,
     PlanFile,
     ReportFile,
@@ -36,6 +37,7 @@ def command(
     report: ReportFile = DEFAULT_REPORT,
     trace: TraceFile = None,
     timeout_s: Timeout = 300.0,
+    cpu_offload: CpuOffload = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +53,7 @@ def command(
     from autopar.cli.progress import steps_progress
     from autopar.runtime.launch import RunOptions, run
 
-    options = RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan))
+    options = RunOptions(steps, weights, save, timeout_s, cpu_offload, data_of(chosen, plan))
     with steps_progress(steps) as progress:
         outcome = run(chosen, model, options, progress)
     reports.write(outcome.report, outcome.timeline)

@@ -19,6 +19,7 @@ from autopar.formats.timeline import Timeline
 __all__ = [
     "DEFAULT_REPORT",
     "AsJson",
+    "CpuOffload",
     "Overwrite",
     "PlanFile",
     "ReportFile",
@@ -53,6 +54,10 @@ TraceFile = Annotated[
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
+]
+CpuOffload = Annotated[
+    bool,
+    typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")]

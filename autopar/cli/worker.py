@@ -11,6 +11,7 @@ from autopar.cli.references import recorded
 from autopar.cli.training import (
     DEFAULT_REPORT,
     AsJson,
+    CpuOffload,
     Overwrite,
     PlanFile,
     ReportFile,
@@ -40,6 +41,7 @@ def command(
     report: ReportFile = DEFAULT_REPORT,
     trace: TraceFile = None,
     timeout_s: Timeout = 300.0,
+    cpu_offload: CpuOffload = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -53,8 +55,9 @@ def command(
         from autopar.cli.progress import steps_progress
         from autopar.runtime.launch import RunOptions, join
 
+        options = RunOptions(steps, weights, save, timeout_s, cpu_offload, data_of(chosen, plan))
         with steps_progress(steps, quiet=os.environ.get("RANK") != "0") as progress:
-            outcome = join(chosen, model, RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan)), progress)
+            outcome = join(chosen, model, options, progress)
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
         if os.environ.get("RANK", "0") == "0":
