@@ -158,7 +158,7 @@ class _Silence:
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         raise UsageError(
-            "a stage is sharded, whose replicas meet while they compute; plan with --shard none to rehearse"
+            "replicas that shard meet while they compute, which no rehearsal shows; plan with --shard none"
         )
 
 
