@@ -13,6 +13,7 @@ from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
+from autopar.planner.heading import heading
 from autopar.planner.links import Collective
 from autopar.planner.options import PlanOptions
 from autopar.planner.shares import shares_of
@@ -41,16 +42,8 @@ def assemble(
     A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it, its bubble
     counts computing as long as it takes alone, and the check is left to who runs it, which ``autopar run`` does first.
     """
-    profile = costs.profile
     plan = Plan(
-        model=profile.model,
-        batch=costs.batch,
-        precision=profile.precision,
-        device_type=profile.device.type,
-        threads=profile.device.threads,
-        seed=options.seed,
-        bytes_per_s=options.bytes_per_s,
-        divisible=costs.divisible,
+        **heading(costs, options),
         schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,

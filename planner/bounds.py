@@ -40,8 +40,10 @@ __all__ = [
     "StageTerms",
     "Terms",
     "Value",
+    "beside_s",
     "bound",
     "fold",
+    "fold_chain",
     "last",
     "link_terms",
     "round_trips",
@@ -200,7 +202,7 @@ def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candi
         return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
     # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
     rows = min(before.shares[-1], after.shares[-1])
-    count = len(range(0, candidate.micro_batches, lcm(_turning(before), _turning(after))))
+    count = len(range(0, candidate.micro_batches, lcm(before.turning, after.turning)))
     forth, back = [], []
     for sender, receiver in product(_ends(costs, before), _ends(costs, after)):
         route = Route(0, 0, 0, rows)
@@ -209,10 +211,6 @@ def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candi
         forth.append(costs.message_s(there, sender, receiver))
         back.append(costs.message_s(returned, receiver, sender) if flow.gradients else 0.0)
     return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
-
-
-def _turning(stage: Placed) -> int:
-    return len(stage.devices) if stage.division == "round-robin" else 1
 
 
 def _ends(costs: CostModel, stage: Placed) -> list[int]:

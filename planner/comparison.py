@@ -9,8 +9,9 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.compared import Compared
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.planner.alternatives import references
 from autopar.planner.assemble import candidate_of
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import Peer, peers
@@ -43,9 +44,11 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    found = peers(costs, simulator, options)
+    compared = references(simulator, families(costs.batch, options), options)
+    found = peers(simulator, options, compared)
     rows = [_row(simulator, each) for each in found]
-    own = plan(profile, cluster, options, [each.candidate for each in found if each.candidate and not each.reason])
+    known = [each.candidate for each in found if each.candidate and not each.reason]
+    own = plan(profile, cluster, options, known, compared)
     every = [_own(own, costs), *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 

@@ -96,16 +96,20 @@ def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
     def part(total: Bytes, whole: Bytes) -> Bytes:
         return whole - (-(total - whole) // held.replicas)
 
-    optimizer = part(parts.optimizer, parts.optimizer * apart // np.maximum(parts.gradients, 1))
+    most: Bytes = np.maximum(parts.gradients, 1)
+    optimizer = part(parts.optimizer, parts.optimizer * apart // most)
     if held.shard == "parameters":
         # Two layers' parameters are whole, one that computes and the next, and as many gradients.
-        return part(parts.parameters, apart) + optimizer, part(parts.gradients, apart) + 4 * parts.largest
+        kept: Bytes = part(parts.parameters, apart) + optimizer
+        passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
+        return kept, passing
     # Every step gathers the parameters from parts of them.
-    kept = parts.parameters - (-(parts.parameters - apart) // held.replicas) + optimizer
+    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // held.replicas)
     if held.shard == "optimizer":
         return kept, parts.gradients
     # Two layers' gradients are on their way to the parts.
-    return kept, part(parts.gradients, apart) + 2 * parts.largest
+    passing = part(parts.gradients, apart) + 2 * parts.largest
+    return kept, passing
 
 
 def _messages(parts: Parts, held: Held) -> Bytes:

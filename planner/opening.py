@@ -56,10 +56,9 @@ class _Opening:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
         self.states = States(stages)
-        elements = stages.pool.states * len(stages.ways) * stages.layers * len(stages.lengths)
-        self.large = elements > MANY_ELEMENTS
+        self.large = stages.size > MANY_ELEMENTS
         turns = stages.family.micro_batches * len(self.costs.devices)
-        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // elements, MOST_TURNS // turns))
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size, MOST_TURNS // turns))
 
     def go(self) -> Opened:
         """See :func:`opened`."""

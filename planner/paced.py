@@ -2,9 +2,9 @@
 problems.
 
 A stage keeps a pace if a micro-batch takes it no longer, and if it may have as many in flight as that takes
-(:func:`autopar.planner.depths.depth_for`). From the last stage to the first, the suffix with the shortest round trip is
-kept for every state of the pool: it needs the fewest in flight, and a step takes about its round trip, and a pace for
-every further micro-batch.
+(:mod:`autopar.planner.depths`). From the last stage to the first, the suffix with the shortest round trip is kept for
+every state of the pool: it needs the fewest in flight, and a step takes about its round trip, and a pace for every
+further micro-batch.
 """
 
 from __future__ import annotations

@@ -46,11 +46,16 @@ _OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
 
 
 def plan(
-    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, known: Sequence[Candidate] = ()
+    profile: Profile,
+    cluster: Cluster,
+    options: PlanOptions | None = None,
+    known: Sequence[Candidate] = (),
+    compared: Sequence[Reference] | None = None,
 ) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    The search starts from the ``known`` candidates. Pure: the same arguments give the same plan, on any machine.
+    The search starts from the ``known`` candidates. ``compared`` are the references of the same question, where they
+    have been tried. Pure: the same arguments give the same plan, on any machine.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -72,7 +77,7 @@ def plan(
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
-    compared = references(simulator, every, options)
+    compared = references(simulator, every, options) if compared is None else compared
     best, lower_bound_s, said = _search(simulator, every, options, compared, known)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, compared, best)

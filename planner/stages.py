@@ -119,6 +119,11 @@ class StageTables:
         between = self._firsts + self.lengths < self.layers
         return all(bool((np.asarray(each)[:, :, between]).all()) for each in (self._links.forth, self._links.back))
 
+    @property
+    def size(self) -> int:
+        """How many stages there are in all states of the pool, of those that are told apart."""
+        return self.pool.states * len(self.ways) * self.layers * len(self.lengths)
+
     def next(self, first: int) -> Next:
         """Return every stage that may begin with a layer, of those that fit somewhere."""
         if first not in self._next:

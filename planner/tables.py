@@ -156,7 +156,5 @@ class SuffixTables:
         return shifted
 
     def _distinguished(self, least: int) -> int:
-        tables, pool = self.stages, self.stages.pool
-        devices = len(pool.remaining(0))
-        size = max(1, pool.states * len(tables.ways) * tables.layers * len(tables.lengths))
-        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // size))
+        tables, devices = self.stages, len(self.stages.pool.remaining(0))
+        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // max(1, tables.size)))

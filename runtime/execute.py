@@ -27,6 +27,7 @@ from autopar.runtime.flight import Flight
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.scale import LossScale
 from autopar.runtime.seeds import seed_generator, seed_of
 from autopar.runtime.stage import Stage
 from autopar.schedules.expand import stages_of
@@ -44,6 +45,12 @@ class StepRecord:
     """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
     count: float = 0.0
     """What the loss counted, where it returns a sum and a count."""
+    total_loss: float | None = None
+    """The mini-batch's loss, where all ranks had to know it."""
+    gradient_norm: float | None = None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    overflowed: bool = False
+    """Whether scaled gradients were not finite: nothing was updated."""
     times_s: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of every action of the program."""
 
@@ -61,6 +68,7 @@ class Executor:
         reducer: Reducer,
         tally: LossTally,
         update: Callable[[StepRecord], None],
+        scale: LossScale | None,
         clock: Clock,
         device: torch.device,
         note: Callable[[int, int], None],
@@ -76,13 +84,14 @@ class Executor:
             reducer: its gradients.
             tally: its losses.
             update: steps the optimizer, gradients being complete.
+            scale: what losses are multiplied by before their backward.
             clock: times the actions.
             device: where tensors live.
             note: called with (step, position in the program) before every action.
         """
         self._plan, self._actions, self._rank = plan, list(actions), rank
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
-        self._tally = tally
+        self._tally, self._scale = tally, scale
         self._update, self._clock, self._device, self._note = update, clock, device, note
         chunks, replica = stages_of(plan, rank)
         placed = plan.stages[chunks[0]]
@@ -175,6 +184,7 @@ class Executor:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
+        weight *= self._scale.value if self._scale is not None else 1.0
         self._flights[index, micro_batch] = Flight(stage, received, outputs, weight)
 
     def _backward(self, index: int, micro_batch: int) -> None:
@@ -203,6 +213,9 @@ class Executor:
             del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:
-        """Settle the loss, and step the optimizer unless the loss is not a number."""
-        self._record.loss, self._record.count = self._tally.settle()
+        """Settle the loss, and step the optimizer unless the loss is not a number.
+
+        Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
+        """
+        self._record.loss, self._record.count = self._tally.settle(finite=self._scale is None)
         self._update(self._record)

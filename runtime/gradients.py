@@ -80,6 +80,7 @@ class Reducer:
         shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
         mark: Callable[[], object],
+        rank: int,
     ) -> None:
         """Lay the gradients out.
 
@@ -90,7 +91,9 @@ class Reducer:
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
+            rank: which rank this is.
         """
+        self._rank = rank
         self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
         seen = {id(parameter) for parameter, _ in shared.values()}
         self._plain: list[torch.nn.Parameter] = []
@@ -156,7 +159,17 @@ class Reducer:
         for bucket in self._all_buckets():
             bucket.buffer.mul_(factor)
         for sharded in self._sharded.values():
-            sharded.scale(factor)
+            for part in sharded.gradients():
+                part.mul_(factor)
+
+    def owned(self) -> list[torch.Tensor]:
+        """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
+        owned = [bucket for bucket, ranks in self._shared.values() if self._rank == ranks[0]]
+        if self._rank == self._replicas[0]:
+            owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
+        parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None] + divided
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.

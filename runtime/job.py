@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
-from autopar.errors import FileError, TrainingError
+from autopar.errors import FileError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
 from autopar.runtime.clock import clock_of
@@ -20,12 +21,17 @@ from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.scale import LossScale
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import ShardedStage, Sharding, replicated
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
+from autopar.runtime.update import Update
 from autopar.schedules.expand import rank_of, stages_of
 
-__all__ = ["Job", "reduction_groups"]
+__all__ = ["DEFAULTS", "Job", "reduction_groups"]
+
+DEFAULTS = TrainSettings()
 
 
 def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -44,6 +50,8 @@ def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
 class Job:
     """One rank: its stage, optimizer and data, stepped together with the other ranks' jobs."""
 
+    update_of: ClassVar[type[Update]] = Update
+
     def __init__(
         self,
         plan: Plan,
@@ -55,7 +63,7 @@ class Job:
         transport: Transport,
         device: torch.device,
         note: Callable[[int, int], None],
-        offload: bool = False,
+        settings: TrainSettings = DEFAULTS,
     ) -> None:
         """Build the rank's stage, holding only its own parameters.
 
@@ -69,7 +77,7 @@ class Job:
             transport: moves tensors to other ranks.
             device: where this rank computes.
             note: called with (step, position in the program) before every action.
-            offload: whether what replicas divide waits in the host's memory.
+            settings: what the user asks beyond the plan.
         """
         self.plan, self.rank = plan, rank
         indices, self.replica = stages_of(plan, rank)
@@ -79,7 +87,8 @@ class Job:
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
         self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
         self.stages = {
-            index: self._stage(index, each, crossing, graph, device, offload) for index, each in layers.items()
+            index: self._stage(index, each, crossing, graph, device, settings.cpu_offload)
+            for index, each in layers.items()
         }
         clock = clock_of(device)
         sharded = {index: stage for index, stage in self.stages.items() if isinstance(stage, ShardedStage)}
@@ -94,13 +103,11 @@ class Job:
             {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
             transport,
             clock.mark,
+            rank,
         )
-        self._twins: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
-        trained = [self._stepped(parameter) for parameter in self.parameters.values() if parameter.requires_grad]
-        self.optimizer = model.make_optimizer(trained) if trained else None
-        self._scheduler = model.make_scheduler(self.optimizer) if self.optimizer else None
+        scale = LossScale() if plan.precision == "fp16" else None
+        self._update = self._updating(model, graph, transport, device, settings, scale)
         self._load = self._loading(model, graph, device)
-        self._transport, self._counts = transport, graph.loss == "sum_count"
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
@@ -112,11 +119,11 @@ class Job:
             self._reducer,
             self._tally(),
             self._update,
+            scale,
             clock,
             device,
             note,
         )
-        self._device = device
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -189,13 +196,22 @@ class Job:
             self.parameters.update({name: layer.parameter(attribute) for attribute, name in layer.parameters.items()})
         return stage
 
-    def _stepped(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return what the optimizer steps: beside divided parameters all are of their kind, as torch's kernels ask."""
-        if self._mesh is None or isinstance(parameter, DTensor):
-            return parameter
-        twin = torch.nn.Parameter(replicated(parameter.detach(), self._mesh))
-        self._twins.append((parameter, twin))
-        return twin
+    def _stepped(self, trained: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], Callable[[], None]]:
+        """Return what the optimizer steps, and what gives it the gradients.
+
+        Beside divided parameters all are of their kind, or torch's kernels for many at once would refuse them.
+        """
+        mesh = self._mesh
+        if mesh is None:
+            return trained, lambda: None
+        whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        twins = {parameter: torch.nn.Parameter(replicated(parameter.detach(), mesh)) for parameter in whole}
+
+        def lend() -> None:
+            for parameter, twin in twins.items():
+                twin.grad = None if parameter.grad is None else replicated(parameter.grad, mesh)
+
+        return [twins.get(parameter, parameter) for parameter in trained], lend
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         """Return the parameters of this rank's stages that other ranks' stages share, by plan index."""
@@ -211,22 +227,34 @@ class Job:
         """Return what gives the share's model inputs of every micro-batch of a step."""
         return ShareLoader(model, self.plan, self.rank, self.inputs, device).load
 
+    def _updating(
+        self,
+        model: UserModel,
+        graph: LayerGraph,
+        transport: Transport,
+        device: torch.device,
+        settings: TrainSettings,
+        scale: LossScale | None,
+    ) -> Callable[[StepRecord], None]:
+        """Return what completes the gradients and steps the optimizer."""
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        stepped, lend = self._stepped(trained)
+        everyone = tuple(range(len(self.plan.devices)))
+        counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
+        update = self.update_of(
+            stepped,
+            model,
+            self._reducer,
+            transport,
+            everyone,
+            device,
+            counts=counts,
+            clip_norm=clip_norm,
+            scale=scale,
+        )
+        if update.optimizer is not None:
+            update.optimizer.register_step_pre_hook(lambda *_: lend())
+        return update
+
     def _tally(self) -> LossTally:
         return LossTally(self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch)
-
-    def _update(self, record: StepRecord) -> None:
-        """Complete the gradients and step the optimizer."""
-        if self._counts:
-            count = torch.tensor([record.count], dtype=torch.float64, device=self._device)
-            self._transport.all_reduce(count, tuple(range(len(self.plan.devices)))).wait()
-            if not count:
-                raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
-            self._reducer.scale(1.0 / float(count))
-        self._reducer.release_untouched()
-        for parameter, twin in self._twins:
-            assert self._mesh is not None
-            twin.grad = None if parameter.grad is None else replicated(parameter.grad, self._mesh)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -22,8 +22,8 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.precision import check_precision
 from autopar.runtime.scope import check_offload, check_scope
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -43,10 +43,9 @@ class RunOptions:
     """Folder for the trained weights."""
     timeout_s: float = 300.0
     """Longest that a rank may stand still."""
-    cpu_offload: bool = False
-    """Whether what replicas divide waits in the host's memory."""
     data: Path | None = None
     """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
+    settings: TrainSettings = field(default_factory=TrainSettings)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -74,9 +73,8 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
-    check_precision(plan)
     check_scope(plan)
-    if options.cpu_offload:
+    if options.settings.cpu_offload:
         check_offload(plan)
     program = expand(plan)
     check(program, plan)
@@ -103,9 +101,8 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         UsageError: another number of ranks was started than the plan needs.
         AutoparError: as :func:`run`, on every rank.
     """
-    check_precision(plan)
     check_scope(plan)
-    if options.cpu_offload:
+    if options.settings.cpu_offload:
         check_offload(plan)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
@@ -154,7 +151,7 @@ def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> Tra
         workspace=str(folder),
         steps=options.steps,
         save=save,
-        offload=options.cpu_offload,
+        settings=options.settings.as_dict(),
     )
 
 

@@ -60,6 +60,8 @@ def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, 
         bubble=timeline.bubble(),
         rank_times=tuple(_rank_times(timeline, result, typical) for result in results),
         initial_weights=initial_weights,
+        gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
+        overflows=sum(results[0]["overflowed"]),
         notes=tuple(notes),
     )
     return Outcome(report, timeline)

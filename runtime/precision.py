@@ -9,24 +9,12 @@ from dataclasses import replace
 import torch
 
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
-__all__ = ["autocast_of", "check_precision", "crossing_specs"]
+__all__ = ["autocast_of", "crossing_specs"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def check_precision(plan: Plan) -> None:
-    """Refuse what cannot be trained in.
-
-    Raises:
-        UsageError: float16, whose small gradients vanish without a scaled loss.
-    """
-    if plan.precision == "fp16":
-        remedy = "profile with --precision bf16 and plan again"
-        raise UsageError(f"the plan is for fp16, whose training needs a scaled loss, which is not done yet; {remedy}")
 
 
 def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

@@ -21,6 +21,7 @@ from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.scope import check_scope
 from autopar.runtime.transport import Pending
+from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
 
@@ -112,8 +113,21 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
     return int(tracker.peak_bytes)
 
 
+class _UnreadUpdate(Update):
+    """An update that asks for no number."""
+
+    def __call__(self, record: StepRecord) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _sum(self, values: list[float]) -> list[float]:
+        return values
+
+
 class _SilentJob(Job):
     """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
+
+    update_of = _UnreadUpdate
 
     def _loading(
         self, model: UserModel, graph: LayerGraph, device: torch.device
@@ -132,15 +146,9 @@ class _SilentJob(Job):
     def _tally(self) -> LossTally:
         return _UnreadTally(1, 1)
 
-    def _update(self, record: StepRecord) -> None:
-        if self._counts:
-            self._reducer.scale(1.0)
-        if self.optimizer is not None:
-            self.optimizer.step()
-
 
 class _UnreadTally(LossTally):
-    def settle(self) -> tuple[float, float]:
+    def settle(self, *, finite: bool = True) -> tuple[float, float]:
         return 0.0, 0.0
 
 

@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Shard
 from autopar.runtime.stage import Stage
 
-__all__ = ["ShardedStage", "Sharding", "local", "replicated", "whole"]
+__all__ = ["ShardedStage", "Sharding", "replicated", "whole"]
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class ShardedStage(Stage):
         self._root.set_reshard_after_backward(True)
         self._root.set_is_last_backward(True)
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield this replica's parts of the gradients that there are."""
         for parameter in self._parameters():
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(factor)
+            if isinstance(parameter.grad, DTensor):
+                yield parameter.grad.to_local()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self._whole.parameters() if isinstance(parameter, DTensor))
@@ -167,11 +167,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor; of a divided one, all replicas ask for it together."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:

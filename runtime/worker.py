@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -15,8 +15,9 @@ from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
@@ -42,8 +43,8 @@ class TrainArguments(TypedDict):
     steps: int
     save: str | None
     """Folder for the trained weights."""
-    offload: bool
-    """Whether what replicas divide waits in the host's memory."""
+    settings: dict[str, Any]
+    """Of :class:`TrainSettings`."""
 
 
 class RankResult(TypedDict):
@@ -60,6 +61,8 @@ class RankResult(TypedDict):
     """Step -> start and end of every action, for the last steps."""
     peak_bytes: int
     peak_kind: str
+    gradient_norm: list[float | None]
+    overflowed: list[bool]
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -75,7 +78,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
-    job = build(context, plan, model, graph, workspace, offload=arguments["offload"])
+    job = build(context, plan, model, graph, workspace, TrainSettings(**arguments["settings"]))
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -102,6 +105,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
             for step, record in enumerate(records)
             if record.times_s
         },
+        gradient_norm=[record.gradient_norm for record in records],
+        overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         saved=_save(job, graph, workspace, arguments["save"]),
@@ -114,8 +119,7 @@ def build(
     model: UserModel,
     graph: LayerGraph,
     workspace: Workspace,
-    *,
-    offload: bool = False,
+    settings: TrainSettings = DEFAULTS,
 ) -> Job:
     """Build this rank's job from what was prepared on its host."""
     torch.set_num_threads(plan.threads)
@@ -127,7 +131,7 @@ def build(
         if context.board is not None:
             context.board.write(context.rank, STEPPING, step, position)
 
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, offload)
+    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
 
 def _common_origin(context: RankContext) -> float:

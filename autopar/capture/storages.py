@@ -37,7 +37,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result = resize(storage, size)
+            result: torch.UntypedStorage = resize(storage, size)
             if storage._cdata in self._sizes:
                 self._count(storage._cdata, storage.nbytes())
             return result
@@ -86,8 +86,9 @@ def _identity(tensor: torch.Tensor) -> int:
 
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        outer: Any = value
+        if is_traceable_wrapper_subclass(outer):
+            return _tensors([getattr(outer, name) for name in outer.__tensor_flatten__()[0]])
         return [value]
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in _tensors(item)]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import FileReference, Plan
@@ -20,22 +22,14 @@ _OUTPUT = Path("plan.json")
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(help="What `autopar profile` measured.")] = Path("profile.json"),
-    gpus: Annotated[
-        int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
-            "(`autopar cluster list`); default: cluster.json beside the profile, else estimated."
-        ),
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
+    profile: ProfileFile = Path("profile.json"),
+    gpus: Gpus = None,
+    cluster: ClusterName = None,
+    memory: Memory = None,
+    batch: Batch = None,
     schedule: Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")] = "auto",
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    bandwidth: Bandwidth = None,
     objective: Annotated[
         str,
         typer.Option(
@@ -146,12 +140,14 @@ def _cluster(
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     from rich.console import Console
 
+    from autopar.formats.profile import is_model
     from autopar.report.plan import render
 
     plan.save(output)
     console = Console(stderr=True)
     render(plan, console)
-    runs = plan.refusal is None and not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
+    runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
+    runs = runs and all(stage.shard == "none" for stage in plan.stages)
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:

@@ -13,6 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
+from autopar.planner.heading import heading
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions
@@ -48,18 +49,11 @@ def stash_plan(
     notes: Iterable[str] = (),
 ) -> Plan:
     """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
-    costs, profile = prices.costs, prices.costs.profile
+    costs = prices.costs
     busy = prices.busy(candidate)
     binding = max(busy, key=lambda name: busy[name])
     return Plan(
-        model=profile.model,
-        batch=costs.batch,
-        precision=profile.precision,
-        device_type=profile.device.type,
-        threads=profile.device.threads,
-        seed=options.seed,
-        bytes_per_s=options.bytes_per_s,
-        divisible=costs.divisible,
+        **heading(costs, options),
         schedule="1f1b",
         objective=objective,
         weight_policy="stash",

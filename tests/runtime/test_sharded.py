@@ -1,1 +1,169 @@
 """Stages whose replicas divide what they hold train as the plain loop does: docs/promises.md, in float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import plain
+import pytest
+from dictated import dictate
+from safetensors.torch import load_file
+from test_training import EXAMPLES, FILE, NARROW, OPTIMIZERS
+
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.formats.plan import Plan
+from autopar.ranks.pool import RankPool
+from autopar.runtime.workspace import Workspace
+
+MODELS = Path(__file__).parent / "models"
+LEVELS = ("optimizer", "gradients", "parameters")
+STEPS = 2
+
+
+class Case(NamedTuple):
+    file: Path
+    model: UserModel
+    graph: LayerGraph
+    workspace: Path
+
+
+def _case(file: Path, text: str) -> Case:
+    file.write_text(text)
+    model = load(str(file))
+    graph = capture(model, model.build(0))
+    workspace = file.with_suffix("")
+    workspace.mkdir()
+    Workspace(workspace).prepare(model, dictate(graph, model, (1,), 1, 2), None)
+    return Case(file, model, graph, workspace)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with RankPool(5) as pool:
+        patch.undo()
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for name in ("gpt", "resnet"):
+        narrow = NARROW[name] | ({"BLOCKS": 3} if name == "gpt" else {})
+        text = FILE.format(base=str(EXAMPLES / f"{name}.py"), narrow=narrow, optimizer=OPTIMIZERS["adamw"])
+        found[name] = _case(folder / f"{name}.py", text)
+    for name in ("everything", "dropout", "detached"):
+        found[name] = _case(folder / f"{name}.py", (MODELS / f"{name}.py").read_text())
+    for kind in ("foreach", "fused"):
+        text = (MODELS / "everything.py").read_text().replace("lr=1e-2", f"lr=1e-2, {kind}=True")
+        found[kind] = _case(folder / f"{kind}.py", text)
+    return found
+
+
+def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> None:
+    arguments = {
+        "plan": plan.dumps(),
+        "model": str(case.file),
+        "workspace": str(case.workspace),
+        "folder": str(folder),
+        "steps": STEPS,
+    }
+    pool.run("rank_jobs:train_and_keep", arguments, ranks=len(plan.devices))
+    random = [layer.name for layer in case.graph.layers if layer.random]
+    stage_of = {name: stage for stage in plan.stages for name in stage.layers}
+    module_of = {module: layer.name for layer in case.graph.layers for module in layer.modules}
+
+    def shares_of(name: str) -> Sequence[int]:
+        while name not in module_of:
+            name = name.rpartition(".")[0]
+        stage = stage_of[module_of[name]]
+        return stage.rows if stage.division == "split" else stage.rows[:1]
+
+    rows = plan.micro_batch_size
+    truth = plain.train(case.file, plan.micro_batches, rows, shares_of, random, steps=STEPS)
+    largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
+    for rank in range(len(plan.devices)):
+        gradients = load_file(folder / f"gradients-{rank}")
+        for name, gradient in gradients.items():
+            assert float((gradient - truth.gradients[name]).abs().max()) <= 1e-12 * largest, f"{name} on rank {rank}"
+        parameters = load_file(folder / f"parameters-{rank}")
+        assert gradients.keys() == parameters.keys() & truth.gradients.keys()
+        for name, parameter in parameters.items():
+            expected = truth.parameters[name]
+            bound = 1e-10 * float(expected.abs().max()) + 1e-10
+            assert float((parameter - expected).abs().max()) <= bound, f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("widths", "recompute"), [((2,), True), ((2, 1), False), ((1, 2), True), ((2, 3), False), ((2, 3), True)]
+)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("example", ["gpt", "resnet"])
+def test_sharded_stages_train_as_the_plain_loop(
+    example: str,
+    level: str,
+    widths: tuple[int, ...],
+    recompute: bool,
+    cases: dict[str, Case],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = cases[example]
+    plan = dictate(case.graph, case.model, widths, 3, 7, "1f1b", recompute=recompute, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_parameters_and_token_counts_survive_sharding(
+    level: str, widths: tuple[int, ...], cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["everything"]
+    plan = dictate(case.graph, case.model, widths, 3, 5, "1f1b", shard=level)
+    assert bool(plan.tied) == (len(widths) > 1)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_kernels_that_step_all_parameters_at_once_take_divided_and_whole_ones(
+    kind: str, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    plan = dictate(cases[kind].graph, cases[kind].model, (2, 1), 3, 5, "1f1b", shard="parameters")
+    _trains_as_plain(pool, cases[kind], plan, tmp_path)
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is(cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    case = cases["detached"]
+    _trains_as_plain(pool, case, dictate(case.graph, case.model, (2,), 2, 4, shard="parameters"), tmp_path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout_is_drawn_as_without_sharding(
+    level: str, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, (2, 1), 3, 5, "1f1b", cuts=[3], recompute=True, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rank_shards_several_stages(level: str, cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, (2, 2), 4, 4, "interleaved", chunks=2, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize(("widths", "turns"), [((2, 1), [0]), ((2, 3), [0, 1])])
+def test_replicas_that_take_unequally_many_turns_divide_the_optimizers_state(
+    widths: tuple[int, ...], turns: list[int], cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, widths, 5, 3, "gpipe", turns=turns, shard="optimizer")
+    _trains_as_plain(pool, case, plan, tmp_path)

@@ -14,18 +14,27 @@ from rank_jobs import keep
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.in_process import Exchange, InProcessTransport
-from autopar.runtime.job import Job
+from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.settings import TrainSettings
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
 
 def train_in_threads(
-    plan: Plan, graph: LayerGraph, model: UserModel, state: Mapping[str, torch.Tensor], folder: Path, steps: int
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    steps: int,
+    settings: TrainSettings = DEFAULTS,
+    records: dict[int, list[StepRecord]] | None = None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
-    Where the loss counts, parts are plain sums.
+    Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given.
     """
     program = expand(plan)
     check(program, plan)
@@ -40,8 +49,12 @@ def train_in_threads(
         try:
             transport = InProcessTransport(exchange, rank)
             device = torch.device("cpu")
-            job = Job(plan, program, rank, _own(graph), model, read, transport, device, lambda step, position: None)
-            losses[rank] = keep(job, rank, steps, folder)
+            place = (rank, _own(graph), model, read, transport, device)
+            job = Job(plan, program, *place, lambda step, position: None, settings)
+            kept = keep(job, rank, steps, folder)
+            losses[rank] = [record.loss for record in kept]
+            if records is not None:
+                records[rank] = kept
         except BaseException as error:
             errors.append(error)
             exchange.break_off()
