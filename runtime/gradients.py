@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -132,6 +133,10 @@ class Reducer:
             self._sharded[index].begin_last_backward()
         else:
             self._stages[index].last_backward = True
+
+    def weight_backward(self, index: int) -> AbstractContextManager[None]:
+        """Return the context of the second half of a backward."""
+        return self._sharded[index].weight_backward() if index in self._sharded else nullcontext()
 
     def finish(self, index: int) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -77,6 +77,7 @@ class ShardedStage(Stage):
         for before, after in pairwise(units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        self._last = False
         # Left to itself, it would gather what another micro-batch's forward came to.
         units[0].set_modules_to_backward_prefetch([units[0]])
 
@@ -91,28 +92,55 @@ class ShardedStage(Stage):
         """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
         for parameter in self._parameters():
             parameter.grad = None
-        self._root.set_requires_gradient_sync(self._sharding.level != "optimizer")
-        self._root.set_reshard_after_backward(self._sharding.level == "parameters")
-        self._root.set_is_last_backward(False)
-        for unit in (self._root, *self._units) if self._sharding.turning else ():
-            unit.unshard()
+        self._last = False
+        self._set(reduce=self._sharding.level != "optimizer", let_go=self._sharding.level == "parameters")
+        if self._sharding.turning:
+            self._gather()
 
     def begin_last_backward(self) -> None:
         """Say that the next backward completes the gradients: what was gathered for the step is let go."""
+        self._last = True
         if not self._sharding.turning:
-            self._close()
+            self._set(reduce=True, let_go=True)
+
+    @contextmanager
+    def weight_backward(self) -> Iterator[None]:
+        """Return the context of the second half of a backward, which FSDP2 does not see.
+
+        It goes through the layers' operators, not through the layers: all of their parameters are gathered before it,
+        and what it made is reduced after it.
+        """
+        self._gather()
+        self._set(reduce=False, let_go=False)
+        yield
+        if self._last and not self._sharding.turning:
+            self._reduce()
+        elif self._sharding.level != "optimizer":
+            self._set(reduce=True, let_go=self._sharding.level == "parameters")
+            self._end_backward()
 
     def finish(self) -> None:
         """Reduce what no backward has reduced."""
         if self._sharding.turning:
-            self._close()
-            # What ends a backward reduces all that is left; torch's own pipelines call it after split backwards, too.
-            self._root._get_fsdp_state()._root_post_backward_final_callback()
+            self._reduce()
 
-    def _close(self) -> None:
-        self._root.set_requires_gradient_sync(True)
-        self._root.set_reshard_after_backward(True)
-        self._root.set_is_last_backward(True)
+    def _set(self, *, reduce: bool, let_go: bool) -> None:
+        """Say what the backwards from now on do with a layer's gradients and with its parameters."""
+        self._root.set_requires_gradient_sync(reduce)
+        self._root.set_reshard_after_backward(let_go)
+        self._root.set_is_last_backward(reduce and let_go and self._last)
+
+    def _gather(self) -> None:
+        for unit in (self._root, *self._units):
+            unit.unshard()
+
+    def _reduce(self) -> None:
+        self._set(reduce=True, let_go=True)
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        # It reduces all that is left; torch's own pipelines call it after split backwards, too.
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this replica's parts of the gradients that there are."""

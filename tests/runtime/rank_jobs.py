@@ -18,6 +18,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
@@ -45,6 +46,17 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
         job.step(1)
         job.finish()
     return int(tracker.peak_bytes)
+
+
+def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
+    """Train one step; return the norm of all gradients."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    settings = TrainSettings(clip_norm=arguments["clip_norm"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    record = job.step(0)
+    job.finish()
+    return float(record.gradient_norm or 0.0)
 
 
 @cache
