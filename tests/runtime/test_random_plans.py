@@ -20,6 +20,8 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.schedules.expand import stages_of
 
 MODELS = Path(__file__).parent / "models"
 STEPS = 2
@@ -67,18 +69,21 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
 
-def equals_plain(name: str, plan: Plan) -> None:
+def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
     stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {module: layer.name for layer in graph.layers for module in layer.modules}
+    random = [layer.name for layer in graph.layers if layer.random]
     truth = plain.train(
         MODELS / f"{name}.py",
         plan.micro_batches,
         plan.micro_batch_size,
-        lambda module: stage_of[module].shares,
+        lambda module: stage_of[layer_of[module]].shares,
+        random,
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS)
+        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program=program)
         if graph.loss == "mean":
             assert losses == pytest.approx(truth.losses, rel=1e-12)
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
@@ -87,6 +92,13 @@ def equals_plain(name: str, plan: Plan) -> None:
                 assert float((gradient - truth.gradients[key]).abs().max()) <= 1e-12 * largest, key
             for key, parameter in load_file(Path(folder) / f"parameters-{rank}").items():
                 torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
+            for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not _replicas(plan, rank) else ():
+                torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
+
+
+def _replicas(plan: Plan, rank: int) -> int:
+    """Return which replica a rank is; buffers are those of the first."""
+    return stages_of(plan, rank)[1]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -20,6 +20,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard
+from autopar.formats.program import WEIGHT_BACKWARD
 from autopar.planner.memory import Held, Parts, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.launch import RunOptions, run
@@ -27,6 +28,7 @@ from autopar.runtime.rehearsal import rehearse
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.weights import names, read
 from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import expand
 
 MODELS = Path(__file__).parent / "models"
 LEVELS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
@@ -173,6 +175,18 @@ def test_dropout_is_drawn_as_without_sharding(
 def test_a_rank_shards_several_stages(level: Shard, cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
     case = cases["dropout"]
     plan = dictate(case.graph, case.model, (2, 2), 4, 4, "interleaved", chunks=2, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("level", ["none", *LEVELS])
+@pytest.mark.parametrize("example", ["everything", "dropout"])
+def test_split_backwards_of_replicas_train_as_the_plain_loop(
+    example: str, level: Shard, schedule: str, chunks: int, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases[example]
+    plan = dictate(case.graph, case.model, (2, 2), 5, 4, schedule, chunks=chunks, shard=level)
+    assert any(action.kind == WEIGHT_BACKWARD for action in expand(plan).ranks[0])
     _trains_as_plain(pool, case, plan, tmp_path)
 
 
