@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from autopar.runtime.sharded import ShardedStage
 from autopar.runtime.transport import Pending, Transport
 from autopar.schedules.buckets import buckets
+
+if TYPE_CHECKING:
+    from autopar.runtime.sharded import ShardedStage
 
 __all__ = ["Reducer"]
 

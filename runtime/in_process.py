@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import UsageError
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.transport import Pending
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Exchange", "InProcessTransport"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize
@@ -23,11 +22,14 @@ from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.scale import LossScale
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.sharded import ShardedStage, Sharding, replicated
 from autopar.runtime.stage import Stage
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Update
 from autopar.schedules.expand import rank_of, stages_of
+
+if TYPE_CHECKING:
+    # What shards takes most of a second to import.
+    from autopar.runtime.sharded import ShardedStage
 
 __all__ = ["DEFAULTS", "Job", "reduction_groups"]
 
@@ -91,20 +93,7 @@ class Job:
             for index, each in layers.items()
         }
         clock = clock_of(device)
-        sharded = {index: stage for index, stage in self.stages.items() if isinstance(stage, ShardedStage)}
-        self._reducer = Reducer(
-            {
-                index: [list(layer.module.parameters()) for layer in each]
-                for index, each in layers.items()
-                if index not in sharded
-            },
-            sharded,
-            _ranks(plan, indices),
-            {i: (self.parameters[tied.parameter], _ranks(plan, tied.stages)) for i, tied in self._shared()},
-            transport,
-            clock.mark,
-            rank,
-        )
+        self._reducer = self._reducing(layers, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(model, graph, transport, device, settings, scale)
         self._load = self._loading(model, graph, device)
@@ -141,6 +130,15 @@ class Job:
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by the model's own names."""
         return {**self.parameters, **self.buffers}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return all of a parameter or buffer; replicas that divide parameters ask for it together."""
+        tensor = self.state()[name].detach()
+        if self._mesh is None:
+            return tensor
+        from autopar.runtime.sharded import whole
+
+        return whole(tensor)
 
     def _place(
         self,
@@ -188,6 +186,8 @@ class Job:
         autocast = autocast_of(self.plan.precision, device)
         if self._mesh is None or placed.shard == "none":
             return Stage(layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
+        from autopar.runtime.sharded import ShardedStage, Sharding
+
         divided = self._divided({index: layers})
         apart = frozenset(parameter for name, parameter in self.parameters.items() if name not in divided)
         sharding = Sharding(placed.shard, self._mesh, apart, offload, placed.division == "round-robin")
@@ -204,6 +204,10 @@ class Job:
         mesh = self._mesh
         if mesh is None:
             return trained, lambda: None
+        from torch.distributed.tensor import DTensor
+
+        from autopar.runtime.sharded import replicated
+
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         twins = {parameter: torch.nn.Parameter(replicated(parameter.detach(), mesh)) for parameter in whole}
 
@@ -220,6 +224,21 @@ class Job:
             for i, tied in enumerate(self.plan.tied)
             if self.stages.keys() & set(tied.stages) and len(_ranks(self.plan, tied.stages)) > 1
         ]
+
+    def _reducing(self, layers: Mapping[int, list[Layer]], transport: Transport, mark: Callable[[], object]) -> Reducer:
+        shards = (index for index in self.stages if self.plan.stages[index].shard != "none")
+        sharded = {index: cast("ShardedStage", self.stages[index]) for index in shards}
+        others = layers.keys() - sharded.keys()
+        shared = {i: (self.parameters[tied.parameter], _ranks(self.plan, tied.stages)) for i, tied in self._shared()}
+        return Reducer(
+            {index: [list(layer.module.parameters()) for layer in layers[index]] for index in sorted(others)},
+            sharded,
+            _ranks(self.plan, self.stages),
+            shared,
+            transport,
+            mark,
+            self.rank,
+        )
 
     def _loading(
         self, model: UserModel, graph: LayerGraph, device: torch.device

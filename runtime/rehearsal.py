@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
@@ -24,6 +24,9 @@ from autopar.runtime.transport import Pending
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["rehearse", "rehearse_model"]
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GroupTransport", "Pending", "Transport"]
 
@@ -96,6 +98,8 @@ class GroupTransport:
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`Transport`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         return DeviceMesh.from_group(self._groups[ranks], self._device_type)
 
 

@@ -18,7 +18,6 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import DEFAULTS, Job, reduction_groups
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.sharded import whole
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -163,11 +162,11 @@ def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None)
     saved = {}
     for index in job.stages:
         state = {}
-        for name, tensor in job.state().items():
+        for name in job.state():
             if first[name] == index:
-                gathered = whole(tensor)
+                tensor = job.whole(name)
                 if job.replica == 0:
-                    state[name] = gathered.cpu()
+                    state[name] = tensor.cpu()
         if job.replica != 0:
             continue
         if index == 0:
