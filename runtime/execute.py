@@ -233,7 +233,8 @@ class Executor:
         place = index, micro_batch
         flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
         if kind == WEIGHT_BACKWARD:
-            flight.backward_weight()
+            with self._reducer.weight_backward(index):
+                flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from autopar.errors import UsageError
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.transport import Pending
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Exchange", "InProcessTransport"]
 
@@ -51,6 +55,10 @@ class InProcessTransport:
         receive = _Receive(self._exchange, (peer, self._rank), tensor, self._posted[peer])
         self._posted[peer].append(receive)
         return receive
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Refuse: threads of one process have no mesh."""
+        raise UsageError(f"ranks {ranks} of one process cannot shard; train with processes")
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""

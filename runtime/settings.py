@@ -19,6 +19,8 @@ class TrainSettings:
 
     clip_norm: float | None = None
     """Largest norm of all gradients together; larger ones are scaled down to it."""
+    cpu_offload: bool = False
+    """Whether what replicas divide waits in the host's memory."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

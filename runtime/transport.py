@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GroupTransport", "Pending", "Transport"]
 
@@ -36,6 +39,9 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """Begin to replace a tensor by its sum over ``ranks``, in place."""
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of some ranks that reduce together, this one among them."""
 
 
 class _Work:
@@ -67,7 +73,7 @@ class GroupTransport:
         if context.device.type == "cuda":
             # NCCL runs one communicator's operations in order: opposite directions need one each.
             self._down = dist.new_group(everyone, timeout=patience)
-        self._rank = context.rank
+        self._rank, self._device_type = context.rank, context.device.type
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
@@ -89,6 +95,12 @@ class GroupTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
         return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """See :class:`Transport`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._groups[ranks], self._device_type)
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -148,8 +148,11 @@ def _common_origin(context: RankContext) -> float:
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
-    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads."""
-    if folder is None or job.replica != 0:
+    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
+
+    The first replica writes. The others give it their parts, one parameter after the other.
+    """
+    if folder is None:
         return {}
     first: dict[str, int] = {}
     for stage, placed in enumerate(job.plan.stages):
@@ -158,7 +161,14 @@ def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None)
                 first.setdefault(name, stage)
     saved = {}
     for index in job.stages:
-        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
+        state = {}
+        for name in job.state():
+            if first[name] == index:
+                tensor = job.whole(name)
+                if job.replica == 0:
+                    state[name] = tensor.cpu()
+        if job.replica != 0:
+            continue
         if index == 0:
             state |= workspace.read(workspace.names() - first.keys())
         weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)

@@ -64,6 +64,10 @@ class Training:
         float | None,
         typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
     ] = None
+    cpu_offload: Annotated[
+        bool,
+        typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
+    ] = False
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -88,7 +92,7 @@ class Training:
         from autopar.runtime.launch import RunOptions
         from autopar.runtime.settings import TrainSettings
 
-        settings = TrainSettings(clip_norm=self.clip_norm)
+        settings = TrainSettings(clip_norm=self.clip_norm, cpu_offload=self.cpu_offload)
         data = data_of(chosen, self.plan)
         return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data, settings, self.program)
 
