@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.errors import UsageError
 from autopar.formats.plan import Shard
+from autopar.runtime.passes import Pass
 from autopar.runtime.stage import Stage
 
 __all__ = ["ShardedStage", "Sharding", "replicated", "whole"]
@@ -82,11 +84,12 @@ class ShardedStage(Stage):
         units[0].set_modules_to_backward_prefetch([units[0]])
 
     def forward(
-        self, rows: int, values: dict[str, torch.Tensor], seed: Callable[[str], None]
-    ) -> dict[str, torch.Tensor]:
+        self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
         """See :class:`Stage`."""
-        outputs: dict[str, torch.Tensor] = self._whole(super().forward, rows, values, seed)
-        return outputs
+        found: tuple[dict[str, torch.Tensor], list[Pass]]
+        found = self._whole(partial(super().forward, split=split), rows, values, seed)
+        return found
 
     def begin_step(self) -> None:
         """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
