@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,9 @@ from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
+    BACKWARDS,
     FORWARD,
+    INPUT_BACKWARD,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -19,6 +21,7 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
+    WEIGHT_BACKWARD,
     Action,
     RankProgram,
 )
@@ -33,8 +36,6 @@ from autopar.schedules.expand import stages_of
 
 __all__ = ["Executor", "StepRecord"]
 
-_BACKWARDS = (BACKWARD,)
-
 
 @dataclass
 class StepRecord:
@@ -46,6 +47,23 @@ class StepRecord:
     """What the loss counted, where it returns a sum and a count."""
     times_s: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of every action of the program."""
+
+
+def _recomputable(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
+
+    While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    following: Action | None = None
+    for position in reversed(range(len(actions))):
+        action = actions[position]
+        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
+            if following and following.kind in (BACKWARD, INPUT_BACKWARD):
+                found[position] = following.stage, following.micro_batch
+        elif action.kind not in (SEND, SEND_GRADIENT):
+            following = action
+    return found
 
 
 class Executor:
@@ -88,8 +106,13 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in _BACKWARDS)
+        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in BACKWARDS)
         self._last = {action.stage: i for i, action in computed}
+        self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
+        self._early = _recomputable(self._actions)
+        self._last_send = {
+            action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)
+        }
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -117,6 +140,8 @@ class Executor:
         for position, action in enumerate(self._actions):
             self._note(step, position)
             self._mailbox.post(position)
+            if position in self._early:
+                self._flights[self._early[position]].recompute()
             marks.append(self._clock.mark())
             try:
                 if action.kind == REDUCE:
@@ -143,15 +168,16 @@ class Executor:
     def _perform(self, position: int, action: Action) -> None:
         if action.kind == FORWARD:
             self._forward(action.stage, action.micro_batch)
-        elif action.kind in _BACKWARDS:
+        elif action.kind in BACKWARDS:
             if position == self._last[action.stage]:
                 self._reducer.begin_last_backward(action.stage)
-            self._backward(action.stage, action.micro_batch)
+            self._backward(action.kind, action.stage, action.micro_batch)
         elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
             self._mailbox.receive(position)
         elif action.kind in (SEND, SEND_GRADIENT):
-            self._mailbox.send(position, self._outgoing[action.kind, action.stage, action.micro_batch])
-            self._forget(position, action)
+            self._mailbox.send(position, self._outgoing[action[:3]])
+            if position == self._last_send[action[:3]]:
+                del self._outgoing[action[:3]]
         elif action.kind == REDUCE_TIED:
             self._reducer.reduce_shared(action.micro_batch)
         elif action.kind == UPDATE:
@@ -167,20 +193,27 @@ class Executor:
             number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
             seed_generator(self._device, number)
 
-        outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
+        split = (INPUT_BACKWARD, index, micro_batch) in self._split
+        outputs, passes = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed, split=split)
         # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
-        self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
+        sent = {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in stage.sent}
+        self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
-        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight)
+        self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
 
-    def _backward(self, index: int, micro_batch: int) -> None:
-        flight = self._flights.pop((index, micro_batch))
+    def _backward(self, kind: str, index: int, micro_batch: int) -> None:
+        """Run a backward, or a half of one; the flight ends with the second half."""
+        place = index, micro_batch
+        flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
+        if kind == WEIGHT_BACKWARD:
+            flight.backward_weight()
+            return
+        run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
-        self._hand_out(SEND_GRADIENT, index, micro_batch, flight.backward(gradients))
+        self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
 
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
@@ -195,12 +228,6 @@ class Executor:
         for stage in stages[1:]:
             total = total + self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stage, name)
         return total
-
-    def _forget(self, position: int, action: Action) -> None:
-        """Let go of a tensor after its last send."""
-        following = self._actions[position + 1] if position + 1 < len(self._actions) else None
-        if following is None or following[:3] != action[:3]:
-            del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,8 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.schedules.expand import stages_of
 
 MODELS = Path(__file__).parent / "models"
 STEPS = 2
@@ -67,18 +70,19 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
 
-def equals_plain(name: str, plan: Plan) -> None:
+def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
-    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    random = [layer.name for layer in graph.layers if layer.random]
     truth = plain.train(
         MODELS / f"{name}.py",
         plan.micro_batches,
         plan.micro_batch_size,
-        lambda module: stage_of[module].shares,
+        lambda module: _shares_of(graph, plan, module),
+        random,
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS)
+        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program)
         if graph.loss == "mean":
             assert losses == pytest.approx(truth.losses, rel=1e-12)
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
@@ -87,6 +91,22 @@ def equals_plain(name: str, plan: Plan) -> None:
                 assert float((gradient - truth.gradients[key]).abs().max()) <= 1e-12 * largest, key
             for key, parameter in load_file(Path(folder) / f"parameters-{rank}").items():
                 torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
+            for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not _replicas(plan, rank) else ():
+                torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
+
+
+def _shares_of(graph: LayerGraph, plan: Plan, module: str) -> Sequence[int]:
+    """Return how the stage that a module is in divides a micro-batch."""
+    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {each: layer.name for layer in graph.layers for each in layer.modules}
+    while module not in layer_of:
+        module = module.rpartition(".")[0]
+    return stage_of[layer_of[module]].shares
+
+
+def _replicas(plan: Plan, rank: int) -> int:
+    """Return which replica a rank is; buffers are those of the first."""
+    return stages_of(plan, rank)[1]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

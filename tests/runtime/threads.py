@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from rank_jobs import keep
@@ -14,22 +15,31 @@ from rank_jobs import keep
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.runtime.data import ShareLoader
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
+from autopar.runtime.segment import Segment
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
 
 def train_in_threads(
-    plan: Plan, graph: LayerGraph, model: UserModel, state: Mapping[str, torch.Tensor], folder: Path, steps: int
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    steps: int,
+    program: Program | None = None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
-    Where the loss counts, parts are plain sums.
+    Where the loss counts, parts are plain sums. ``program`` is run in place of the plan's own.
     """
-    program = expand(plan)
+    program = program or expand(plan)
     check(program, plan)
-    exchange = Exchange()
+    exchange, drawing = Exchange(), threading.Lock()
     losses: dict[int, list[float]] = {}
     errors: list[BaseException] = []
 
@@ -40,16 +50,29 @@ def train_in_threads(
         try:
             transport = InProcessTransport(exchange, rank)
             device = torch.device("cpu")
-            job = Job(plan, program, rank, _own(graph), model, read, transport, device, lambda step, position: None)
+            with drawing:
+                job = Job(plan, program, rank, _own(graph), model, read, transport, device, lambda step, position: None)
             losses[rank] = keep(job, rank, steps, folder)
         except BaseException as error:
             errors.append(error)
             exchange.break_off()
 
-    _together(len(plan.devices), work)
+    alone = [_one_at_a_time(function, drawing) for function in (Segment.run, ShareLoader.load)]
+    with patch.object(Segment, "run", alone[0]), patch.object(ShareLoader, "load", alone[1]):
+        _together(len(plan.devices), work)
     if errors:
         raise errors[0]
     return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+    """Let no two threads seed and use the one generator of random numbers that they share at once."""
+
+    def alone(*arguments: object, **options: object) -> object:
+        with lock:
+            return run(*arguments, **options)
+
+    return alone
 
 
 def _own(graph: LayerGraph) -> LayerGraph:
