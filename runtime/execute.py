@@ -177,8 +177,7 @@ class Executor:
             seed_generator(self._device, number)
 
         outputs = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed)
-        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        outputs |= {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
+        outputs |= stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, {spec.name: outputs[spec.name] for spec in stage.sent})
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])

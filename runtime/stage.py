@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -75,6 +75,22 @@ class Stage:
             for name in drop:
                 del values[name]
         return values
+
+    def sendable(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is sent of a share's outputs, in the types that receivers expect.
+
+        Raises:
+            TrainingError: a tensor has another shape than they expect; names it.
+        """
+        for spec in self.sent:
+            found, expected = tuple(outputs[spec.name].shape), spec.shape(rows)
+            if found != expected:
+                raise TrainingError(
+                    f"tensor {spec.name} has shape {found}, the plan sends {expected}; shapes must not change between "
+                    "steps"
+                )
+        # Under autocast, a device may have made another type than was profiled.
+        return {spec.name: outputs[spec.name].to(spec.dtype) for spec in self.sent}
 
     def _run(
         self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], seed: Callable[[str], None]
