@@ -8,6 +8,7 @@ from typing import Literal
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
 from autopar.formats.profile import Profile
+from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
@@ -36,11 +37,13 @@ def assemble(
     alternatives: Iterable[Alternative],
     notes: Iterable[str],
     bounds: Bounds | None = None,
+    step_s: float | None = None,
 ) -> Plan:
     """Return the plan of a candidate, its program checked and its step simulated.
 
-    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it, its bubble
-    counts computing as long as it takes alone, and the check is left to who runs it, which ``autopar run`` does first.
+    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it (unless it
+    is known: ``step_s``), its bubble counts computing as long as it takes alone, and the check is left to who runs it,
+    which ``autopar run`` does first.
     """
     plan = Plan(
         **heading(costs, options),
@@ -50,25 +53,29 @@ def assemble(
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
-        predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
+        predicted=_predicted(costs, candidate),
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
-    step_s, bubble, shares = _simulated(plan, candidate, costs)
-    predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), bubble)
+    step_s, bubble, shares = _simulated(plan, candidate, costs, step_s)
     # The program's step may differ in its last digits from the one that the search stopped at.
     least = None if bounds is None else Bounds(**{name: min(each, step_s) for name, each in bounds})
+    found = {"step_s": step_s, "lower_bound_s": min(lower_bound_s, step_s), "bubble": min(1.0, bubble)}
     explained = {"bounds": least, "binding": binding(costs, candidate), "shares": shares}
-    return plan.model_copy(update={"predicted": predicted.model_copy(update=explained)})
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={**found, **explained})})
 
 
-def _simulated(plan: Plan, candidate: Candidate, costs: CostModel) -> tuple[float, float, Shares | None]:
+def _simulated(
+    plan: Plan, candidate: Candidate, costs: CostModel, step_s: float | None
+) -> tuple[float, float, Shares | None]:
     """Return the step's seconds, its bubble, and what the ranks' time goes to, where a timeline is traced."""
     if action_count(plan) > MOST_ACTIONS:
-        step_s = Simulator(costs).step_s(candidate)
+        if step_s is None:
+            step_s = Simulator(costs).step_s(candidate)
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
-    check(expand(plan), plan)
-    timeline = timeline_of(plan, costs)
+    program = expand(plan)
+    check(program, plan)
+    timeline = _traced(program, candidate, costs)
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -86,8 +93,12 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """Simulate a plan's own program."""
-    times = durations(costs, candidate_of(plan, costs.profile))
-    return trace(expand(plan), times, Traffic(costs.sharing, plan.devices) if costs.sharing else None)
+    return _traced(expand(plan), candidate_of(plan, costs.profile), costs)
+
+
+def _traced(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
+    devices = tuple(device for stage in candidate.stages for device in stage.devices)
+    return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:
@@ -133,12 +144,13 @@ def _schedule(candidate: Candidate) -> Literal["gpipe", "1f1b"]:
     return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
 
 
-def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, bubble: float) -> Predicted:
+def _predicted(costs: CostModel, candidate: Candidate) -> Predicted:
+    """Return what is known of a candidate before its program is simulated."""
     stages = candidate.stages
     return Predicted(
-        step_s=step_s,
-        lower_bound_s=lower_bound_s,
-        bubble=min(1.0, bubble),
+        step_s=0.0,
+        lower_bound_s=0.0,
+        bubble=0.0,
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),

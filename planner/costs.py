@@ -22,7 +22,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.planner.sums import StageSums
 from autopar.schedules.buckets import buckets
-from autopar.schedules.route import Route, routes, shares_of
+from autopar.schedules.route import Route, Routes, shares_of
 
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
@@ -283,7 +283,7 @@ class CostModel:
 
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
-        return self.links.message_s(size_bytes, self.links.level((sender, receiver)))
+        return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
 
     def compute_provenance(self, stage: Placed) -> Provenance:
         """Return where the times of a stage's forwards and backwards come from."""
@@ -296,12 +296,14 @@ class CostModel:
         return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
 
     def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
+        known = Routes()
         for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
             sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-            for route in routes(sending, receiving):
-                ends = sending.devices[route.sender], receiving.devices[route.receiver]
-                size = self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                yield self.links.message_provenance(size, self.links.level(ends))
+            sent: set[tuple[float, Level]] = set()
+            for route in known.between(sending, receiving):
+                level = self.links.topology.pair(sending.devices[route.sender], receiving.devices[route.receiver])
+                sent.add((self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample), level))
+            yield from (self.links.message_provenance(*each) for each in sent)
 
     def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
         for stage in candidate.stages:
@@ -340,11 +342,12 @@ class CostModel:
 
     def _stage_peak(self, candidate: Candidate, index: int) -> int:
         stage = candidate.stages[index]
-        cuts = [later.stop for later in candidate.stages[index + 1 :]]
+        forked = self.flows.forked(stage.first, stage.stop)
+        cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
         lead = max(0, candidate.stages[index - 1].warmup - stage.warmup) if index else 0
         # A replica of later turns takes part in no more micro-batches than the first.
         turns = stage.turns(0, candidate.micro_batches)
-        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
+        placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         return max(
             self.memory[kind].peak(stage.first, stage.stop, self.held(stage, rows, turns, lead), cuts)
             for rows, kind in placed

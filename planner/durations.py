@@ -7,7 +7,8 @@ from itertools import accumulate
 
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs import CostModel
-from autopar.schedules.route import routes
+from autopar.planner.links import Level
+from autopar.schedules.route import Routes
 
 __all__ = ["Durations", "durations"]
 
@@ -58,17 +59,24 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
 
 
 def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) -> None:
-    stages = candidate.stages
+    stages, known = candidate.stages, Routes()
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages]):
         sending, receiving = stages[producer], stages[consumer]
-        for route in routes(sending, receiving):
+        alike: dict[tuple[float, Level], tuple[float, float]] = {}
+        for route in known.between(sending, receiving):
             pair = starts[producer] + route.sender, starts[consumer] + route.receiver
-            devices = sending.devices[route.sender], receiving.devices[route.receiver]
-            size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-            found.message_s[pair] = costs.message_s(size, *devices)
+            key = route.stop - route.start, level(sending.devices[route.sender], receiving.devices[route.receiver])
+            if key not in alike:
+                sizes = (
+                    costs.message_bytes(route, candidate.micro_batch_size, each)
+                    for each in (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
+                )
+                forth_s, back_s = (costs.links.message_s(size, key[1]) for size in sizes)
+                alike[key] = forth_s, back_s
+            found.message_s[pair] = alike[key][0]
             if flow.gradients:
-                size = costs.message_bytes(route, candidate.micro_batch_size, flow.gradient_bytes_per_sample)
-                found.message_s[pair[::-1]] = costs.message_s(size, *devices[::-1])
+                found.message_s[pair[::-1]] = alike[key][1]
             if route.period > 1:
                 found.turns[pair] = found.turns[pair[::-1]] = route.first, route.period

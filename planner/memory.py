@@ -15,8 +15,12 @@ from autopar.planner.activations import Activations, rows_bytes
 from autopar.planner.areas import Area, Areas, Counts, windowed
 from autopar.planner.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.layers import LayerCosts
+from autopar.planner.repeats import Repeats
 
 __all__ = ["Held", "MemoryModel", "Parts", "peak_of"]
+
+MOST_KEPT = 100_000
+"""Peaks of single stages that are remembered."""
 
 Bytes = int | Counts
 
@@ -133,6 +137,9 @@ class MemoryModel:
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
         self._costs, self._flows, self._updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
+        self._repeats = Repeats.of(costs.layers, flows)
+        self._peaks: dict[tuple[int, int, Held], int] = {}
+        """By the earliest of the stages that are alike."""
         self._totals: dict[float, tuple[int, int]] = {}
         self._fixed: dict[tuple[int, int], Parts] = {}
         self._windows: dict[int, Parts] = {}
@@ -144,7 +151,7 @@ class MemoryModel:
         )
         self._state = [(np.array([0, *accumulate(values)]), self._shared(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
-        self._activations = Activations(costs, flows, self._gradients_made)
+        self._activations = Activations(costs, flows, self._gradients_made, self._repeats)
         self._largest = [layer.parameters_bytes for layer in layers]
         self._updates = [layer.update_bytes for layer in layers]
         gradients = [tensor for tensor in flows.crossing if tensor.gradient]
@@ -231,13 +238,23 @@ class MemoryModel:
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
         extra = 0
-        for layer in range(first, stop):
-            for tensor in self._flows.made_by(layer):
-                if tensor.gradient and tensor.consumers[-1] >= stop:
-                    readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
-                    extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
-        parts = self.parts(first, stop, held.rows, held.recompute)
-        return int(peak_of(parts, held)) + 2 * int(rows_bytes(held.rows, extra))
+        for tensor in self._flows.forked(first, stop):
+            if tensor.gradient and tensor.consumers[-1] >= stop:
+                readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
+                extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
+        return self._own_peak(first, stop, held) + 2 * int(rows_bytes(held.rows, extra))
+
+    def _own_peak(self, first: int, stop: int, held: Held) -> int:
+        """The peak, but for tensors that several later stages read."""
+        at = self._repeats.earliest(first, stop)
+        if at != first and held.recompute:
+            held = held._replace(recompute=frozenset(layer - first + at for layer in held.recompute))
+        key = (at, stop - first, held)
+        if key not in self._peaks:
+            if len(self._peaks) >= MOST_KEPT:
+                self._peaks.clear()
+            self._peaks[key] = int(peak_of(self.parts(at, at + stop - first, held.rows, held.recompute), held))
+        return self._peaks[key]
 
     def _gradients_made(self, first: int, stop: int) -> int:
         sums, shared = self._state[2]

@@ -131,10 +131,10 @@ class _Opening:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
         cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
-        tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), rounded=self.large)
+        tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
         lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
         for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
             cap_s = (lower_s + self.best.step_s) / 2
-            below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s))
+            below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states)
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
         return Opened(lower_s, None if self.large else tables)

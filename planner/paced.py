@@ -96,8 +96,7 @@ class Paced:
         return found
 
     def _fill(self, first: int) -> None:
-        following = self._capped.next(first)
-        following = following.some(np.flatnonzero(self._worth[following.way]))
+        following = self._capped.of(first, self._worth)
         states = np.flatnonzero(self._near(first))
         if not len(following.way) or not len(states):
             return
@@ -131,9 +130,10 @@ class Paced:
         return every.reshape(4, -1, len(following.way))
 
     def _keep(self, first: int, way: Counts, stops: Counts, states: Counts, prices: Numbers) -> None:
-        where = self._states.codes[way][:, states] * len(way) + np.arange(len(way))[:, None]
+        where = np.take(np.take(self._states.codes, states, axis=1), way, axis=0)
+        where = where * len(way) + np.arange(len(way))[:, None]
         around_s, back_s, closing_s, room = (np.take(each, where) for each in prices)
-        behind = self._states.after[way][:, states] + stops[:, None] * self._kept.trip_s.shape[1]
+        behind = self._states.behind(way, states) + stops[:, None] * self._kept.trip_s.shape[1]
         trip_s, done_s, ahead = (np.take(each, behind) for each in self._kept[:3])
         trip_s += around_s
         wanted = trip_s * np.float32(1 / self.pace_s)

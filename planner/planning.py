@@ -107,7 +107,7 @@ def _explained(
         *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
     ]
     rows = _alternatives(compared, near, None)
-    return assemble(costs, best.found.candidate, options, lower_bound_s, rows, notes, bounds)
+    return assemble(costs, best.found.candidate, options, lower_bound_s, rows, notes, bounds, best.step_s)
 
 
 def _check_stages(costs: CostModel, options: PlanOptions) -> None:

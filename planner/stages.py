@@ -7,6 +7,7 @@ whole. Where stages of similar length or width are taken together, every term is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, permutations
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from autopar.planner.queues import Queues, queues
 from autopar.planner.room import Room
 from autopar.planner.ways import Way, lengths_of, ways_of
 
-__all__ = ["Next", "StageTables"]
+__all__ = ["Next", "Spans", "StageTables"]
 
 MOST_BYTES = 8 * 2**30
 
@@ -52,11 +53,7 @@ class Next(NamedTuple):
     def some(self, indices: Counts) -> Next:
         """Return some of the stages."""
         own = self.way[indices], self.length[indices], self.longest[indices]
-        return Next(*own, self.stages[:, :, indices], self.links[:, :, indices])
-
-    def alone_s(self) -> Numbers:
-        """Return the seconds of a step of nothing else, ``[place, stage]``."""
-        return np.asarray(last(StageTerms(*self.stages)).step_s)
+        return Next(*own, np.take(self.stages, indices, axis=2), np.take(self.links, indices, axis=2))
 
     def stage_at(self, place: Counts) -> StageTerms:
         """Return the terms of the stages where they stand; ``place`` by way."""
@@ -66,6 +63,17 @@ class Next(NamedTuple):
         """Return those of the boundaries behind them; ``near`` by way."""
         forth, back, *seconds = self.links[:, near[self.way], np.arange(len(self.way))]
         return LinkTerms(forth > 0, back > 0, *seconds)
+
+
+class Spans(NamedTuple):
+    """Stages by what they take up; arrays over them."""
+
+    first: Counts
+    column: Counts
+    """Into the numbers of layers."""
+    width: Counts
+    alone_s: Numbers
+    """The seconds of a step of nothing else, where that is quickest."""
 
 
 class StageTables:
@@ -78,6 +86,7 @@ class StageTables:
         self.layers = costs.layer_count
         self.places = Places(costs, pool)
         self._next: dict[int, Next] = {}
+        self._alone_s: dict[int, Numbers] = {}
         self.room = Room(costs, family, pool)
         self.choices = {kind: choices(costs, options, self.room.binding(kind), apart=apart) for kind in pool.kinds}
         self.longest = self.layers if apart else self.room.reach(self.choices)
@@ -90,6 +99,7 @@ class StageTables:
         self.lengths = np.array(lengths_of(self.longest, apart=apart))
         self.constraints = Constraints.of(costs, options)
         self.room.look_at(self.lengths)
+        self._widths = np.array([way.width for way in self.ways])
         self._firsts = np.arange(self.layers)[:, None]
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         trained = (float(layer.trainable_bytes) for layer in costs.profile.layers)
@@ -129,6 +139,24 @@ class StageTables:
         if first not in self._next:
             self._next[first] = self._from(first)
         return self._next[first]
+
+    def alone_s(self, first: int) -> Numbers:
+        """Return the seconds of a step of nothing else than a stage that may begin with a layer, ``[place, stage]``."""
+        if first not in self._alone_s:
+            self._alone_s[first] = np.asarray(last(StageTerms(*self.next(first).stages)).step_s)
+        return self._alone_s[first]
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Every stage that fits somewhere, whatever it begins with."""
+        every = [self.next(first) for first in range(self.layers)]
+        found = (
+            np.repeat(np.arange(self.layers), [len(each.way) for each in every]),
+            np.concatenate([np.searchsorted(self.lengths, each.length) for each in every]),
+            self._widths[np.concatenate([each.way for each in every])],
+            np.concatenate([self.alone_s(first).min(axis=0, initial=np.inf) for first in range(self.layers)]),
+        )
+        return Spans(*found)
 
     def recomputed(self, way: int, first: int, stop: int) -> tuple[int, int]:
         """Return the fewest and the most layers that one stage recomputes."""

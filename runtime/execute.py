@@ -99,6 +99,7 @@ class Executor:
         self._share = replica if placed.division == "split" else 0
         computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in _BACKWARDS)
         self._last = {action.stage: i for i, action in computed}
+        self._final = {action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -207,8 +208,7 @@ class Executor:
 
     def _forget(self, position: int, action: Action) -> None:
         """Let go of a tensor after its last send."""
-        following = self._actions[position + 1] if position + 1 < len(self._actions) else None
-        if following is None or following[:3] != action[:3]:
+        if self._final[action[:3]] == position:
             del self._outgoing[action.kind, action.stage, action.micro_batch]
 
     def _close(self) -> None:

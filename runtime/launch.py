@@ -28,6 +28,7 @@ from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from autopar.schedules.saved import read_program
 
 __all__ = ["RunOptions", "StepProgress", "join", "run"]
 
@@ -46,6 +47,8 @@ class RunOptions:
     data: Path | None = None
     """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
     settings: TrainSettings = field(default_factory=TrainSettings)
+    program: Path | None = None
+    """File of the program to run; by default what the plan expands to."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -74,8 +77,7 @@ def run(
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
     check_scope(plan)
-    program = expand(plan)
-    check(program, plan)
+    program = _program(plan, options)
     _check_devices(plan)
     user_model = load(model, options.data)
     # The ranks start while this process captures the model.
@@ -83,13 +85,13 @@ def run(
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
-            _arguments(plan, model, scratch.path, options),
+            _arguments(plan, program, model, scratch.path, options),
             ranks=len(plan.devices),
             timeout_s=options.timeout_s,
             describe=_describe(plan, program),
             on_message=_Losses(plan, progress).take,
         )
-    return _conclude(plan, [cast(RankResult, result) for result in results], options)
+    return _conclude(plan, program, [cast(RankResult, result) for result in results], options)
 
 
 def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None) -> Outcome | None:
@@ -100,16 +102,25 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         AutoparError: as :func:`run`, on every rank.
     """
     check_scope(plan)
+    program = _program(plan, options)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
         try:
             shared = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
-            result = train(context, _arguments(plan, model, shared, options))
+            result = train(context, _arguments(plan, program, model, shared, options))
             gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
         finally:
             if scratch is not None:
                 scratch.close()
-        return _conclude(plan, gathered, options) if context.rank == 0 else None
+        return _conclude(plan, program, gathered, options) if context.rank == 0 else None
+
+
+def _program(plan: Plan, options: RunOptions) -> Program:
+    if options.program is not None:
+        return read_program(options.program, plan)
+    program = expand(plan)
+    check(program, plan)
+    return program
 
 
 def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> Path:
@@ -128,20 +139,22 @@ def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: P
     return Path(heard[context.rank - context.local_rank]["folder"])
 
 
-def _conclude(plan: Plan, results: list[RankResult], options: RunOptions) -> Outcome:
+def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions) -> Outcome:
     initial = f"files in {options.weights}" if options.weights else f"model(), seed {plan.seed}"
     if options.save is not None:
         write_weights_index(plan, results, options.save)
-    return outcome_of(plan, results, initial)
+    notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    return outcome_of(plan, program, results, initial, notes)
 
 
-def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> TrainArguments:
+def _arguments(plan: Plan, program: Program, model: str, folder: Path, options: RunOptions) -> TrainArguments:
     save = None
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
         save = str(options.save.resolve())
     return TrainArguments(
         plan=plan.dumps(),
+        program=None if options.program is None else program.dumps(),
         model=model,
         data=None if options.data is None else str(options.data),
         workspace=str(folder),

@@ -12,6 +12,7 @@ import torch
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
 from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
@@ -35,6 +36,8 @@ class TrainArguments(TypedDict):
 
     plan: str
     """The plan's JSON text."""
+    program: str | None
+    """The program's JSON text, where it is another than the plan expands to."""
     model: str
     """MODEL, as :func:`autopar.capture.source.load` reads it."""
     data: str | None
@@ -78,7 +81,10 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
-    job = build(context, plan, model, graph, workspace, TrainSettings(**arguments["settings"]))
+    edited = arguments["program"]
+    program = None if edited is None else Program.parse(edited, Path("program.json"))
+    settings = TrainSettings(**arguments["settings"])
+    job = build(context, plan, model, graph, workspace, settings, program)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -120,10 +126,11 @@ def build(
     graph: LayerGraph,
     workspace: Workspace,
     settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
 ) -> Job:
-    """Build this rank's job from what was prepared on its host."""
+    """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
     torch.set_num_threads(plan.threads)
-    program = expand(plan)
+    program = program or expand(plan)
     check(program, plan)
     transport = GroupTransport(context, reduction_groups(plan))
 

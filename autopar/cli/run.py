@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autopar.cli.references import recorded
 from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
 
 __all__ = ["command"]
@@ -15,7 +14,7 @@ def command(asked: Training) -> None:
     The same program runs under torchrun with `autopar worker`.
     """
     chosen = read_plan(asked.plan, asked.seed)
-    asked.reports.check(recorded(chosen, asked.plan))
+    asked.reports.check(asked.inputs(chosen))
     model = model_of(chosen, asked.plan)
 
     from autopar.cli.progress import steps_progress

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from autopar.cli.references import check_output
+from autopar.cli.references import check_output, recorded
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import is_model, path_of, with_path
@@ -50,6 +50,10 @@ class Training:
     weights: Annotated[
         Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
     ] = None
+    program: Annotated[
+        Path | None,
+        typer.Option("--program", help="Program to run in place of the plan's own (`autopar simulate --program`)."),
+    ] = None
     save: Annotated[
         Path | None,
         typer.Option(
@@ -75,13 +79,18 @@ class Training:
         """The files to write."""
         return Reports(self.report, self.trace, self.save, self.overwrite)
 
+    def inputs(self, chosen: Plan) -> tuple[Path, ...]:
+        """Return the files that are read, of the plan that was."""
+        return (*recorded(chosen, self.plan), *([self.program] if self.program else []))
+
     def run_options(self, chosen: Plan) -> RunOptions:
         """Return what the runtime is told, of the plan that was read."""
         from autopar.runtime.launch import RunOptions
         from autopar.runtime.settings import TrainSettings
 
         settings = TrainSettings(clip_norm=self.clip_norm)
-        return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data_of(chosen, self.plan), settings)
+        data = data_of(chosen, self.plan)
+        return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data, settings, self.program)
 
 
 def taking(act: Callable[[Training], None]) -> Callable[..., None]:

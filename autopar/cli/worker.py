@@ -6,7 +6,6 @@ import os
 
 import typer
 
-from autopar.cli.references import recorded
 from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
 from autopar.errors import UsageError
 
@@ -18,7 +17,7 @@ def command(asked: Training) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
         chosen = read_plan(asked.plan, asked.seed)
-        asked.reports.check(recorded(chosen, asked.plan))
+        asked.reports.check(asked.inputs(chosen))
         model = model_of(chosen, asked.plan)
 
         from autopar.cli.progress import steps_progress

@@ -18,7 +18,7 @@ from autopar.formats.document import (
     Record,
     fault,
 )
-from autopar.formats.layout import group_of, groups_of, layout_of
+from autopar.formats.layout import Layout, chunks_of, group_of, groups_of, layout_of
 from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Division = Literal["split", "round-robin"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
@@ -230,22 +230,32 @@ class Plan(Document):
         """Every device is in one group, and groups hold the stages that the schedule has them hold, divided alike."""
         layout, groups = layout_of(self.schedule), self.groups
         devices: set[int] = set()
-        for group, chunks in enumerate(groups):
-            first = self.stages[chunks[0]]
-            for device in first.devices:
+        for chunks in groups:
+            for device in self.stages[chunks[0]].devices:
                 if device in devices:
                     fault(f"stages[{chunks[0]}].devices", f"device {device} is used twice")
                 devices.add(device)
-            for index in chunks[1:]:
-                at, chunk = f"stages[{index}]", self.stages[index]
-                if layout == "line":
-                    fault(f"{at}.devices", f"device {chunk.devices[0]} is used twice, as {self.schedule} cannot")
-                if (chunk.shares, chunk.division) != (first.shares, first.division):
-                    fault(f"{at}.shares", f"stages {chunks[0]} and {index} share devices, and must divide rows alike")
-            for index in chunks:
-                if group_of(layout, index, len(groups)) != group:
-                    other = groups[group_of(layout, index, len(groups))][0]
-                    fault(f"stages[{index}].devices", f"{self.schedule} has stage {index} on the devices of {other}")
+            if layout == "line" and len(chunks) > 1:
+                device = self.stages[chunks[1]].devices[0]
+                fault(f"stages[{chunks[1]}].devices", f"device {device} is used twice, as {self.schedule} cannot")
+        if layout != "line":
+            self._check_chunks(layout, groups)
+
+    def _check_chunks(self, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> None:
+        for index, stage in enumerate(self.stages):
+            first = groups[group_of(layout, index, len(groups))][0]
+            at, other = f"stages[{index}]", self.stages[first]
+            if stage.devices != other.devices:
+                fault(f"{at}.devices", f"{self.schedule} has stage {index} on the devices of {first}")
+            if stage.shares != other.shares:
+                fault(f"{at}.shares", f"stages {first} and {index} share devices, and must divide rows alike")
+            if stage.division != "split":
+                fault(f"{at}.division", f"{self.schedule} has replicas split micro-batches")
+        each = chunks_of(layout)
+        if len(self.stages) != len(groups) * (each or len(groups[0])):
+            wanted = "as many" if each is None else str(each)
+            found = f"found {len(self.stages)} stages on {len(groups)}"
+            fault("stages", f"{self.schedule} has {wanted} stages on every group of devices, {found}")
 
     def _check_shares(self, stage: Stage, at: str) -> None:
         rows = self.micro_batch_size

@@ -146,5 +146,5 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
         raise UsageError("the plan is for CUDA devices, and this host has none")
     if local_rank >= torch.cuda.device_count():
         raise UsageError(f"rank {local_rank} of this host has no GPU: there are {torch.cuda.device_count()}")
-    torch.cuda.setdevice_of(local_rank)
+    torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -32,9 +32,8 @@ def joined_in_script(device_type: str, timeout_s: float, size: int) -> Iterator[
             f"torchrun --nproc-per-node {size}"
         )
     else:
-        dist.init_process_group(
-            backend_of(device_type), store=dist.HashStore(), rank=0, world_size=1, timeout=patience(timeout_s)
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
         try:
             yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s)
         finally:

@@ -24,8 +24,9 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules.expand import Message, closing_of, messages, mine, stages_of
+from autopar.schedules.holding import in_flight
 
-__all__ = ["ProgramError", "check", "in_flight"]
+__all__ = ["ProgramError", "check"]
 
 
 class ProgramError(FileError):
@@ -60,22 +61,6 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     _check_flow(program)
 
 
-def in_flight(actions: RankProgram) -> dict[int, int]:
-    """Return, by stage, the most micro-batches whose forward is done and whose backward is not.
-
-    Of a backward in two halves, the first counts.
-    """
-    depth: Counter[int] = Counter()
-    deepest: dict[int, int] = {}
-    for action in actions:
-        if action.kind == FORWARD:
-            depth[action.stage] += 1
-            deepest[action.stage] = max(deepest.get(action.stage, 0), depth[action.stage])
-        elif action.kind in (BACKWARD, INPUT_BACKWARD):
-            depth[action.stage] -= 1
-    return deepest
-
-
 def _check_complete(
     rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
 ) -> None:
@@ -96,7 +81,8 @@ def _check_complete(
     for after, earlier in before.items():
         for action in earlier:
             if position[action] > position[after]:
-                raise ProgramError(f"rank {rank} (stage {after.stage}): {after} stands before {action}, which it needs")
+                where = f"rank {rank} (stage {after.stage}), position {position[after]}"
+                raise ProgramError(f"{where}: {after} stands before {action}, which it needs")
 
 
 def _prerequisites(
@@ -127,7 +113,8 @@ def _prerequisites(
     for reduction in reductions:
         tied = plan.tied[reduction.micro_batch].stages if reduction.kind == REDUCE_TIED else (reduction.stage,)
         before[reduction] = [action for stage in stages if stage in tied for action in last[stage]]
-    before[update] = [*(action for stage in stages for action in last[stage]), *reductions]
+    # Ranks may meet in their updates, over the loss or the gradients' norm: nobody can wait for what follows one.
+    before[update] = list(before)
     return before
 
 
@@ -182,7 +169,8 @@ def _check_flow(program: Program) -> None:
     for rank, actions in enumerate(program.ranks):
         if position[rank] < len(actions):
             stuck = actions[position[rank]]
-            raise ProgramError(f"deadlock: rank {rank} (stage {stuck.stage}) waits forever at {stuck}")
+            where = f"rank {rank} (stage {stuck.stage})"
+            raise ProgramError(f"deadlock: {where} waits forever at {stuck}, position {position[rank]}")
     for (sender, receiver), queue in queues.items():
         if queue:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")

@@ -56,15 +56,6 @@ def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
     assert message in str(caught.value)
 
 
-def test_a_scheduler_that_wants_a_metric_is_refused(tmp_path):
-    text = "import torch\nfrom torch import nn\ndef model(): return nn.Linear(1, 1)\n"
-    text += "def scheduler(optimizer): return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
-    (tmp_path / "plateau.py").write_text(text)
-    user = load(str(tmp_path / "plateau.py"))
-    with pytest.raises(ModelError, match=r"plateau.py: .*ReduceLROnPlateau; use one that wants no metric"):
-        user.make_scheduler(user.make_optimizer(user.build().parameters()))
-
-
 def test_other_specs_are_refused(tmp_path):
     with pytest.raises(UsageError, match="only hf: models"):
         load(str(tmp_path / "model.py"), data="data.py")

@@ -17,8 +17,9 @@ from autopar.planner import PlanOptions, plan, stages
 from autopar.planner.costs import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.simulate import Simulator
-from autopar.schedules.check import check, in_flight
+from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from autopar.schedules.holding import in_flight
 
 HERE = Path(__file__).parent
 MIB = 2**20

@@ -20,6 +20,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
 
 MODELS = Path(__file__).parent / "models"
 STEPS = 2
@@ -67,7 +68,7 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
 
-def equals_plain(name: str, plan: Plan) -> None:
+def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
     stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
     truth = plain.train(
@@ -78,7 +79,7 @@ def equals_plain(name: str, plan: Plan) -> None:
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS)
+        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program=program)
         if graph.loss == "mean":
             assert losses == pytest.approx(truth.losses, rel=1e-12)
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())

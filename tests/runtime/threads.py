@@ -14,6 +14,7 @@ from rank_jobs import keep
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
@@ -31,12 +32,14 @@ def train_in_threads(
     steps: int,
     settings: TrainSettings = DEFAULTS,
     records: dict[int, list[StepRecord]] | None = None,
+    program: Program | None = None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
-    Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given.
+    Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
+    is run in place of the plan's own.
     """
-    program = expand(plan)
+    program = program or expand(plan)
     check(program, plan)
     exchange = Exchange()
     losses: dict[int, list[float]] = {}
