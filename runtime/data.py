@@ -16,7 +16,15 @@ from autopar.runtime.seeds import seed_data
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 
-__all__ = ["ShareLoader", "check_inputs", "sample_count", "sample_order", "split_rows", "steps_per_epoch"]
+__all__ = [
+    "ShareLoader",
+    "check_inputs",
+    "sample_count",
+    "sample_order",
+    "split_rows",
+    "steps_of_epoch",
+    "steps_per_epoch",
+]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -37,6 +45,19 @@ def steps_per_epoch(samples: int, batch: int, last: Last) -> int:
     (7, 8, 7)
     """
     return -(-samples // batch) if last == "pad" else samples // batch
+
+
+def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> int:
+    """Return the steps in which a run goes through its dataset once.
+
+    Raises:
+        FileError: the dataset has too few samples for one.
+    """
+    found = steps_per_epoch(samples, plan.batch, last)
+    if not found:
+        remedy = "plan with a smaller --batch, or pass --last pad" if samples else "give it samples"
+        raise FileError(f"{model.spec}: the dataset has {samples} samples, a mini-batch takes {plan.batch}; {remedy}")
+    return found
 
 
 def split_rows(
@@ -106,13 +127,10 @@ class ShareLoader:
         self._mine = mine(plan, rank)
         seed_data(plan.seed, "dataset")
         self._dataset = model.dataset() if specs else None
-        self._samples = len(cast(Sized, self._dataset)) if specs else 0
-        self._steps = steps_per_epoch(self._samples, plan.batch, last)
+        self.samples = len(cast(Sized, self._dataset)) if specs else 0
+        """In the dataset; 0 where it is not read."""
+        self._steps = steps_of_epoch(model, self.samples, plan, last) if specs else 0
         self._epoch, self._order = -1, torch.empty(0)
-        if self._dataset is not None and not self._steps:
-            remedy = "plan with a smaller --batch, or run with --last pad"
-            found = f"the dataset has {self._samples} samples, a mini-batch takes {plan.batch}"
-            raise FileError(f"{model.spec}: {found}; {remedy if self._samples else 'give it samples'}")
 
     def load(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
@@ -125,8 +143,8 @@ class ShareLoader:
             return [{} for _ in range(plan.micro_batches)]
         epoch, index = divmod(step, self._steps)
         if epoch != self._epoch:
-            order = sample_order(self._samples, plan.seed, epoch)
-            repeats = -(-self._steps * plan.batch // self._samples)
+            order = sample_order(self.samples, plan.seed, epoch)
+            repeats = -(-self._steps * plan.batch // self.samples)
             self._epoch, self._order = epoch, order.repeat(repeats)
         loaded: list[dict[str, torch.Tensor]] = []
         for micro_batch in range(plan.micro_batches):

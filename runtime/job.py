@@ -98,6 +98,8 @@ class Job:
         )
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(model, graph, transport, device, settings, scale)
+        self.samples = 0
+        """In the dataset; 0 where this rank does not read it."""
         self._load = self._loading(model, graph, device, settings)
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
@@ -171,7 +173,9 @@ class Job:
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
         specs = [graph.tensor(name) for name in self.inputs]
-        return ShareLoader(model, self.plan, self.rank, specs, device, settings.last).load
+        loader = ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+        self.samples = loader.samples
+        return loader.load
 
     def _updating(
         self,

@@ -66,6 +66,8 @@ class RankResult(TypedDict):
     peak_kind: str
     gradient_norm: list[float | None]
     overflowed: list[bool]
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -115,6 +117,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
+        samples=job.samples,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 
