@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from autopar.capture.batch import StepModule, model_arguments, named_tensors, rebuild
+from autopar.capture.batch import Opaque, StepModule, model_arguments, named_tensors, rebuild
 from autopar.capture.build import build_layers, spec_of, tensor_specs
 from autopar.capture.export import export_rows, sorted_inputs, told_apart, unchanged
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.hollow import faked, is_hollow
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.errors import CaptureError, ModelError
 
@@ -70,7 +71,7 @@ def capture_prediction(
     program = _exported(model, step, batch, trained)
     inputs, _ = sorted_inputs(program, model, step.names)
     end: Any = next(node for node in program.graph.nodes if node.op == "output")
-    named = zip(step.outputs[0], end.args[0], strict=True)
+    named = zip(step.outputs.value, end.args[0], strict=True)
     kept = {name: node for name, node in named if batch_dim(node.meta.get("val"), inputs.symbol) is not None}
     if not kept:
         raise ModelError("the model's forward returns no tensor that has the samples as one dimension")
@@ -98,10 +99,13 @@ def _exported(model: nn.Module, step: nn.Module, batch: object, trained: LayerGr
             "evaluate the plain model"
         )
     tensors = named_tensors(batch)
-    with evaluating(model), unchanged(model):
+    hollow = is_hollow(model)
+    with evaluating(model), unchanged(model), faked(model) if hollow else contextlib.nullcontext():
         step.eval()
-        with told_apart("the model's forward in evaluation mode"), torch.no_grad():
-            step(*(tensor.clone() for tensor in tensors.values()))
+        if not hollow:
+            # An ordinary forward meets the user's mistakes.
+            with told_apart("the model's forward in evaluation mode"), torch.no_grad():
+                step(*(tensor.clone() for tensor in tensors.values()))
         return export_rows(step, tensors)
 
 
@@ -129,15 +133,16 @@ class _OutputModule(nn.Module):
         super().__init__()
         self.model = model
         self.names = tuple(named_tensors(template))
-        self.outputs: list[tuple[str, ...]] = [()]
-        self._call: list[Any] = [template, has_loss]
+        self.outputs = Opaque(())
+        """Of the last forward: the tensors' names."""
+        self._call = Opaque((template, has_loss))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        template, has_loss = self._call
+        template, has_loss = self._call.value
         batch = rebuild(template, dict(zip(self.names, tensors, strict=True)))
         positional, named = model_arguments(self.model, batch, has_loss)
         found = dict(_leaves(self.model(*positional, **named), ""))
-        self.outputs[0] = tuple(found)
+        self.outputs.value = tuple(found)
         return tuple(found.values())
 
 
