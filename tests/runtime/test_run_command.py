@@ -106,13 +106,18 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
 
 
 def test_torchrun_starts_the_same_ranks(here: Path) -> None:
-    plan_for(here, [1, 1])
-    local = autopar("run", "--steps", "3")
+    # Mini-batches of 48 of the 200 samples.
+    plan_for(here, [1, 1], rows=24)
+    local = autopar("run", "--epochs", "1", "--last", "pad")
     assert local.returncode == 0, local.stderr
-    expected = Report.load(here / "report.json").loss
-    started = torchrun(2, "plan.json", "--steps", "3", "--report", "other.json")
+    report = Report.load(here / "report.json")
+    assert len(report.loss) == 5
+    assert report.notes == ("the last mini-batch of an epoch repeats 40 of its 200 samples (--last pad)",)
+    started = torchrun(2, "plan.json", "--epochs", "1", "--report", "other.json")
     assert started.returncode == 0, started.stderr
-    assert Report.load(here / "other.json").loss == expected
+    other = Report.load(here / "other.json")
+    assert other.loss == report.loss[:4]
+    assert other.notes == ("an epoch leaves out 8 of 200 samples, which do not fill a mini-batch (--last drop)",)
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
@@ -209,6 +214,8 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
 
     refused(4, r"no-plan.json: no such plan file", "no-plan.json")
     refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
+    refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
+    refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
     refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
     refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
