@@ -74,7 +74,7 @@ class Job:
             weights: reads initial parameters and buffers by name.
             transport: moves tensors to other ranks.
             device: where this rank computes.
-            note: called with (step, position in the program) before every action.
+            note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
         """
         self.plan, self.rank = plan, rank

@@ -41,6 +41,8 @@ class Transport(Protocol):
 class _Work:
     """A piece of work of torch.distributed."""
 
+    __slots__ = ("_work",)
+
     def __init__(self, work: dist.Work | None) -> None:
         self._work = work
 
@@ -69,15 +71,29 @@ class GroupTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
-        return _begin(lambda: dist.isend(tensor, peer, group=self._up if peer > self._rank else self._down))
+        group = self._up if peer > self._rank else self._down
+        try:
+            # The group's own: ``isend`` finds out in every call what is known here.
+            return _Work(group.send([_reals(tensor)], peer, 0))
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
-        return _begin(lambda: dist.irecv(tensor, peer, group=self._down if peer > self._rank else self._up))
+        group = self._down if peer > self._rank else self._up
+        try:
+            return _Work(group.recv([_reals(tensor)], peer, 0))
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
         return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends send real numbers only."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _begin(start: _Start) -> _Work:

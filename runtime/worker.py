@@ -13,7 +13,6 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
-from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import DEFAULTS, Job, reduction_groups
@@ -136,11 +135,7 @@ def build(
     program = program or expand(plan)
     check(program, plan)
     transport = GroupTransport(context, reduction_groups(plan))
-
-    def note(step: int, position: int) -> None:
-        if context.board is not None:
-            context.board.write(context.rank, STEPPING, step, position)
-
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
 

@@ -282,6 +282,6 @@ def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() ->
     candidate = Candidate(5, 2, "1f1b", stages)
     assert [stages[0].turns(replica, 5) for replica in (0, 1)] == [3, 2]
     simulator = Simulator(costs)
-    kinds = [sum(code == 0 for code, _, _ in rank) for rank in simulator.rows_of(candidate)]
+    kinds = [sum(code == 0 for code, *_ in rank) for rank in simulator.rows_of(candidate)]
     assert kinds == [3, 2, 5]
     assert bound(costs, candidate) <= simulator.step_s(candidate)

@@ -93,7 +93,7 @@ def plainly(known: Case, state: dict[str, torch.Tensor], batch: object) -> tuple
     return value, {"logits": output["logits"], **{f"hidden.{i}": each for i, each in enumerate(output["hidden"])}}
 
 
-@pytest.mark.parametrize("name", ["normed", "everything"])
+@pytest.mark.parametrize("name", ["otherwise", "everything"])
 @pytest.mark.parametrize(
     ("widths", "options", "rows"),
     [
@@ -121,7 +121,7 @@ def test_batches_of_any_size_on_any_plan_give_the_plain_models_loss_and_outputs(
 
 
 def test_rounds_are_the_plans_and_what_is_left() -> None:
-    known = case("normed")
+    known = case("otherwise")
     plan = dictate(known.graph, known.user, [3, 1], 2, 4)
     assert rounds(plan, 31) == [(2, 4)] * 3 + [(1, 4), (1, 3)]
     assert rounds(plan, 8) == [(2, 4)]

@@ -19,8 +19,11 @@ from threads import train_in_threads
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
+from autopar.formats.layout import chunks_of, layout_of
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.schedules import SCHEDULES
+from autopar.schedules.expand import stages_of
 
 MODELS = Path(__file__).parent / "models"
 STEPS = 2
@@ -48,9 +51,10 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     """Any cuts, widths, shares, depths and schedule for a model."""
     model, graph, _ = captured(name)
     layers = len(graph.layers)
-    groups = draw(st.integers(1, min(4, layers)))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
-    chunks = draw(st.integers(1, min(3, layers // groups))) if schedule == "interleaved" else 1
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    layout = layout_of(schedule)
+    groups = draw(st.integers(1, min(4, layers // (chunks_of(layout) or 1))))
+    chunks = chunks_of(layout) or draw(st.integers(1, min(3, layers // groups)))
     stages = groups * chunks
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
     rows = draw(st.integers(1, 5))
@@ -63,7 +67,7 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
         shares.append([after - before for before, after in zip([0, *edges], [*edges, rows], strict=True)])
     micro_batches = draw(st.integers(1, 5))
     warmup: list[int] | None = None
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "zb-h1", "zb-h2"):
         warmup = sorted(draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages)), reverse=True)
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
@@ -71,11 +75,14 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
     stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {module: layer.name for layer in graph.layers for module in layer.modules}
+    random = [layer.name for layer in graph.layers if layer.random]
     truth = plain.train(
         MODELS / f"{name}.py",
         plan.micro_batches,
         plan.micro_batch_size,
-        lambda module: stage_of[module].shares,
+        lambda module: stage_of[layer_of[module]].shares,
+        random,
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -88,6 +95,13 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
                 assert float((gradient - truth.gradients[key]).abs().max()) <= 1e-12 * largest, key
             for key, parameter in load_file(Path(folder) / f"parameters-{rank}").items():
                 torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
+            for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not _replicas(plan, rank) else ():
+                torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
+
+
+def _replicas(plan: Plan, rank: int) -> int:
+    """Return which replica a rank is; buffers are those of the first."""
+    return stages_of(plan, rank)[1]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,186 @@
+"""Halves: a backward in two parts, the gradients of given leaves first and those of parameters later.
+
+The first half runs the operators that lie between the roots and the leaves. Where one of them also leads to parameters
+(a matrix product to its weight), it makes its other gradients only, and what arrived at it is kept; the second half
+runs it again for the rest, and what lies between it and the parameters. So no gradient is made twice, as two calls of
+``torch.autograd.grad`` would make most of them, and sums are taken in a whole backward's order: gradients are equal bit
+for bit. A parameter to which several such operators lead (one that is used twice) gets its gradient in the first half,
+since its sum would be taken in another order; the second half only adds it to what is there. The split is that of Qi et
+al., "Zero Bubble Pipeline Parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+
+from autopar.capture.frontier import frontier_of
+
+__all__ = ["Halves"]
+
+Start = tuple[GradientEdge, torch.Tensor]
+"""Where a backward starts, and with which gradient."""
+
+
+class Halves:
+    """The backward of one forward, in halves.
+
+    >>> layer, x = torch.nn.Linear(2, 1, bias=False), torch.ones(3, 2, requires_grad=True)
+    >>> halves = Halves()
+    >>> with halves.recording():
+    ...     y = layer(x)
+    >>> (gradient,) = halves.input([y], [torch.ones_like(y)], [x])
+    >>> gradient is not None, layer.weight.grad
+    (True, None)
+    >>> halves.weight()
+    >>> layer.weight.grad
+    tensor([[3., 3.]])
+    """
+
+    def __init__(self) -> None:
+        self._saved = _Saved()
+        self._starts: list[Start] = []
+        self._again: list[_Again] = []
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Return the context to run the forward in, so that what only the first half needs is freed after it."""
+        return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+
+    def input(
+        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Run the first half.
+
+        Args:
+            roots: what the backward starts from; the second half does not need them.
+            gradients: theirs.
+            leaves: tensors without history. Where none can be reached nothing runs: the second half is all.
+
+        Returns:
+            The leaves' gradients, none where the backward does not reach them; ``.grad`` is left alone.
+        """
+        edges = [get_gradient_edge(root) for root in roots]
+        frontier = frontier_of(edges, [get_gradient_edge(leaf).node for leaf in leaves])
+        self._starts = [(edges[index], gradients[index]) for index in frontier.outer]
+        if not frontier.reached:
+            return [None] * len(leaves)
+        operators = [
+            _Again(node, parameters, self._again, self._saved) for node, parameters in frontier.deferred.items()
+        ]
+        wanted = [*map(get_gradient_edge, leaves), *frontier.shared]
+        try:
+            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=bool(operators), allow_unused=True)
+        finally:
+            for operator in operators:
+                operator.unwatch()
+        self._saved.let_go()
+        sums = zip(frontier.shared, found[len(leaves) :], strict=True)
+        self._starts += [(edge, gradient) for edge, gradient in sums if gradient is not None]
+        return list(found[: len(leaves)])
+
+    def weight(self) -> None:
+        """Run the second half: parameters' gradients are made, or added to those that are there, each once."""
+        # In the order of the first half; each is let go as soon as it is done.
+        operators, self._again = self._again[::-1], []
+        while operators:
+            operators.pop().run()
+        starts, self._starts = self._starts, []
+        if starts:
+            torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
+        self._saved = _Saved()
+
+    def pending(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that are kept between the halves; parameters that the second reads are among them."""
+        yield from self._saved.kept()
+        yield from (gradient for _, gradient in self._starts)
+        for operator in self._again:
+            yield from (gradient for gradient in operator.arrived if gradient is not None)
+
+
+class _Box:
+    """A tensor that a forward saved, until it is let go."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.read = self.read_again = False
+
+
+class _Saved:
+    """What a forward saved. What the first half reads is not needed after it, but by operators that will run again."""
+
+    def __init__(self) -> None:
+        self._boxes: list[_Box] = []
+        self.running: set[int] = set()
+        """Threads on which such an operator runs: autograd has one for every device."""
+
+    def pack(self, tensor: torch.Tensor) -> _Box:
+        box = _Box(tensor)
+        self._boxes.append(box)
+        return box
+
+    def unpack(self, box: _Box) -> torch.Tensor:
+        box.read = True
+        if self.running and threading.get_ident() in self.running:
+            box.read_again = True
+        assert box.tensor is not None
+        return box.tensor
+
+    def let_go(self) -> None:
+        for box in self._boxes:
+            if box.read and not box.read_again:
+                box.tensor = None
+        self._boxes = [box for box in self._boxes if box.tensor is not None]
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        return (box.tensor for box in self._boxes if box.tensor is not None)
+
+
+class _Again:
+    """An operator that runs in both halves, each time for other gradients."""
+
+    def __init__(self, node: Node, parameters: Sequence[GradientEdge], ran: list[_Again], saved: _Saved) -> None:
+        """Watch for its first run.
+
+        Args:
+            node: the operator.
+            parameters: whose gradients it leads to in its second run.
+            ran: where it enters itself when it runs.
+            saved: what the forward saved.
+        """
+        self._node, self._parameters = node, parameters
+        self.arrived: tuple[torch.Tensor | None, ...] = ()
+        """The gradients that it ran with."""
+        running = saved.running
+
+        def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            running.add(threading.get_ident())
+            ran.append(self)
+            self.arrived = gradients
+
+        def end(made: object, arrived: object) -> None:
+            running.discard(threading.get_ident())
+
+        self._watching = [node.register_prehook(begin), node.register_hook(end)]
+
+    def unwatch(self) -> None:
+        while self._watching:
+            self._watching.pop().remove()
+
+    def run(self) -> None:
+        """Run it for the parameters' gradients."""
+        arrived = self.arrived
+        starts = [(GradientEdge(self._node, at), each) for at, each in enumerate(arrived) if each is not None]
+        if not starts:
+            return
+        # Hooks on tensors have had their say in the first half: what arrived then stands.
+        hook = self._node.register_prehook(lambda _: arrived)
+        try:
+            torch.autograd.backward(
+                [edge for edge, _ in starts], [gradient for _, gradient in starts], inputs=self._parameters
+            )
+        finally:
+            hook.remove()

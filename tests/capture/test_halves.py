@@ -1,0 +1,193 @@
+"""A backward in two halves is the whole one: bit for bit, each gradient made once, each parameter added to once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from autopar.capture.halves import Halves
+
+
+class Parts(nn.Module):
+    """Parameters and modules for the cases below."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        self.norm, self.batch = nn.LayerNorm(4), nn.BatchNorm1d(4)
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+        self.words = nn.Embedding(5, 4)
+        self.cell = nn.LSTM(4, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale, self.frozen = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.to(dtype)
+
+
+Run = Callable[[Parts, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def chain(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [m.two(F.gelu(m.one(m.norm(x[0])))) + x[0]]
+
+
+def tied(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [m.one(torch.tanh(m.one(torch.tanh(m.one(x[0])))))]
+
+
+def tied_embedding(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [F.linear(torch.tanh(m.two(x[0] + m.words.weight[2])), m.words.weight)]
+
+
+def scaled_again_and_again(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [((x[0] * m.scale).sin() * m.scale).cos() * m.scale * m.scale]
+
+
+def weight_of_weights(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    mixed = m.one.weight @ m.two.weight
+    return [x[0] @ mixed, (x[0] * m.scale) @ mixed.t() @ m.one.weight]
+
+
+def several(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    shared = m.one(x[0])
+    return [shared.exp(), m.two(shared) * x[1], m.three(x[1]), shared]
+
+
+def parameters_alone(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [m.one(x[0]), m.scale.square() * m.frozen, m.one.bias * 2, m.one.bias]
+
+
+def twice_the_same(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    y, z = m.one(x[0]), m.scale.exp()
+    return [y, y, z, z]
+
+
+def through(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [x[0], x[0].view(-1), m.one(x[1])]
+
+
+def nothing_of_the_leaf(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [m.one(x[0].detach()) + m.words(torch.tensor([1, 2, 1]))]
+
+
+def no_parameters(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [torch.softmax(x[0], -1) * x[1]]
+
+
+def frozen(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [x[0] * m.frozen, m.two((x[1] * m.frozen).relu())]
+
+
+def many_kinds(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    y = m.conv(m.batch(x[0])[:, None]).sum(1)
+    z, _ = m.cell(y[None])
+    w, _ = m.attention(z, z + m.words(torch.tensor([[0, 3, 3]])), z, need_weights=False)
+    return [F.dropout(w[0], 0.5, training=True) @ m.three.weight + m.three.bias, y.unbind(0)[1]]
+
+
+def hooked(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    y = m.one(x[0])
+    y.register_hook(lambda gradient: gradient * 3)
+    return [m.two(y)]
+
+
+class Doubled(torch.autograd.Function):
+    """An operator of the user's own, which always makes all its gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.to(x))
+        return 2 * (x @ weight.to(x)).to(weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return 2 * gradients[0].to(weight) @ weight.t(), 2 * x.t() @ gradients[0].to(x)
+
+
+def own(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [Doubled.apply(torch.tanh(Doubled.apply(x[0], m.one.weight)), m.two.weight)]  # type: ignore[no-untyped-call]
+
+
+RUNS: list[Run] = [
+    chain,
+    tied,
+    tied_embedding,
+    scaled_again_and_again,
+    weight_of_weights,
+    several,
+    parameters_alone,
+    twice_the_same,
+    through,
+    nothing_of_the_leaf,
+    no_parameters,
+    frozen,
+    many_kinds,
+    hooked,
+    own,
+]
+
+
+def inputs(dtype: torch.dtype, micro_batch: int, leaves: int) -> list[torch.Tensor]:
+    torch.manual_seed(micro_batch)
+    return [torch.randn(3, 4, dtype=dtype).requires_grad_(at < leaves) for at in range(2)]
+
+
+def forward(run: Run, model: Parts, x: Sequence[torch.Tensor], cast: bool) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
+        return [output for output in run(model, x) if output.requires_grad]
+
+
+def starts(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(8)
+    return [torch.randn_like(output) for output in outputs]
+
+
+def count_calls(model: nn.Module, calls: list[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))  # type: ignore
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["double", "float", "cast"])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str, leaves: int) -> None:
+    dtype = torch.float64 if kind == "double" else torch.float32
+    whole, split = Parts(dtype), Parts(dtype)
+    calls: list[str] = []
+    count_calls(split, calls)
+    expected, pending = [], []
+    for micro_batch in range(3):
+        x = inputs(dtype, micro_batch, leaves)
+        outputs = forward(run, whole, x, kind == "cast")
+        if outputs:
+            torch.autograd.backward(outputs, starts(outputs))
+        expected.append([each.grad for each in x[:leaves]])
+    for micro_batch in range(3):
+        x, halves = inputs(dtype, micro_batch, leaves), Halves()
+        with halves.recording():
+            outputs = forward(run, split, x, kind == "cast")
+        gradients = starts(outputs)
+        found = halves.input(outputs, gradients, x[:leaves])
+        for one, other in zip(found, expected[micro_batch], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+        pending.append(halves)
+    assert not calls
+    for halves in pending:
+        calls.clear()
+        halves.weight()
+        assert not list(halves.pending())
+        assert len(calls) == len(set(calls))
+    assert [p.grad is None for p in whole.parameters()] == [p.grad is None for p in split.parameters()]
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, split.get_parameter(name).grad), name

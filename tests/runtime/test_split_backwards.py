@@ -1,0 +1,62 @@
+"""Backwards in two halves, the second whenever the program has it, train as whole ones do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from dictated import dictate
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_random_plans import captured, equals_plain, plans
+
+from autopar.formats.plan import Plan
+from autopar.formats.program import BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Program, RankProgram
+from autopar.schedules.expand import expand
+
+
+def split(program: Program, seed: int, share: float = 1.0) -> Program:
+    """Split some backwards of a program; their second halves follow anywhere later, in order, before the reductions."""
+    draw = random.Random(seed)
+    ranks = []
+    for actions in program.ranks:
+        halved, waiting = [], []
+        for action in actions:
+            if action.kind == BACKWARD and draw.random() < share:
+                halved.append(action._replace(kind=INPUT_BACKWARD))
+                waiting.append(action._replace(kind=WEIGHT_BACKWARD))
+                continue
+            # Sums are taken in the order of the micro-batches, in which whole backwards stand.
+            if action.kind == BACKWARD or action.micro_batch < 0 or action.kind == "T":
+                halved += waiting
+                waiting.clear()
+            while waiting and draw.random() < 0.2:
+                halved.append(waiting.pop(0))
+            halved.append(action)
+        ranks.append(RankProgram.of(halved))
+    return Program(tuple(ranks))
+
+
+@st.composite
+def recomputing(draw: st.DrawFn, plan: Plan) -> Plan:
+    """Have some layers of a plan recomputed."""
+    chosen = [draw(st.lists(st.sampled_from(stage.layers), unique=True)) for stage in plan.stages]
+    stages = [
+        stage.model_copy(update={"recompute": tuple(name for name in stage.layers if name in names)})
+        for stage, names in zip(plan.stages, chosen, strict=True)
+    ]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans("everything"), seed=st.integers(0, 2**20), share=st.sampled_from([0.5, 1.0]))
+def test_skips_ties_integers_and_counts_survive_halves(plan: Plan, seed: int, share: float) -> None:
+    equals_plain("everything", plan, split(expand(plan), seed, share))
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["dropout", "normed", "detached"])
+def test_random_numbers_and_batch_statistics_survive_halves(name: str, widths: tuple[int, ...]) -> None:
+    model, graph, _ = captured(name)
+    plan = dictate(graph, model, widths, micro_batches=4, rows=4)
+    equals_plain(name, plan, split(expand(plan), 1))
