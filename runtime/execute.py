@@ -218,8 +218,7 @@ class Executor:
         split = (INPUT_BACKWARD, index, micro_batch) in self._split
         values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
         outputs, passes = stage.forward(self._rows, values, seed, split=split)
-        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        sent = {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in stage.sent}
+        sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])

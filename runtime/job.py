@@ -96,7 +96,9 @@ class Job:
         self._reducer = self._reducing(layers, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(model, graph, transport, device, settings, scale)
-        self._load = self._loading(model, graph, device)
+        self.samples = 0
+        """In the dataset; 0 where this rank does not read it."""
+        self._load = self._loading(model, graph, device, settings)
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
@@ -121,7 +123,11 @@ class Job:
 
     def step(self, step: int) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples."""
-        return self._executor.run(step, self._load(step))
+        return self.train(step, self._load(step))
+
+    def train(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
+        """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
+        return self._executor.run(step, inputs)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -241,10 +247,13 @@ class Job:
         )
 
     def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
-        return ShareLoader(model, self.plan, self.rank, self.inputs, device).load
+        specs = [graph.tensor(name) for name in self.inputs]
+        loader = ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+        self.samples = loader.samples
+        return loader.load
 
     def _updating(
         self,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Literal, get_args
 
 from autopar.errors import UsageError
 
-__all__ = ["TrainSettings"]
+__all__ = ["Last", "TrainSettings"]
+
+Last = Literal["drop", "pad"]
+"""What becomes of an epoch's last mini-batch where samples do not fill it: it is left out, or filled up with the
+epoch's first samples."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,14 @@ class TrainSettings:
     cpu_offload: bool = False
     """Whether what replicas divide waits in the host's memory."""
 
+    last: Last = "drop"
+
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"--clip-norm must be positive, found {self.clip_norm}")
+
+        if self.last not in get_args(Last):
+            raise UsageError(f"--last must be one of {', '.join(get_args(Last))}; found {self.last!r}")
 
     def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON-able data, which the constructor takes back."""

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_REPORT = Path("report.json")
+DEFAULT_STEPS = 20
 
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 
@@ -43,7 +44,19 @@ class Training:
     """What commands that train are asked: arguments and options, under their names."""
 
     plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json")
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)] = 20
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps to train; default: 20.", min=1)] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", help="Train so many times through the dataset, in place of --steps.", min=1),
+    ] = None
+    last: Annotated[
+        str,
+        typer.Option(
+            "--last",
+            help="What becomes of samples at an epoch's end that do not fill a mini-batch: drop leaves them out, pad "
+            "fills it up with the epoch's first ones, which then count twice.",
+        ),
+    ] = "drop"
     seed: Annotated[
         int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)
     ] = None
@@ -79,6 +92,19 @@ class Training:
     as_json: AsJson = False
 
     @property
+    def known_steps(self) -> int | None:
+        """Steps to train; None where the dataset decides.
+
+        Raises:
+            UsageError: both steps and epochs are asked for.
+        """
+        if self.epochs is None:
+            return self.steps or DEFAULT_STEPS
+        if self.steps is not None:
+            raise UsageError(f"--epochs {self.epochs} and --steps {self.steps} contradict each other; give one")
+        return None
+
+    @property
     def reports(self) -> Reports:
         """The files to write."""
         return Reports(self.report, self.trace, self.save, self.overwrite)
@@ -92,9 +118,15 @@ class Training:
         from autopar.runtime.launch import RunOptions
         from autopar.runtime.settings import TrainSettings
 
-        settings = TrainSettings(clip_norm=self.clip_norm, cpu_offload=self.cpu_offload)
+        settings = TrainSettings(
+            clip_norm=self.clip_norm,
+            cpu_offload=self.cpu_offload,
+            last=self.last,  # type: ignore[arg-type]  # checked there
+        )
         data = data_of(chosen, self.plan)
-        return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data, settings, self.program)
+        steps = self.steps or DEFAULT_STEPS
+        places = (self.weights, self.save, self.timeout_s, data)
+        return RunOptions(steps, *places, settings, self.program, self.epochs)
 
 
 def taking(act: Callable[[Training], None]) -> Callable[..., None]:
