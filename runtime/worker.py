@@ -15,7 +15,7 @@ from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
@@ -124,7 +124,8 @@ def build(
     torch.set_num_threads(plan.threads)
     program = expand(plan)
     check(program, plan)
-    transport = GroupTransport(context, reduction_groups(plan))
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    transport = GroupTransport(context, reduction_groups(plan), apart)
 
     def note(step: int, position: int) -> None:
         if context.board is not None:

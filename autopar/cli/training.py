@@ -60,6 +60,18 @@ class Training:
         float | None,
         typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
     ] = None
+    deferred_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--deferred-batch-norm", help="Update running statistics once per mini-batch, by all its micro-batches."
+        ),
+    ] = False
+    sync_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
+        ),
+    ] = False
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -80,7 +92,11 @@ class Training:
         from autopar.runtime.launch import RunOptions
         from autopar.runtime.settings import TrainSettings
 
-        settings = TrainSettings(clip_norm=self.clip_norm)
+        settings = TrainSettings(
+            clip_norm=self.clip_norm,
+            deferred_batch_norm=self.deferred_batch_norm,
+            sync_batch_norm=self.sync_batch_norm,
+        )
         return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data_of(chosen, self.plan), settings)
 
 
