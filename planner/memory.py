@@ -93,16 +93,33 @@ def state_of(parts: Parts, held: Held) -> tuple[Bytes, Bytes, Bytes]:
     r = held.replicas
     kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
     if held.shard != "none":
-        kept = parts.parameters - (-parts.optimizer // r)
+        kept, gradients = _sharded(parts, held)
         update = -(-update // r)
-    if held.shard == "gradients":
-        # The shards from which every step gathers the parameters; and two layers' gradients on their way to theirs.
-        kept, gradients = kept - (-parts.parameters // r), 2 * parts.largest - (-gradients // r)
-    if held.shard == "parameters":
-        kept = -(-(parts.parameters + parts.optimizer) // r)
-        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
-        gradients = 4 * parts.largest - (-gradients // r)
     return kept, gradients, update
+
+
+def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
+    """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
+    apart = parts.lasting
+    """Parameters that other stages hold, too, are whole everywhere."""
+
+    def part(total: Bytes, whole: Bytes) -> Bytes:
+        return whole - (-(total - whole) // held.replicas)
+
+    most: Bytes = np.maximum(parts.gradients, 1)
+    optimizer = part(parts.optimizer, parts.optimizer * apart // most)
+    if held.shard == "parameters":
+        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
+        kept: Bytes = part(parts.parameters, apart) + optimizer
+        passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
+        return kept, passing
+    # Every step gathers the parameters from parts of them.
+    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // held.replicas)
+    if held.shard == "optimizer":
+        return kept, parts.gradients
+    # Two layers' gradients are on their way to the parts.
+    passing = part(parts.gradients, apart) + 2 * parts.largest
+    return kept, passing
 
 
 def messages_of(parts: Parts, held: Held) -> Bytes:
@@ -244,6 +261,11 @@ class MemoryModel:
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
         return self._own_peak(first, stop, held) + self.further(first, stop, held.rows, cuts)
+
+    def pending(self, first: int, stop: int, rows: float) -> int | None:
+        """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
+        known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
+        return None if None in known else sum(size for size in known if size is not None)
 
     def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
         """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""

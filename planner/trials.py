@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from math import comb
 
+from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import Candidate, Family, Placed, divisors, with_depths
-from autopar.planner.choices import SHARDS
 from autopar.planner.chunks import groups
 from autopar.planner.constraints import Constraints, Rule
 from autopar.planner.costs import CostModel

@@ -99,7 +99,7 @@ class Forwards:
             seed_generator(self._device, seed_of(self.plan.seed, layer, step, micro_batch, self._share))
 
         with torch.no_grad():
-            outputs = stage.forward(self.rows, {**inputs, **received}, seed)
+            outputs, _ = stage.forward(self.rows, {**inputs, **received}, seed)
         if stage.loss:
             results[micro_batch] = [outputs[name] for name in stage.loss]
         sent = stage.sendable(self.rows, outputs)

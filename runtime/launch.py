@@ -23,7 +23,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.scope import check_scope
+from autopar.runtime.scope import check_offload, check_scope
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
@@ -82,6 +82,8 @@ def run(
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
     check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
     program = _program(plan, options)
     _check_devices(plan)
     user_model = load(model, options.data)
@@ -108,6 +110,8 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         AutoparError: as :func:`run`, on every rank.
     """
     check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
     program = _program(plan, options)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None

@@ -35,6 +35,8 @@ def write_stages(
 ) -> dict[str, list[str]]:
     """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
 
+    The first replica writes. The others give it their parts, one parameter after the other.
+
     Args:
         job: the rank's.
         graph: the captured model.
@@ -44,11 +46,16 @@ def write_stages(
     Returns:
         Stage -> names of the tensors that this rank wrote of it; nothing on replicas but the first.
     """
-    if job.replica != 0:
-        return {}
     first, saved = holders(job.plan, graph), {}
     for index in job.stages:
-        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
+        state = {}
+        for name in job.state():
+            if first[name] == index:
+                tensor = job.whole(name)
+                if job.replica == 0:
+                    state[name] = tensor.cpu()
+        if job.replica != 0:
+            continue
         if index == 0:
             state |= unread(first)
         weights.write(folder / shard_name(index, len(job.plan.stages)), state)

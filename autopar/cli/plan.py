@@ -56,7 +56,7 @@ def command(
     shard: Annotated[
         str,
         typer.Option(
-            help="What replicas divide: none, optimizer, gradients, parameters, or auto. `run` does none yet."
+            help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
         ),
     ] = "none",
     stages: Annotated[
@@ -161,7 +161,6 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     console = Console(stderr=True)
     render(plan, console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
-    runs = runs and all(stage.shard == "none" for stage in plan.stages)
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:

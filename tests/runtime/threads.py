@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from rank_jobs import keep
@@ -17,9 +18,11 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Transport
 from autopar.schedules.check import check
@@ -68,7 +71,7 @@ def act_in_threads(
     """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
     check(program, plan)
-    exchange = Exchange()
+    exchange, drawing = Exchange(), threading.Lock()
     errors: list[BaseException] = []
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -78,17 +81,34 @@ def act_in_threads(
         try:
             transport = InProcessTransport(exchange, rank)
             place = (rank, own(graph), model, read, transport, torch.device("cpu"))
-            act(Job(plan, program, *place, lambda step, position: None, settings), transport)
+            with drawing:
+                job = Job(plan, program, *place, lambda step, position: None, settings)
+            act(job, transport)
         except BaseException as error:
             errors.append(error)
             exchange.break_off()
 
-    _together(len(plan.devices), work)
+    # Layers that draw nothing may meet in a reduction.
+    random = any(layer.random for layer in graph.layers)
+    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
+    load = _one_at_a_time(ShareLoader.load, drawing)
+    with patch.object(Segment, "run", run), patch.object(ShareLoader, "load", load):
+        _together(len(plan.devices), work)
     if errors:
         raise errors[0]
 
 
-def own(graph: Graph) -> Graph:
+def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+    """Let no two threads seed and use the one generator of random numbers that they share at once."""
+
+    def alone(*arguments: object, **options: object) -> object:
+        with lock:
+            return run(*arguments, **options)
+
+    return alone
+
+
+def own(graph: LayerGraph) -> LayerGraph:
     """Copy a graph, so that a rank may put its own weights into it."""
     layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
     return dataclasses.replace(graph, layers=tuple(layers))
