@@ -121,6 +121,7 @@ class ShareLoader:
             FileError: the dataset has fewer samples than a mini-batch.
         """
         self._model, self._plan, self._specs, self._device = model, plan, specs, device
+        self._rank = rank
         (stage, *_), replica = stages_of(plan, rank)
         self._start = plan.stages[stage].row_starts[replica]
         self._stop = self._start + plan.stages[stage].rows[replica]
@@ -137,6 +138,7 @@ class ShareLoader:
 
         Raises:
             ModelError: reading a sample or ``collate`` failed.
+            TrainingError: samples have other shapes than those that the model was captured with.
         """
         plan = self._plan
         if self._dataset is None:
@@ -153,7 +155,10 @@ class ShareLoader:
                 continue
             first = index * plan.batch + micro_batch * plan.micro_batch_size
             values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
-            check_inputs(values, self._specs)
+            try:
+                check_inputs(values, self._specs)
+            except TrainingError as error:
+                raise TrainingError(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
             loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
         return loaded
 

@@ -15,7 +15,7 @@ from torch import nn
 from autopar.capture.batch import named_tensors, row_count
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.graph import TensorSpec
-from autopar.errors import AutoparError, TrainingError, UsageError
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
@@ -135,13 +135,14 @@ class ScriptJob:
         ``model.load_state_dict`` takes it.
         """
         built = self._known()
-        first, state = holders(self.plan, built.graph), built.job.state()
+        first = holders(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found: dict[str, torch.Tensor] = {}
         for stage in range(len(self.plan.stages)):
             sender = rank_of(self.plan, stage, 0)
             for name in (name for name, holder in first.items() if holder == stage):
-                value = self._brought(built, state.get(name), known[name], sender)
+                mine = built.job.whole(name) if stage in built.job.stages else None
+                value = self._brought(built, mine, known[name], sender)
                 if value is not None:
                     found[name] = value
         if self.rank != 0:
@@ -155,7 +156,6 @@ class ScriptJob:
     def save(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
         built, path = self._known(), Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
         def unread(read: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -163,6 +163,7 @@ class ScriptJob:
 
         error = None
         try:
+            _make_folder(path)
             write_stages(built.job, built.graph, unread, path)
         except AutoparError as caught:
             error = caught
@@ -284,3 +285,10 @@ def _check_given(
     if rows == 0:
         raise UsageError("a batch without samples")
     check_inputs(values, specs)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder {path}: {error.strerror}") from error

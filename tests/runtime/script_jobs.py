@@ -71,11 +71,16 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
         except AutoparError as error:
             said.append(str(error))
     losses = [job.step(batch if reads else None).loss for batch in steps]
-    evaluated = job.evaluate(steps[0])
-    predicted, state = job.predict(steps[0]), job.state_dict()
+    evaluated, predicted = None, None
+    try:
+        evaluated, predicted = job.evaluate(steps[0]), job.predict(steps[0])
+    except AutoparError as error:
+        said.append(str(error))
+    state = job.state_dict()
     job.save(folder)
-    if predicted is not None and state is not None:
+    if predicted is not None:
         save_file(predicted, folder / "predicted.safetensors")
+    if state is not None:
         save_file(state, folder / "state.safetensors")
     job.close()
     return {"losses": losses, "evaluated": evaluated, "said": said}

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import autopar
 from autopar.capture.export import capture
 from autopar.errors import FileError, TrainingError, UsageError
+from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
 
@@ -36,9 +37,9 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def planned(widths: list[int], micro_batches: int = 2, rows: int = 6) -> autopar.Plan:
+def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
     user = described()
-    plan = dictate(capture(user, user.build()), user, widths, micro_batches, rows)
+    plan = dictate(capture(user, user.build()), user, widths, 2, 6, shard=shard)
     return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
@@ -117,20 +118,25 @@ def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("widths", [[1, 1, 1], [2, 1]])
-def test_ranks_train_evaluate_and_refuse_together(pool: RankPool, widths: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("widths", "shard"), [([1, 1, 1], "none"), ([2, 1], "none"), ([2, 1], "parameters")])
+def test_ranks_train_evaluate_and_refuse_together(
+    pool: RankPool, widths: list[int], shard: Shard, tmp_path: Path
+) -> None:
     expected, truth = trained_plainly()
-    arguments = {"plan": planned(widths).dumps(), "steps": STEPS, "folder": str(tmp_path)}
+    arguments = {"plan": planned(widths, shard).dumps(), "steps": STEPS, "folder": str(tmp_path)}
     results = pool.run("script_jobs:train_and_refuse", arguments, ranks=sum(widths), timeout_s=60)
     assert all(result == results[0] for result in results)
     losses, evaluated, said = results[0]["losses"], results[0]["evaluated"], results[0]["said"]
     assert losses == pytest.approx(expected, rel=1e-12)
-    ((inputs, targets),) = batches(1)
-    assert evaluated == pytest.approx(loss(truth.eval()(inputs), (inputs, targets)).item(), rel=1e-12)
     assert re.fullmatch(r"rank 0: a batch of 5 samples, the plan is for 12; .*", said[0])
     assert re.match(r"ranks 0 and 1 were given different batches; give every rank the same whole", said[1])
     for name, value in load_file(tmp_path / "state.safetensors").items():
         torch.testing.assert_close(value, truth.state_dict()[name], rtol=1e-10, atol=1e-12)
+    if shard != "none":
+        assert re.match(r"(rank 0: )?stage 0 shards its parameters, which evaluation does not do", said[2])
+        return
+    ((inputs, targets),) = batches(1)
+    assert evaluated == pytest.approx(loss(truth.eval()(inputs), (inputs, targets)).item(), rel=1e-12)
     torch.testing.assert_close(
         load_file(tmp_path / "predicted.safetensors")["output"], truth(inputs).detach(), rtol=1e-12, atol=1e-12
     )

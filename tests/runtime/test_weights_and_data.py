@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from autopar.capture.source import load
 from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
+from autopar.runtime.stage import Stage
 
 MODELS = Path(__file__).parent / "models"
 
@@ -94,6 +96,22 @@ def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
     said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass --last pad"
     with pytest.raises(FileError, match=said):
         ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
+
+
+def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
+    model = load(str(MODELS / "dropout.py"))
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, [1, 1], 2, 3)
+    longer = torch.utils.data.TensorDataset(torch.randn(9, 7, dtype=torch.float64), torch.zeros(9, dtype=torch.long))
+    other = replace(model, functions={**model.functions, "dataset": lambda: longer})
+    said = r"rank 0 \(step 0, micro-batch 0\): batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)"
+    with pytest.raises(TrainingError, match=said):
+        ShareLoader(other, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
+    layers = [graph.layer(name) for name in plan.stages[0].layers]
+    stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
+    (sent,) = stage.sent
+    with pytest.raises(TrainingError, match=rf"tensor {sent.name} has shape \(3, 9\), the plan sends \(3, 8\)"):
+        stage.sendable(3, {sent.name: torch.zeros(3, 9)})
 
 
 DRAWN = """
