@@ -9,7 +9,6 @@ and their difference. Without `--profile` and `--cluster`, the notebook's.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import subprocess
@@ -43,10 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     watch = Watch()
     rows = [_row(arguments.profile, arguments.cluster, gpus, arguments.runs) for gpus in arguments.gpus]
-    text = json.dumps({**watch.describe(), "profile": Path(arguments.profile).name, "rows": rows}, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"profile": Path(arguments.profile).name, "rows": rows}, arguments.json)
 
 
 def _row(profile: str, cluster: str, gpus: str, runs: int) -> dict[str, object]:

@@ -8,7 +8,6 @@ Each run profiles, plans and trains anew. Wants an otherwise idle machine.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -30,10 +29,7 @@ def main() -> None:
     for number in range(arguments.runs):
         rows.append(_run())
         sys.stderr.write(f"run {number + 1}: {rows[-1]}\n")
-    text = json.dumps({**watch.describe(), "runs": rows}, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"runs": rows}, arguments.json)
 
 
 def _run() -> dict[str, object]:

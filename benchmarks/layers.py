@@ -13,7 +13,6 @@ promises. On a CUDA device also the most memory that a plain step allocates. Wan
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -46,11 +45,7 @@ def main() -> None:
     arguments = _arguments()
     watch = Watch()
     rows = [_model(name, arguments) for name in arguments.models.split(",")]
-    result = {"batch": arguments.batch, "runs": arguments.runs, **watch.describe(), "models": rows}
-    text = json.dumps(result, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"batch": arguments.batch, "runs": arguments.runs, "models": rows}, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,8 +22,17 @@ class Watch:
     def __init__(self) -> None:
         self._began_s, self._before_s = time.monotonic(), _busy_s()
 
-    def describe(self) -> dict[str, object]:
-        """Return the record; call it when all processes that the benchmark started have ended."""
+    def record(self, found: Mapping[str, object], path: Path | None) -> None:
+        """Print what a benchmark found, as JSON behind where and when it ran, and write it to a file if one is named.
+
+        All processes that the benchmark started must have ended.
+        """
+        text = json.dumps({**self._describe(), **found}, indent=1)
+        sys.stdout.write(text + "\n")
+        if path is not None:
+            path.write_text(text + "\n")
+
+    def _describe(self) -> dict[str, object]:
         times = os.times()
         own_s = times.user + times.system + times.children_user + times.children_system
         others_s = _busy_s() - self._before_s - own_s

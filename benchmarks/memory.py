@@ -11,7 +11,6 @@ whether the largest error of a prediction is within its bound.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -52,11 +51,7 @@ def main() -> None:
     worst = max(abs(row["predicted_over_held"] - 1) for row in rows)
     within = {"peak": worst <= PEAK_BOUND}
     figures = {"largest_error": round(worst, 4), "within_bounds": within, "stages": rows}
-    result = {"batch": arguments.batch, **watch.describe(), **figures}
-    text = json.dumps(result, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"batch": arguments.batch, **figures}, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:

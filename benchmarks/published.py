@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 import statistics
 import sys
@@ -135,10 +134,7 @@ def main() -> None:
             f"{step.lower_bound_s:.4f} s ({step.gap:.1%}), {step.cpu_s:.2f} s of a processor; DAPPLE {theirs_s:.4f} s\n"
         )
         steps.append(step._asdict())
-    text = json.dumps({**watch.describe(), "repeats": arguments.repeats, "rows": results, "steps": steps}, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"repeats": arguments.repeats, "rows": results, "steps": steps}, arguments.json)
 
 
 def compared(folder: Path, repeats: int) -> Iterator[Result]:

@@ -48,17 +48,13 @@ def main() -> None:
     repeated = _apart(0, 100, DEVICES, True)
     growth = [_apart(0, *size, False) for size in GROWTH]
     found = {
-        **watch.describe(),
         "median_gap": statistics.median(each["gap"] for each in large),
         "median_s": statistics.median(each["plan_s"] for each in large),
         "large": large,
         "repeated": repeated,
         "growth": [*growth, large[0]],
     }
-    text = json.dumps(found, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record(found, arguments.json)
     if arguments.png:
         _draw([*growth, large[0]], arguments.png)
 

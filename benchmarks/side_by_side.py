@@ -11,7 +11,6 @@ machine was with other work.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,14 +47,10 @@ def main() -> None:
         "ranks": arguments.gpus,
         "rounds": arguments.rounds,
         "steps_per_round": arguments.steps,
-        **watch.describe(),
         "noise": profiled.noise.model_dump(),
         "contestants": _rows(contestants, steps),
     }
-    text = json.dumps(result, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record(result, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:

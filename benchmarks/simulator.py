@@ -60,10 +60,7 @@ def main() -> None:
 
     watch = Watch()
     cases = [_apart(index, arguments.micro_batches) for index in range(len(SHAPES))]
-    text = json.dumps({**watch.describe(), "cases": cases}, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"cases": cases}, arguments.json)
 
 
 def _apart(index: int, micro_batches: int) -> dict[str, object]:

@@ -91,10 +91,7 @@ def main() -> None:
         constants = Constants(**result["constants_of_first_draw"])
         predicted = predict(observed(further, models, curves, arguments.network), constants)
         result["multi"] = {"runs": len(further), "network": arguments.network, **score(further, predicted)}
-    text = json.dumps({**watch.describe(), "measured_curves": len(curves), **result}, indent=1)
-    sys.stdout.write(text + "\n")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    watch.record({"measured_curves": len(curves), **result}, arguments.json)
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +11,12 @@ import numpy as np
 from autopar.planner.areas import Area, Areas, Counts
 from autopar.planner.flows import Flows, FlowTensor
 from autopar.planner.layers import LayerCosts
+from autopar.planner.repeats import Repeats
 
 __all__ = ["Activations", "Swept", "rows_bytes"]
+
+FEW_ROWS = 4
+"""Of the layers, one in how many begins a window like no earlier one, that each of these is gone through by itself."""
 
 
 class Swept(NamedTuple):
@@ -34,9 +38,9 @@ def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
 class Activations:
     """Activations of all stages at any number of rows; layers that are recomputed save their inputs only."""
 
-    def __init__(self, costs: LayerCosts, flows: Flows, made: Callable[[int, int], int]) -> None:
+    def __init__(self, costs: LayerCosts, flows: Flows, made: Callable[[int, int], int], repeats: Repeats) -> None:
         """Take what is known of the layers; ``made`` returns the bytes of the gradients of a stage."""
-        self._costs, self._flows, self._made = costs, flows, made
+        self._costs, self._flows, self._made, self._repeats = costs, flows, made, repeats
         self._count = len(costs.layers)
         self._saved: dict[float, list[dict[str, int]]] = {}
         self._transients: dict[tuple[float, int, bool], int] = {}
@@ -58,8 +62,12 @@ class Activations:
 
         ``gradients`` are their gradients' bytes.
         """
+        repeats = self._repeats.among(recompute) if self._repeats.any else self._repeats
+        if repeats.any and len(repeats.windows(longest).rows) * FEW_ROWS <= self._count:
+            found = self._each(rows, recompute, longest, repeats.windows(longest).rows.tolist())
+            return Swept(*(repeats.windows(longest).spread(np.asarray(each)) for each in found))
         if self._irregular(rows):
-            return self._each(rows, recompute, longest)
+            return self._each(rows, recompute, longest, range(self._count))
         totals = Areas(self._count, self._kept(rows, recompute)).window(longest)
         ahead = Areas(self._count, self._ahead(rows, recompute)).window(longest)
         layers = range(self._count)
@@ -137,13 +145,14 @@ class Activations:
         names = ((layer, name) for layer in range(self._count) for name in self.saved(layer, rows, recomputed=False))
         return any(layer < producers.get(name, -1) for layer, name in names)
 
-    def _each(self, rows: float, recompute: frozenset[int], longest: int) -> Swept:
-        found = np.zeros((3, self._count, longest), dtype=np.int64)
-        for first in range(self._count):
+    def _each(self, rows: float, recompute: frozenset[int], longest: int, firsts: Sequence[int]) -> Swept:
+        """The stages that begin with some layers, one after the other, ``[index of the layer, length - 1]``."""
+        found = np.zeros((3, len(firsts), longest), dtype=np.int64)
+        for row, first in enumerate(firsts):
             sweep = _Sweep(first)
-            for at in range(min(longest, self._count - first)):
+            while len(sweep.found) < min(longest, self._count - first):
                 self._advance(sweep, rows, recompute)
-                found[:, first, at] = sweep.found[at]
+            found[:, row, : len(sweep.found)] = np.array(sweep.found).T
         return Swept(*found)
 
     def _kept(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.plan import Crossing, Plan, ScheduleName, SharedParameter, Stage
 from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
 from autopar.formats.profile import Profile
+from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.chunks import halves, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
+from autopar.planner.heading import heading
 from autopar.planner.links import Collective
+from autopar.planner.moments import backwards
 from autopar.planner.options import PlanOptions
+from autopar.planner.provenance import communicated, computed
 from autopar.planner.shares import shares_of
 from autopar.planner.sharing import Traffic
 from autopar.planner.simulate import Simulator, trace
@@ -35,47 +39,45 @@ def assemble(
     alternatives: Iterable[Alternative],
     notes: Iterable[str],
     bounds: Bounds | None = None,
+    step_s: float | None = None,
 ) -> Plan:
     """Return the plan of a candidate, its program checked and its step simulated.
 
-    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it, its bubble
-    counts computing as long as it takes alone, and the check is left to who runs it, which ``autopar run`` does first.
+    A program of more than :data:`MOST_ACTIONS` is not expanded: its step is simulated as the search does it (unless it
+    is known: ``step_s``), its bubble counts computing as long as it takes alone, and the check is left to who runs it,
+    which ``autopar run`` does first.
     """
-    profile = costs.profile
     plan = Plan(
-        model=profile.model,
-        batch=costs.batch,
-        precision=profile.precision,
-        device_type=profile.device.type,
-        threads=profile.device.threads,
-        seed=options.seed,
-        bytes_per_s=options.bytes_per_s,
-        divisible=costs.divisible,
+        **heading(costs, options),
         schedule=_schedule(candidate),
         micro_batches=candidate.micro_batches,
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
-        predicted=_predicted(costs, candidate, 0.0, 0.0, 0.0),
+        predicted=_predicted(costs, candidate),
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
     )
-    step_s, bubble, shares = _simulated(plan, candidate, costs)
-    predicted = _predicted(costs, candidate, step_s, min(lower_bound_s, step_s), bubble)
+    step_s, bubble, shares = _simulated(plan, candidate, costs, step_s)
     # The program's step may differ in its last digits from the one that the search stopped at.
     least = None if bounds is None else Bounds(**{name: min(each, step_s) for name, each in bounds})
+    found = {"step_s": step_s, "lower_bound_s": min(lower_bound_s, step_s), "bubble": min(1.0, bubble)}
     explained = {"bounds": least, "binding": binding(costs, candidate), "shares": shares}
-    return plan.model_copy(update={"predicted": predicted.model_copy(update=explained)})
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={**found, **explained})})
 
 
-def _simulated(plan: Plan, candidate: Candidate, costs: CostModel) -> tuple[float, float, Shares | None]:
+def _simulated(
+    plan: Plan, candidate: Candidate, costs: CostModel, step_s: float | None
+) -> tuple[float, float, Shares | None]:
     """Return the step's seconds, its bubble, and what the ranks' time goes to, where a timeline is traced."""
     if action_count(plan) > MOST_ACTIONS:
-        step_s = Simulator(costs).step_s(candidate)
+        if step_s is None:
+            step_s = Simulator(costs).step_s(candidate)
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
-    check(expand(plan), plan)
-    timeline = timeline_of(plan, costs)
+    program = expand(plan)
+    check(program, plan)
+    timeline = _traced(program, candidate, costs)
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -86,15 +88,24 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
         for stage in candidate.stages
         for replica in range(len(stage.devices))
     ]
-    columns = zip(own, times.forward_s, times.backward_s, times.update_s, strict=True)
+    backward_s = times.backward_s
+    if times.input_s:
+        # About: some may be whole, some in halves.
+        backward_s = [one + other for one, other in zip(times.input_s, times.weight_s, strict=True)]
+    columns = zip(own, times.forward_s, backward_s, times.update_s, strict=True)
     busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
-    return max(0.0, 1.0 - busy_s / (len(own) * step_s)) if step_s > 0 else 0.0
+    ranks = 1 + max(times.ranks)
+    return max(0.0, 1.0 - busy_s / (ranks * step_s)) if step_s > 0 else 0.0
 
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """Simulate a plan's own program."""
-    times = durations(costs, candidate_of(plan, costs.profile))
-    return trace(expand(plan), times, Traffic(costs.sharing, plan.devices) if costs.sharing else None)
+    return _traced(expand(plan), candidate_of(plan, costs.profile), costs)
+
+
+def _traced(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
+    devices = tuple(device for stage in candidate.stages for device in stage.devices)
+    return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:
@@ -132,31 +143,38 @@ def stage_record(costs: CostModel, stage: Placed) -> Stage:
     )
 
 
-def _schedule(candidate: Candidate) -> Literal["gpipe", "1f1b"]:
+def _schedule(candidate: Candidate) -> ScheduleName:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
     count = candidate.micro_batches
+    if not plain(candidate.schedule):
+        return candidate.schedule  # type: ignore[return-value]  # the options name these only
     if count > 1 and all(stage.warmup == stage.turns(0, count) for stage in candidate.stages):
         return "gpipe"
     return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
 
 
-def _predicted(costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, bubble: float) -> Predicted:
+def _predicted(costs: CostModel, candidate: Candidate) -> Predicted:
+    """Return what is known of a candidate before its program is simulated."""
     stages = candidate.stages
     return Predicted(
-        step_s=step_s,
-        lower_bound_s=lower_bound_s,
-        bubble=min(1.0, bubble),
+        step_s=0.0,
+        lower_bound_s=0.0,
+        bubble=0.0,
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
-        compute=tuple(map(costs.compute_provenance, stages)),
-        communication=costs.communication_provenance(candidate),
-        backward_s=tuple(_backward_s(costs, stage, candidate.micro_batches) for stage in stages),
+        compute=tuple(computed(costs, stage) for stage in stages),
+        communication=communicated(costs, candidate),
+        backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
     )
 
 
-def _backward_s(costs: CostModel, stage: Placed, micro_batches: int) -> float:
-    return max(costs.backward_s(stage, replica, micro_batches) for replica in range(len(stage.devices)))
+def _backward_s(costs: CostModel, stage: Placed, candidate: Candidate) -> float:
+    """Return the seconds of a backward, whole or in halves as the last one is, on the slowest replica."""
+    count, replicas = candidate.micro_batches, range(len(stage.devices))
+    if halves(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
+        return max(sum(costs.halves_s(stage, replica, count)) for replica in replicas)
+    return max(costs.backward_s(stage, replica, count) for replica in replicas)
 
 
 def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
@@ -197,7 +215,11 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
             kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
             groups += [(kind, stage.devices) for kind in kinds]
     for _, holders in costs.tied_between(candidate.stages):
-        devices = tuple(device for index in holders for device in candidate.stages[index].devices)
+        devices = tuple(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
         groups.append(("all_reduce", devices))
-    notes = [costs.links.collective_note(kind, len(group), costs.links.level(group)) for kind, group in groups]
+    notes = [
+        costs.links.collective_note(kind, len(group), costs.links.level(group))
+        for kind, group in groups
+        if len(group) > 1
+    ]
     return list(dict.fromkeys(note for note in notes if note))

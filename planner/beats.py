@@ -61,7 +61,7 @@ def beats_of(candidate: Candidate) -> Beats | None:
         return None
     micro_batches, stages = candidate.micro_batches, candidate.stages
     turns = np.array([stage.turns(0, micro_batches) for stage in stages])
-    wide = np.array([len(stage.devices) if stage.division == "round-robin" else 1 for stage in stages])
+    wide = np.array([stage.turning for stage in stages])
     depths = np.minimum(turns, [stage.warmup for stage in stages])
     if candidate.schedule == "gpipe":
         depths = turns
@@ -131,10 +131,8 @@ class _March:
     def _take_turns(self, candidate: Candidate, times: Durations, order: Whole) -> None:
         wide, turn = [], []
         for stage in candidate.stages:
-            width = len(stage.devices)
-            apart = stage.division == "round-robin"
-            wide += [width if apart else 1] * width
-            turn += list(range(width)) if apart else [0] * width
+            wide += [stage.turning] * len(stage.devices)
+            turn += [replica % stage.turning for replica in range(len(stage.devices))]
         self._wide, self._turn = (np.array([*each, *each])[order] for each in (wide, turn))
         self._turning = bool((self._wide > 1).any())
 

@@ -44,7 +44,12 @@ class Placed(NamedTuple):
     @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
-        return self.warmup * (len(self.devices) if self.division == "round-robin" else 1)
+        return self.warmup * self.turning
+
+    @property
+    def turning(self) -> int:
+        """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
+        return len(self.devices) if self.division == "round-robin" else 1
 
     def turns(self, replica: int, micro_batches: int) -> int:
         """Return how many of a step's micro-batches a replica takes part in.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from autopar.planner.areas import Counts
 from autopar.planner.stages import Next, StageTables
 
 __all__ = ["Capped"]
@@ -21,8 +22,7 @@ class Capped:
         self.cap_s = cap_s
         self._stages = stages
         self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
-        self._next: dict[int, Next] = {}
-        self._alone_s: dict[int, Numbers] = {}
+        self._next: dict[int, tuple[Next, Numbers]] = {}
         self.fewest = self._fewest() if np.isfinite(cap_s) else np.zeros((2, stages.layers + 1))
         """Fewest devices of the layers before, and of those from on, every position."""
 
@@ -33,40 +33,41 @@ class Capped:
 
     def next(self, first: int) -> Next:
         """Return the stages that may begin with a layer."""
-        if not np.isfinite(self.cap_s):
-            return self._stages.next(first)
-        if first not in self._next:
-            following = self._stages.next(first)
-            alone_s = following.alone_s()
-            some = np.flatnonzero(alone_s.min(axis=0, initial=np.inf) <= self.limit_s)
-            self._next[first] = following.some(some)
-            self._alone_s[first] = alone_s[:, some]
-        return self._next[first]
+        return self._stages.next(first) if not np.isfinite(self.cap_s) else self._kept(first)[0]
 
-    def at(self, first: int, place: npt.NDArray[np.int64]) -> Next:
+    def at(self, first: int, place: Counts) -> Next:
         """Return those of the stages that may meet the cap where they stand; ``place`` by way."""
         following = self.next(first)
         if not np.isfinite(self.cap_s):
             return following
-        alone_s = self._alone_s[first][place[following.way], np.arange(len(following.way))]
+        alone_s = self._kept(first)[1][place[following.way], np.arange(len(following.way))]
         return following.some(np.flatnonzero(alone_s <= self.limit_s))
 
+    def _kept(self, first: int) -> tuple[Next, Numbers]:
+        """The stages, and the seconds of a step of nothing else."""
+        if first not in self._next:
+            alone_s = self._stages.alone_s(first)
+            some = np.flatnonzero(alone_s.min(axis=0, initial=np.inf) <= self.limit_s)
+            self._next[first] = self._stages.next(first).some(some), alone_s[:, some]
+        return self._next[first]
+
     def _fewest(self) -> Numbers:
-        layers = self._stages.layers
-        widths = np.array([way.width for way in self._stages.ways])
+        layers, widths = self._stages.layers, self._narrowest()
         found = np.full((2, layers + 1), np.inf)
         found[0, 0] = found[1, layers] = 0
-        spans = [self._spans(first) for first in range(layers)]
-        for first, (way, stops) in enumerate(spans):
-            np.minimum.at(found[0], stops, found[0, first] + widths[way])
+        for first in range(layers):
+            own = widths[first, : layers - first]
+            behind = found[0, first + 1 : first + 1 + len(own)]
+            np.minimum(behind, found[0, first] + own, out=behind)
         for first in reversed(range(layers)):
-            way, stops = spans[first]
-            found[1, first] = (found[1, stops] + widths[way]).min(initial=np.inf)
+            own = widths[first, : layers - first]
+            found[1, first] = (found[1, first + 1 : first + 1 + len(own)] + own).min()
         return found
 
-    def _spans(self, first: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(way, stop) of every stage, each of those taken together."""
-        following = self.next(first)
-        count = following.longest - following.length + 1
-        offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        return np.repeat(following.way, count), first + np.repeat(following.length, count) + offsets
+    def _narrowest(self) -> Numbers:
+        """Fewest devices of a stage that meets the cap, ``[first, length - 1]``."""
+        spans, lengths = self._stages.spans, self._stages.lengths
+        meets = np.flatnonzero(spans.alone_s <= self.limit_s)
+        found = np.full((self._stages.layers, len(lengths)), np.inf)
+        np.minimum.at(found, (spans.first[meets], spans.column[meets]), spans.width[meets])
+        return found[:, np.searchsorted(lengths, np.arange(1, self._stages.longest + 1), side="right") - 1]

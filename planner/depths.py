@@ -12,7 +12,7 @@ from autopar.planner.candidate import Candidate, Family, Placed, with_depths
 from autopar.planner.costs import CostModel
 from autopar.planner.levels import Span
 
-__all__ = ["DepthChoices", "depth_choices"]
+__all__ = ["DepthChoices", "depth_choices", "least_recomputed"]
 
 MANY_SETS = 32
 MANY_STAGES = 32
@@ -66,7 +66,7 @@ def depth_choices(
         if found and vector in spare:
             # What holds least is for plans that fit no other way: a stage that leads another holds more messages.
             continue
-        candidate, short = _fitting(costs, family, with_depths(family, stages, vector).stages, spans)
+        candidate, short = least_recomputed(costs, family, with_depths(family, stages, vector).stages, spans)
         if short <= 0:
             found.append(candidate)
         elif closest is None or short < closest[0]:
@@ -95,19 +95,18 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
         vector: list[int] = []
         allowed = micro_batches
         for index, stage in enumerate(stages):
-            width = len(stage.devices) if stage.division == "round-robin" else 1
             wanted = min(allowed, 1 + int(slope * (len(stages) - 1 - index)))
             if slope == micro_batches:
                 wanted = allowed
             # Replicas that take turns keep as many between them as one that does not.
-            depth = max(1, min(most[index], -(-wanted // width)))
-            while depth > 1 and min(micro_batches, depth * width) > allowed:
+            depth = max(1, min(most[index], -(-wanted // stage.turning)))
+            while depth > 1 and min(micro_batches, depth * stage.turning) > allowed:
                 depth -= 1
-            if min(micro_batches, depth * width) > allowed:
+            if min(micro_batches, depth * stage.turning) > allowed:
                 # Replicas that take turns have one each in flight at least: more than the stage before has.
                 break
             vector.append(depth)
-            allowed = min(allowed, depth * width)
+            allowed = min(allowed, depth * stage.turning)
         if len(vector) == len(stages) and tuple(vector) not in found:
             found.append(tuple(vector))
     return found
@@ -158,13 +157,12 @@ def _paced(
     vector: list[int] = []
     behind, ahead = 1, 0.0
     for stage, trip_s, own_s in zip(reversed(stages), reversed(trips), reversed(alone), strict=True):
-        width = len(stage.devices) if stage.division == "round-robin" else 1
         wanted = max(behind, min(family.micro_batches, ceil((trip_s / pace_s + ahead) * (1 - ROUNDING))))
-        depth = min(-(-wanted // width), stage.turns(0, family.micro_batches))
+        depth = min(-(-wanted // stage.turning), stage.turns(0, family.micro_batches))
         if depth > stage.warmup:
             return None
         vector.append(depth)
-        behind = min(family.micro_batches, depth * width)
+        behind = min(family.micro_batches, depth * stage.turning)
         ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
     return tuple(vector[::-1])
 
@@ -174,13 +172,12 @@ def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
     vector: list[int] = []
     behind = 1
     for stage in reversed(stages):
-        width = len(stage.devices) if stage.division == "round-robin" else 1
-        vector.insert(0, -(-behind // width))
-        behind = min(micro_batches, vector[0] * width)
+        vector.insert(0, -(-behind // stage.turning))
+        behind = min(micro_batches, vector[0] * stage.turning)
     return tuple(vector)
 
 
-def _fitting(
+def least_recomputed(
     costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""

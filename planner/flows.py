@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +73,9 @@ class Flows:
             self._made[entry.producer].append(entry)
             for consumer in entry.consumers:
                 self._received[consumer].append(entry)
+        self._forked = [tensor for made in self._made for tensor in made if len(tensor.consumers) > 1]
+        forked = Counter(tensor.producer for tensor in self._forked)
+        self._forked_before = [*accumulate((forked[layer] for layer in range(len(profile.layers))), initial=0)]
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
@@ -87,6 +92,10 @@ class Flows:
     def received_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer reads and another makes."""
         return self._received[layer]
+
+    def forked(self, first: int, stop: int) -> list[FlowTensor]:
+        """Return the tensors that a stage makes and several layers read."""
+        return self._forked[self._forked_before[first] : self._forked_before[stop]]
 
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""

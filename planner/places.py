@@ -39,6 +39,16 @@ class Move(NamedTuple):
     """Index into :attr:`Places.nears`."""
 
 
+class _Chained(NamedTuple):
+    """A kind's devices, in cluster order."""
+
+    limits: Indices
+    pairs: Indices
+    """The level, as a number, at which each reaches the next one."""
+    latest: list[Indices]
+    """By kind of device, where among those the last one of each device's node stands; -1 where there is none."""
+
+
 class Places:
     """What the prices of stages depend on, of the devices that they take."""
 
@@ -49,6 +59,7 @@ class Places:
         self.nears: list[frozenset[Level]] = []
         """Levels at which a next stage may stand."""
         self._moves: dict[tuple[int, int], list[Move]] = {}
+        self._chains: dict[int, _Chained] = {}
 
     def moves(self, kind: int, width: int) -> list[Move]:
         """Return the variants of taking so many devices."""
@@ -81,27 +92,38 @@ class Places:
         after = pool.moves(kind, width)[0].after
         states = np.flatnonzero(after >= 0)
         starts = pool.taken(kind)[states]
-        limits = np.array([self._costs.limits_bytes[device] for device in chain])
-        pairs = [levels.index(self._topology.level(pair)) for pair in pairwise(chain)]
-        widest = slide(np.array(pairs), width - 1).max(axis=1) if width > 1 else np.zeros(len(chain), dtype=np.int64)
-        found = zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True)
-        known = np.array([_index(self.known, Place(levels[level], limit)) for level, limit in found])
+        limits, pairs, _ = self._chained(kind)
+        widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(chain), dtype=np.int64)
+        found = list(zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True))
+        number = {each: _index(self.known, Place(levels[each[0]], each[1])) for each in dict.fromkeys(found)}
+        known = np.array([number[each] for each in found])
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         place[states] = known[starts]
         # Where no device of the stage's nodes is left, the next one stands in another.
         beside, beyond = _index(self.nears, frozenset(levels)), _index(self.nears, frozenset(levels[1:] or levels))
-        near[states] = np.where(self._beside(chain, width, starts, after[states]), beside, beyond)
+        near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
         return Move(np.where(after < 0, pool.states, after), place, near)
 
-    def _beside(self, chain: tuple[int, ...], width: int, starts: Indices, after: Indices) -> npt.NDArray[np.bool_]:
+    def _beside(self, kind: int, width: int, starts: Indices, after: Indices) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""
-        nodes, found = self._topology.nodes, np.zeros(len(starts), dtype=bool)
-        for kind in self._pool.kinds:
-            last = {nodes[device]: at for at, device in enumerate(self._pool.all_of(kind))}
-            latest = np.array([last.get(nodes[device], -1) for device in chain])
+        found = np.zeros(len(starts), dtype=bool)
+        for other, latest in zip(self._pool.kinds, self._chained(kind).latest, strict=True):
             highest = np.lib.stride_tricks.sliding_window_view(latest, width).max(axis=1)
-            found |= highest[starts] >= self._pool.taken(kind)[after]
+            found |= highest[starts] >= self._pool.taken(other)[after]
         return found
+
+    def _chained(self, kind: int) -> _Chained:
+        if kind not in self._chains:
+            chain, nodes = self._pool.all_of(kind), self._topology.nodes
+            lasts = (
+                {nodes[device]: at for at, device in enumerate(self._pool.all_of(other))} for other in self._pool.kinds
+            )
+            self._chains[kind] = _Chained(
+                np.array([self._costs.limits_bytes[device] for device in chain]),
+                np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
+                [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
+            )
+        return self._chains[kind]
 
 
 def _index(known: list[Place] | list[frozenset[Level]], one: Place | frozenset[Level]) -> int:

@@ -73,6 +73,14 @@ class Pool:
         """Return how many devices of a kind are left."""
         return self._reserves[kind].left(self._own(state, kind))
 
+    def devices_left(self) -> States:
+        """Return how many devices are left in every state."""
+        found, states = np.zeros(self.states, dtype=np.int64), np.arange(self.states)
+        for kind, reserve in self._reserves.items():
+            own = np.array([reserve.left(state) for state in range(reserve.states)])
+            found += own[states // self._strides[kind] % reserve.states]
+        return found
+
     def remaining(self, state: int) -> list[int]:
         """Return all devices that are left, ascending."""
         return sorted(

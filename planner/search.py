@@ -182,7 +182,7 @@ class _Search:
 
     def _span(self, family: int, step: _Step) -> Span:
         """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
-        tables = self._tables(family).stages
+        tables = self.tables[family].stages
         low, high = tables.recomputed(step.way, step.first, step.stop)
         levels = self.costs.recompute_levels(self.families[family].micro_batch_size, tables.ways[step.way].kind)
         return Span(levels, low, high if tables.apart or self.options.recompute == "none" else None)
@@ -190,7 +190,7 @@ class _Search:
     def _place(self, family: int, step: _Step) -> tuple[Placed, StageTerms] | None:
         """Return a chosen stage with as much in flight as fits, and the least recomputation of its choice."""
         if (family, step) not in self.placed:
-            tables, rows = self._tables(family).stages, self.families[family].micro_batch_size
+            tables, rows = self.tables[family].stages, self.families[family].micro_batch_size
             kind, _, choice, width, _, variant = tables.ways[step.way]
             devices = self.pool.devices(step.state, kind, width, variant)
             depth = tables.depth_of(step.way, step.first, step.stop, self.costs.limit_bytes(devices))
@@ -213,9 +213,6 @@ class _Search:
             link = link_terms(self.costs, node.path.placed, placed[0], frame)
         return _Path(node.path, node.step, *placed, link)
 
-    def _tables(self, index: int) -> SuffixTables:
-        return self.tables[index]
-
     def _prepare(self, index: int) -> bool:
         """Make a family's tables; return whether its plans are to be looked through one by one."""
         family = self.families[index]
@@ -235,7 +232,7 @@ class _Search:
         """Push every choice of the next stage but the best one; return that."""
         if node.step is None and not self._prepare(node.family):
             return None
-        tables, path = self._tables(node.family), None
+        tables, path = self.tables[node.family], None
         stop = state = 0
         if node.step is not None:
             path = self._path(node)
@@ -264,7 +261,7 @@ class _Search:
     def _promising(self, node: _Node, path: _Path | None, terms: Terms) -> Iterator[tuple[int, float, float]]:
         """Yield the next stages that may beat the best plan, with their bounds and round trips."""
         if path is not None:
-            tables = self._tables(node.family).stages
+            tables = self.tables[node.family].stages
             terms = fold(
                 path.terms, tables.link(path.step.way, path.step.first, path.step.stop, path.step.state), terms
             )
@@ -280,13 +277,22 @@ class _Search:
 
 
 def tables_of(
-    costs: CostModel, family: Family, options: PlanOptions, pool: Pool, cap_s: float = float("inf")
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    pool: Pool,
+    cap_s: float = float("inf"),
+    *,
+    late: bool = False,
 ) -> SuffixTables | None:
-    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long."""
+    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long.
+
+    ``late`` as of :class:`StageTables`.
+    """
     most = looked_at(costs, pool, family)
     if most > MOST_BOUNDED:
         return None
-    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART)
+    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART, late=late)
     return SuffixTables(stages, options, Capped(stages, cap_s))
 
 

@@ -32,7 +32,7 @@ class States:
         """A state that cannot be."""
         self.after = np.stack([move.after for move in stages.moves])
         """``[way, state]``."""
-        self.left = np.array([len(pool.remaining(state)) for state in range(pool.states)])
+        self.left = pool.devices_left()
         """Devices."""
         nears = len(stages.places.nears)
         self.codes = np.stack([move.place * nears + move.near for move in stages.moves])
@@ -42,6 +42,10 @@ class States:
     def group_of(self, state: int) -> Group:
         """Return the group that a state is in."""
         return self.groups[int(self._group[state])]
+
+    def behind(self, ways: Counts, states: Counts) -> Counts:
+        """Return the states that some ways lead to from some states, ``[way, state]``."""
+        return np.take(np.take(self.after, states, axis=1), ways, axis=0)
 
     def within(self, group: Group, first: int, capped: Capped) -> Counts:
         """Return the states of a group in which the layers before may have met a cap, and others still may."""

@@ -38,7 +38,13 @@ class SuffixTables:
     """
 
     def __init__(
-        self, stages: StageTables, options: PlanOptions, capped: Capped | None = None, *, rounded: bool = False
+        self,
+        stages: StageTables,
+        options: PlanOptions,
+        capped: Capped | None = None,
+        states: States | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
         """Fill the tables; ``rounded`` ones take half the time and room, and their bounds less than the rounding."""
         self.stages, self._use_all = stages, options.use_all
@@ -49,7 +55,7 @@ class SuffixTables:
         self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self._lumped = told < most
-        self.states = States(stages)
+        self.states = states or States(stages)
         self._kind: type[np.float64] = np.float32 if rounded else np.float64  # type: ignore[assignment]  # read as numbers
         self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
         self._chain = stages.chain
@@ -114,11 +120,11 @@ class SuffixTables:
 
     def _extended(self, first: int, following: Next, group: Group, states: Counts) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
-        after = self.states.after[following.way][:, states]
+        after = self.states.behind(following.way, states)
         wide = StageTerms(*self._columns(following.stage_at(group.place)))
         forth, back, *seconds = following.link_at(group.near)
         beyond = LinkTerms(np.asarray(forth)[:, None], np.asarray(back)[:, None], *self._columns(seconds))
-        behind = Terms(*(self._suffix(term, first, following, after) for term in range(4)))
+        behind = Terms(*self._suffixes(first, following, after))
         if self._chain:
             found = tuple(map(np.asarray, fold_chain(wide, beyond, behind)))
         else:
@@ -137,26 +143,24 @@ class SuffixTables:
         found: Numbers = np.array(list(terms), dtype=self._kind)[:, :, None]
         return found
 
-    def _suffix(self, term: int, first: int, following: Next, after: Counts) -> Numbers:
-        """Least terms behind every next stage, ``[stages behind, stage, state]``."""
-        table = self._least[term]
-        stops = first + following.length
-        behind = after + stops[:, None] * table.shape[2]
-        found: Numbers = np.take(table.reshape(self.counts, -1), behind, axis=1)
+    def _suffixes(self, first: int, following: Next, after: Counts) -> Numbers:
+        """Least terms behind every next stage, ``[term, stages behind, stage, state]``."""
+        width = self._least.shape[3]
+        table = self._least.reshape(4, self.counts, -1)
+        behind = after + (first + following.length)[:, None] * width
+        found: Numbers = np.take(table, behind, axis=2)
         for step in range(1, int((following.longest - following.length).max(initial=0)) + 1):
             more = np.flatnonzero(following.longest - following.length >= step)
-            found[:, more] = np.minimum(found[:, more], table[:, stops[more, None] + step, after[more]])
+            found[:, :, more] = np.minimum(found[:, :, more], np.take(table, behind[more] + step * width, axis=2))
         if self.counts == 1 and self._lumped:
             return found
         # Behind a stage that n stages follow stands a suffix of n; of the most that are told apart, of as many or more.
         shifted = np.full_like(found, np.inf)
-        shifted[1:] = found[:-1]
+        shifted[:, 1:] = found[:, :-1]
         if self._lumped:
-            shifted[-1] = np.minimum(found[-1], shifted[-1])
+            shifted[:, -1] = np.minimum(found[:, -1], shifted[:, -1])
         return shifted
 
     def _distinguished(self, least: int) -> int:
-        tables, pool = self.stages, self.stages.pool
-        devices = len(pool.remaining(0))
-        size = max(1, pool.states * len(tables.ways) * tables.layers * len(tables.lengths))
-        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // size))
+        tables, devices = self.stages, len(self.stages.pool.remaining(0))
+        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // max(1, tables.size)))

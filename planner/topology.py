@@ -46,6 +46,14 @@ class Topology:
             return "rack"
         return "network"
 
+    def pair(self, one: int, other: int) -> Level:
+        """Return the level at which two devices reach each other."""
+        if self.racks[one] != self.racks[other]:
+            return "network"
+        if self.nodes[one] == self.nodes[other]:
+            return "node"
+        return "rack" if "rack" in self.levels else "network"
+
     def between(self, some: Iterable[int], others: Iterable[int]) -> frozenset[Level]:
         """Return every level at which one of some devices reaches one of others."""
         here, there = self._nodes_by_rack(some), self._nodes_by_rack(others)

@@ -20,6 +20,8 @@ ABSENT_S = float("-inf")
 """Seconds of a message that is never sent: who would receive it waits for nothing."""
 SLIVER = 1e-6
 """Share of a micro-batch that is rounding, where its rows divide freely."""
+FEW_STAGES = 24
+"""Up to so many, numbers are quicker one by one than arrays of them."""
 ROUNDING = 1e-13
 """Share of a backward and its reduction that is rounding."""
 
@@ -56,12 +58,12 @@ def ride(wave: Wave) -> float:
     >>> ride(Wave(4, 0.0, (3, 2, 1), even, 2 * even, free, free, 0 * even, 0 * even))
     18.0
     """
-    state = _Ride(wave)
+    state = _Few(wave) if len(wave.depths) <= FEW_STAGES else _Ride(wave)
     for turn in range(wave.micro_batches + wave.depths[0] - 1):
         if turn < wave.micro_batches:
             state.forward()
         state.backward(turn)
-    clock = state.clock + wave.exposed_s
+    clock = np.array(state.clock) + wave.exposed_s
     for holders, seconds in wave.tied:
         members = list(holders)
         clock[members] = clock[members].max() + seconds
@@ -76,17 +78,18 @@ class _Chain:
     """
 
     def __init__(self, links: Numbers) -> None:
-        self._sweeps: list[tuple[int, Numbers]] = []
+        self.sweeps: list[tuple[int, Numbers]] = []
+        """(how far back, seconds from there)."""
         reach, span = 1, links
         while reach < len(links) and np.isfinite(span[reach:]).any():
-            self._sweeps.append((reach, span))
+            self.sweeps.append((reach, span))
             span = np.concatenate((np.full(reach, ABSENT_S), span[reach:] + span[:-reach]))
             reach *= 2
 
     def solve(self, ends: Numbers, first: int = 0) -> None:
         """Solve in place; ``ends[0]`` is that of stage ``first``, which hears of none before it."""
         count = len(ends)
-        for reach, span in self._sweeps:
+        for reach, span in self.sweeps:
             if reach < count:
                 np.maximum(ends[reach:], ends[:-reach] + span[first + reach : first + count], out=ends[reach:])
 
@@ -138,6 +141,63 @@ class _Ride:
         np.maximum(returned, ends[: len(returned)], out=returned)
         returned += self._returned_s[before]
         self._kept[turn % self._kept_turns, before] = returned
+
+
+class _Few:
+    """What :class:`_Ride` does, number by number: the same sums in the same order."""
+
+    def __init__(self, wave: Wave) -> None:
+        stages, depths = len(wave.depths), wave.depths[::-1]
+        self.clock, self._last = [wave.overhead_s] * stages, stages - 1
+        self._forward_s, self._inward_s = wave.forward_s.tolist(), [ABSENT_S, *wave.activation_s.tolist()]
+        self._backward_s, self._returned_s = wave.backward_s[::-1].tolist(), [ABSENT_S, *wave.gradient_s[::-1].tolist()]
+        self._lags = [0, *(after - before for before, after in pairwise(depths))]
+        self._sweeps = _listed(np.array(self._inward_s) + wave.forward_s)
+        links = np.array(self._returned_s) + wave.backward_s[::-1]
+        self._back_sweeps = _listed(np.where(np.array(self._lags) == 0, links, ABSENT_S))
+        self._arrived, self._returned = [ABSENT_S] * stages, [ABSENT_S] * stages
+        self._kept = [[ABSENT_S] * stages for _ in range(max(self._lags) + 1)]
+        turns = np.arange(wave.micro_batches + depths[-1])
+        self._begun = np.searchsorted(depths, turns + 1, side="right").tolist()
+        self._ended = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
+
+    def forward(self) -> None:
+        """Take the next micro-batch's forward through all stages."""
+        clock, arrived, inward_s = self.clock, self._arrived, self._inward_s
+        for stage, own_s in enumerate(self._forward_s):
+            start = arrived[stage] + inward_s[stage]
+            clock[stage] = (start if start > clock[stage] else clock[stage]) + own_s
+        for reach, span in self._sweeps:
+            for stage in range(self._last, reach - 1, -1):
+                heard = clock[stage - reach] + span[stage]
+                if heard > clock[stage]:
+                    clock[stage] = heard
+        for stage in range(1, self._last + 1):
+            sent = clock[stage - 1]
+            arrived[stage] = (sent if sent > arrived[stage] else arrived[stage]) + inward_s[stage]
+
+    def backward(self, turn: int) -> None:
+        """Run one backward on every stage that has one in this turn."""
+        clock, returned, last, kept = self.clock, self._returned, self._last, self._kept
+        first, stop = self._ended[turn], self._begun[turn]
+        for at in range(first, stop):
+            lag = self._lags[at]
+            wait = kept[(turn - lag) % len(kept)][at] if lag else returned[at] + self._returned_s[at]
+            end = clock[last - at]
+            clock[last - at] = (wait if wait > end else end) + self._backward_s[at]
+        for reach, span in self._back_sweeps:
+            for at in range(stop - 1, first + reach - 1, -1):
+                heard = clock[last - at + reach] + span[at]
+                if heard > clock[last - at]:
+                    clock[last - at] = heard
+        own = kept[turn % len(kept)]
+        for at in range(first + 1, min(stop, last) + 1):
+            sent = clock[last - at + 1]
+            own[at] = returned[at] = (sent if sent > returned[at] else returned[at]) + self._returned_s[at]
+
+
+def _listed(links: Numbers) -> list[tuple[int, list[float]]]:
+    return [(reach, span.tolist()) for reach, span in _Chain(links).sweeps]
 
 
 def applies(candidate: Candidate, times: Durations) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from autopar.runtime.flight import Flight
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
+from autopar.runtime.scale import LossScale
 from autopar.runtime.seeds import seed_generator, seed_of
 from autopar.runtime.stage import Stage
 from autopar.schedules.expand import stages_of
@@ -45,6 +47,12 @@ class StepRecord:
     """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
     count: float = 0.0
     """What the loss counted, where it returns a sum and a count."""
+    total_loss: float | None = None
+    """The mini-batch's loss, where all ranks had to know it."""
+    gradient_norm: float | None = None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    overflowed: bool = False
+    """Whether scaled gradients were not finite: nothing was updated."""
     times_s: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of every action of the program."""
 
@@ -79,6 +87,7 @@ class Executor:
         reducer: Reducer,
         tally: LossTally,
         update: Callable[[StepRecord], None],
+        scale: LossScale | None,
         clock: Clock,
         device: torch.device,
         note: Callable[[int, int], None],
@@ -94,32 +103,36 @@ class Executor:
             reducer: its gradients.
             tally: its losses.
             update: steps the optimizer, gradients being complete.
+            scale: what losses are multiplied by before their backward.
             clock: times the actions.
             device: where tensors live.
-            note: called with (step, position in the program) before every action.
+            note: called with (step, position in the program) before every action that may take a while.
         """
         self._plan, self._actions, self._rank = plan, list(actions), rank
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
-        self._tally = tally
+        self._tally, self._scale = tally, scale
         self._update, self._clock, self._device, self._note = update, clock, device, note
         chunks, replica = stages_of(plan, rank)
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        computed = ((i, action) for i, action in enumerate(self._actions) if action.kind in BACKWARDS)
-        self._last = {action.stage: i for i, action in computed}
+        self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in BACKWARDS}
         self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
-        self._early = _recomputable(self._actions)
-        self._last_send = {
-            action[:3]: i for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)
-        }
+        early = _recomputable(self._actions).items()
+        self._early = {at: (stage, index) for at, (stage, index) in early if plan.stages[stage].recompute}
+        sends = {i: action for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
+        self._last_send = {action[:3]: i for i, action in sends.items()}
+        # On gloo, a rank cannot hang in a send, and notes nothing of it.
+        self._passing = sends.keys() if device.type == "cpu" else frozenset()
         self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int], Flight] = {}
         self._outgoing: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
+        self._began: dict[int, object] = {}
         self._step, self._record = 0, StepRecord()
+        self._performs = [self._bound(position, action) for position, action in enumerate(self._actions)]
 
     def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
         """Perform one step.
@@ -136,25 +149,34 @@ class Executor:
         self._clock.start()
         self._reducer.begin_step()
         self._mailbox.begin_step()
-        marks: list[object] = []
-        for position, action in enumerate(self._actions):
-            self._note(step, position)
-            self._mailbox.post(position)
-            if position in self._early:
-                self._flights[self._early[position]].recompute()
-            marks.append(self._clock.mark())
+        self._began.clear()
+        note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
+        passing, early = self._passing, self._early
+        marks = [mark()]
+        for position, perform in enumerate(self._performs):
+            if position not in passing:
+                note(step, position)
             try:
-                if action.kind == REDUCE:
-                    # It began while the last backward ran.
-                    marks[-1] = self._reducer.finish(action.stage) or marks[-1]
-                else:
-                    self._perform(position, action)
+                if position in due:
+                    post(position)
+                if position in early:
+                    self._flights[early[position]].recompute()
+                    self._began[position] = mark()
+                perform()
             except Exception as error:
-                raise self._placed(error, action) from error
-            marks.append(self._clock.mark())
-        times = self._clock.resolve(marks)
-        self._record.times_s = list(zip(times[::2], times[1::2], strict=True))
+                raise self._placed(error, self._actions[position]) from error
+            marks.append(mark())
+        self._record.times_s = self._times_s(marks)
         return self._record
+
+    def _times_s(self, marks: list[object]) -> list[tuple[float, float]]:
+        """Return when every action began, which is when the one before it ended, and ended."""
+        began = self._clock.resolve([*self._began.values(), *marks])
+        ends_s = began[len(self._began) :]
+        starts_s = ends_s[:-1]
+        for position, start_s in zip(self._began, began, strict=False):
+            starts_s[position] = start_s
+        return list(zip(starts_s, ends_s[1:], strict=True))
 
     def _placed(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
@@ -165,23 +187,27 @@ class Executor:
             return TrainingError(f"{place}: out of memory; plan with a smaller --memory")
         return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
-    def _perform(self, position: int, action: Action) -> None:
-        if action.kind == FORWARD:
-            self._forward(action.stage, action.micro_batch)
-        elif action.kind in BACKWARDS:
-            if position == self._last[action.stage]:
-                self._reducer.begin_last_backward(action.stage)
-            self._backward(action.kind, action.stage, action.micro_batch)
-        elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
-            self._mailbox.receive(position)
-        elif action.kind in (SEND, SEND_GRADIENT):
-            self._mailbox.send(position, self._outgoing[action[:3]])
-            if position == self._last_send[action[:3]]:
-                del self._outgoing[action[:3]]
-        elif action.kind == REDUCE_TIED:
-            self._reducer.reduce_shared(action.micro_batch)
-        elif action.kind == UPDATE:
-            self._close()
+    def _bound(self, position: int, action: Action) -> Callable[[], None]:
+        """Return what performs an action; a step only calls it."""
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        if kind == FORWARD:
+            return partial(self._forward, stage, micro_batch)
+        if kind in BACKWARDS:
+            run = self._last_backward if position == self._last[stage] else self._backward
+            return partial(run, kind, stage, micro_batch)
+        if position in self._early:
+            return partial(self._recompute_and_receive, position, self._early[position])
+        if kind in (RECEIVE, RECEIVE_GRADIENT):
+            return partial(self._mailbox.receive, position)
+        if kind in (SEND, SEND_GRADIENT):
+            return partial(self._send, position, action[:3], position == self._last_send[action[:3]])
+        if kind == REDUCE:
+            return partial(self._finish_reduction, position, stage)
+        if kind == REDUCE_TIED:
+            return partial(self._reducer.reduce_shared, micro_batch)
+        if kind == UPDATE:
+            return self._close
+        raise AssertionError(f"an action that is not known: {action}")
 
     def _forward(self, index: int, micro_batch: int) -> None:
         stage, received = self._stages[index], {}
@@ -189,35 +215,59 @@ class Executor:
             value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
-        def seed(layer: str) -> None:
-            number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
-            seed_generator(self._device, number)
-
         split = (INPUT_BACKWARD, index, micro_batch) in self._split
-        outputs, passes = stage.forward(self._rows, {**self._inputs[micro_batch], **received}, seed, split=split)
-        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        sent = {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in stage.sent}
+        values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
+        outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
+        weight *= self._scale.value if self._scale is not None else 1.0
         self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
+
+    def _seed(self, micro_batch: int, layer: str) -> None:
+        number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
+        seed_generator(self._device, number)
 
     def _backward(self, kind: str, index: int, micro_batch: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
         place = index, micro_batch
         flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
         if kind == WEIGHT_BACKWARD:
-            flight.backward_weight()
+            with self._reducer.weight_backward(index):
+                flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
         self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
 
+    def _last_backward(self, kind: str, index: int, micro_batch: int) -> None:
+        self._reducer.begin_last_backward(index)
+        self._backward(kind, index, micro_batch)
+
+    def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
+        """Send one peer's part of some tensors, and let go of them after the last peer's."""
+        tensors = self._outgoing.pop(key) if last else self._outgoing[key]
+        self._mailbox.send(position, tensors)
+
+    def _recompute_and_receive(self, position: int, place: tuple[int, int]) -> None:
+        """Recompute, while its gradient is on its way, what the backward behind this receive needs first."""
+        self._flights[place].recompute()
+        self._began[position] = self._clock.mark()
+        self._mailbox.receive(position)
+
+    def _finish_reduction(self, position: int, index: int) -> None:
+        # It began while the last backward ran.
+        began = self._reducer.finish(index)
+        if began is not None:
+            self._began[position] = began
+
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
-        self._mailbox.pass_on(kind, index, micro_batch, tensors)
+        if len(self._stages) > 1:
+            self._mailbox.pass_on(kind, index, micro_batch, tensors)
         if tensors and (kind, index) in self._carried:
             self._outgoing[kind, index, micro_batch] = tensors
 
@@ -230,6 +280,9 @@ class Executor:
         return total
 
     def _close(self) -> None:
-        """Settle the loss, and step the optimizer unless the loss is not a number."""
-        self._record.loss, self._record.count = self._tally.settle()
+        """Settle the loss, and step the optimizer unless the loss is not a number.
+
+        Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
+        """
+        self._record.loss, self._record.count = self._tally.settle(finite=self._scale is None)
         self._update(self._record)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from autopar.capture.source import load
+from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
@@ -21,13 +21,15 @@ from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
+from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.precision import check_precision
-from autopar.runtime.scope import check_scope
+from autopar.runtime.scope import check_offload, check_scope
+from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from autopar.schedules.saved import read_program
 
 __all__ = ["RunOptions", "StepProgress", "join", "run"]
 
@@ -45,10 +47,17 @@ class RunOptions:
     """Longest that a rank may stand still."""
     data: Path | None = None
     """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    program: Path | None = None
+    """File of the program to run; by default what the plan expands to."""
+    epochs: int | None = None
+    """Times to go through the dataset, in place of ``steps``."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"--steps must be at least 1, found {self.steps}")
+        if self.epochs is not None and self.epochs < 1:
+            raise UsageError(f"--epochs must be at least 1, found {self.epochs}")
         if not self.timeout_s > 0:
             raise UsageError(f"--timeout must be positive, found {self.timeout_s}")
 
@@ -72,24 +81,25 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
-    check_precision(plan)
     check_scope(plan)
-    program = expand(plan)
-    check(program, plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
+    program = _program(plan, options)
     _check_devices(plan)
     user_model = load(model, options.data)
+    steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
-            _arguments(plan, model, scratch.path, options),
+            _arguments(plan, program, model, scratch.path, options, steps),
             ranks=len(plan.devices),
             timeout_s=options.timeout_s,
             describe=_describe(plan, program),
             on_message=_Losses(plan, progress).take,
         )
-    return _conclude(plan, [cast(RankResult, result) for result in results], options)
+    return _conclude(plan, program, [cast(RankResult, result) for result in results], options)
 
 
 def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None) -> Outcome | None:
@@ -99,55 +109,92 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         UsageError: another number of ranks was started than the plan needs.
         AutoparError: as :func:`run`, on every rank.
     """
-    check_precision(plan)
     check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
+    program = _program(plan, options)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
         try:
-            shared = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
-            result = train(context, _arguments(plan, model, shared, options))
+            shared, steps = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
+            result = train(context, _arguments(plan, program, model, shared, options, steps))
             gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
         finally:
             if scratch is not None:
                 scratch.close()
-        return _conclude(plan, gathered, options) if context.rank == 0 else None
+        return _conclude(plan, program, gathered, options) if context.rank == 0 else None
 
 
-def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> Path:
-    """Let one rank of every host prepare the workspace; a failure there is raised on all ranks alike."""
+def _program(plan: Plan, options: RunOptions) -> Program:
+    if options.program is not None:
+        return read_program(options.program, plan)
+    program = expand(plan)
+    check(program, plan)
+    return program
+
+
+def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
+    if options.epochs is None:
+        return options.steps
+    samples = sample_count(model, plan.seed)
+    return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
+
+
+def _prepare_host(
+    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
+) -> tuple[Path, int]:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
     said: dict[str, object] = {}
     if folder is not None:
         try:
-            Workspace(folder).prepare(load(model, options.data), plan, options.weights)
-            said = {"folder": str(folder)}
+            user_model = load(model, options.data)
+            Workspace(folder).prepare(user_model, plan, options.weights)
+            said = {"folder": str(folder), "steps": _steps(user_model, plan, options)}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
     for item in heard:
         if "failure" in item:
             raise Failure(**item["failure"]).as_error()
-    return Path(heard[context.rank - context.local_rank]["folder"])
+    leader = heard[context.rank - context.local_rank]
+    return Path(leader["folder"]), int(leader["steps"])
 
 
-def _conclude(plan: Plan, results: list[RankResult], options: RunOptions) -> Outcome:
+def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions) -> Outcome:
     initial = f"files in {options.weights}" if options.weights else f"model(), seed {plan.seed}"
     if options.save is not None:
         write_weights_index(plan, results, options.save)
-    return outcome_of(plan, results, initial)
+    notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
+    return outcome_of(plan, program, results, initial, notes)
 
 
-def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> TrainArguments:
+def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
+    """Say what becomes of samples that do not fill a mini-batch."""
+    left = samples % plan.batch
+    if not left:
+        return []
+    if last == "drop":
+        return [f"an epoch leaves out {left} of {samples} samples, which do not fill a mini-batch (--last drop)"]
+    return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (--last pad)"]
+
+
+def _arguments(
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int
+) -> TrainArguments:
     save = None
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
         save = str(options.save.resolve())
     return TrainArguments(
         plan=plan.dumps(),
+        program=None if options.program is None else program.dumps(),
         model=model,
         data=None if options.data is None else str(options.data),
         workspace=str(folder),
-        steps=options.steps,
+        steps=steps,
         save=save,
+        settings=options.settings.as_dict(),
     )
 
 

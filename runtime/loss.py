@@ -27,18 +27,18 @@ class LossTally:
         """Note one micro-batch's loss outputs: its mean, or its sum and count."""
         self._parts.append(torch.stack([output.detach().double() for output in outputs]))
 
-    def settle(self) -> tuple[float, float]:
+    def settle(self, *, finite: bool = True) -> tuple[float, float]:
         """Return this rank's part of the mini-batch's mean and 0, or its sum and count; zeros without any loss.
 
         Raises:
-            TrainingError: a loss is not a finite number.
+            TrainingError: a loss is not a finite number, and has to be.
         """
         if not self._parts:
             return 0.0, 0.0
         total = torch.stack(self._parts).sum(0).tolist()
         if len(total) == 1:
             total = [total[0] * self._share, 0.0]
-        if not all(map(math.isfinite, total)):
+        if finite and not all(map(math.isfinite, total)):
             bad = [index for index, loss in enumerate(self._parts) if not bool(torch.isfinite(loss).all())]
             raise TrainingError(f"the loss is not finite in micro-batch {bad[0]}; nothing was updated on this rank")
         return total[0], total[1]

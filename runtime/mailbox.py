@@ -20,11 +20,34 @@ __all__ = ["Mailbox"]
 
 Key = tuple[str, int, int, int, str]
 """Kind of receive, stage, micro-batch, peer stage, tensor."""
+_RECEIVES = (RECEIVE, RECEIVE_GRADIENT)
 
 
 class _Piece(NamedTuple):
     start: int
     tensor: torch.Tensor
+
+
+class _Due(NamedTuple):
+    """A tensor that a receive expects."""
+
+    key: Key
+    start: int
+    """Where its rows begin within this rank's share."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Slice(NamedTuple):
+    """The rows of a tensor that a send carries."""
+
+    name: str
+    dim: int
+    start: int
+    """Within this rank's share."""
+    rows: int
+    whole: bool
+    """Whether these are all rows of the share."""
 
 
 class Mailbox:
@@ -46,8 +69,10 @@ class Mailbox:
         stages, replica = stages_of(plan, rank)
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
-        self._post, self._retire = receives_ahead(program, rank), retirements(program, rank)
+        self.due, self._retire = receives_ahead(program, rank), retirements(program, rank)
+        """Receives to post before an action, by their positions."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
+        self._share_rows = plan.stages[stages[0]].rows[replica]
         flows = messages(plan)
         inward = [flow for flow in flows if flow.receiver == rank]
         outward = [flow for flow in flows if flow.sender == rank]
@@ -55,6 +80,9 @@ class Mailbox:
         self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in outward}
         self._forth = {stage: [flow for flow in outward if flow.local and flow.producer == stage] for stage in stages}
         self._back = {stage: [flow for flow in inward if flow.local and flow.consumer == stage] for stage in stages}
+        kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
+        self._expected = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
+        self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
         self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
         self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
         self._sending: dict[int, list[Pending]] = {}
@@ -77,16 +105,16 @@ class Mailbox:
 
     def post(self, position: int) -> None:
         """Post the receives that are due before the action at ``position``."""
-        for due in self._post.get(position, ()):
+        for due in self.due[position]:
             action = self._actions[due]
-            flow, offset, names = self._flow(action)
             posted = []
-            for name in names:
-                shape = self._specs[name].shape(flow.stop - flow.start)
-                tensor = torch.empty(shape, dtype=self._specs[name].dtype, device=self._device)
-                pending = self._guard(action, tensor, receive=True)
-                key = (action.kind, action.stage, action.micro_batch, action.peer_stage, name)
-                posted.append((key, _Piece(offset, tensor), pending))
+            for key, start, shape, dtype in self._expected[due]:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                try:
+                    pending = self._transport.receive(tensor, action.peer)
+                except PeerLostError as error:
+                    raise self._lost(action, error) from error
+                posted.append((key, _Piece(start, tensor), pending))
             self._posted[due] = posted
 
     def receive(self, position: int) -> None:
@@ -97,7 +125,8 @@ class Mailbox:
             except PeerLostError as error:
                 raise self._lost(self._actions[position], error) from error
             self._pieces[key].append(piece)
-        self._let_go(self._actions[position].peer)
+        if self._carried:
+            self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
             for pending in self._sending.pop(done, ()):
                 pending.wait()
@@ -108,12 +137,14 @@ class Mailbox:
 
     def send(self, position: int, tensors: dict[str, torch.Tensor]) -> None:
         """Begin the send at ``position``: the rows of this rank's tensors that the peer needs."""
-        action = self._actions[position]
-        flow, offset, names = self._flow(action)
-        work = []
-        for name in names:
-            rows = tensors[name].detach().narrow(self._specs[name].batch_dim, offset, flow.stop - flow.start)
-            work.append(self._guard(action, rows.contiguous(), receive=False))
+        action, work = self._actions[position], []
+        for name, dim, start, rows, whole in self._slices[position]:
+            tensor = tensors[name].detach()
+            carried = (tensor if whole else tensor.narrow(dim, start, rows)).contiguous()
+            try:
+                work.append(self._transport.send(carried, action.peer))
+            except PeerLostError as error:
+                raise self._lost(action, error) from error
         self._sending[position] = work
 
     def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -126,10 +157,23 @@ class Mailbox:
 
     def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
         """Return a tensor that a stage has received from another, its rows joined."""
-        pieces = sorted(self._pieces.pop((kind, stage, micro_batch, peer_stage, name)), key=lambda piece: piece.start)
+        pieces = self._pieces.pop((kind, stage, micro_batch, peer_stage, name))
         if len(pieces) == 1:
             return pieces[0].tensor
+        pieces.sort(key=lambda piece: piece.start)
         return torch.cat([piece.tensor for piece in pieces], dim=self._specs[name].batch_dim)
+
+    def _dues(self, action: Action) -> list[_Due]:
+        flow, start, names = self._flow(action)
+        key = (action.kind, action.stage, action.micro_batch, action.peer_stage)
+        rows = flow.stop - flow.start
+        specs = [self._specs[name] for name in names]
+        return [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
+
+    def _rows_of(self, action: Action) -> list[_Slice]:
+        flow, start, names = self._flow(action)
+        rows = flow.stop - flow.start
+        return [_Slice(name, self._specs[name].batch_dim, start, rows, rows == self._share_rows) for name in names]
 
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
@@ -137,13 +181,6 @@ class Mailbox:
         flow = flows[action.stage, action.peer, action.peer_stage]
         indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
-
-    def _guard(self, action: Action, tensor: torch.Tensor, *, receive: bool) -> Pending:
-        try:
-            begin = self._transport.receive if receive else self._transport.send
-            return begin(tensor, action.peer)
-        except PeerLostError as error:
-            raise self._lost(action, error) from error
 
     def _lost(self, action: Action, error: PeerLostError) -> PeerLostError:
         peer = f"rank {action.peer} (stage {action.peer_stage})"

@@ -12,13 +12,13 @@ import torch
 
 from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARDS, FORWARD, UPDATE
+from autopar.formats.program import BACKWARDS, FORWARD, UPDATE, Program
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
 from autopar.ranks.context import backend_of
 from autopar.runtime import weights
-from autopar.runtime.worker import RankResult, shard_name
-from autopar.schedules.expand import expand
+from autopar.runtime.saving import shard_name
+from autopar.runtime.worker import RankResult
 
 __all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
 
@@ -32,14 +32,20 @@ class Outcome:
     """The actions of a step of median length."""
 
 
-def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, notes: Sequence[str] = ()) -> Outcome:
+def outcome_of(
+    plan: Plan,
+    program: Program,
+    results: Sequence[RankResult],
+    initial_weights: str,
+    notes: Sequence[str] = (),
+) -> Outcome:
     """Put the ranks' results, in rank order, together."""
     lengths = _step_lengths(results)
     steady = lengths[1:] or lengths
     typical = median(steady)
     recorded = [int(step) for step in results[0]["times_s"]]
     chosen = min(recorded, key=lambda step: (abs(lengths[step] - typical), -step))
-    timeline = _timeline(plan, results, chosen)
+    timeline = _timeline(program, results, chosen)
     report = Report(
         model=plan.model.source,
         plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
@@ -60,6 +66,8 @@ def outcome_of(plan: Plan, results: Sequence[RankResult], initial_weights: str, 
         bubble=timeline.bubble(),
         rank_times=tuple(_rank_times(timeline, result, typical) for result in results),
         initial_weights=initial_weights,
+        gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
+        overflows=sum(results[0]["overflowed"]),
         notes=tuple(notes),
     )
     return Outcome(report, timeline)
@@ -103,8 +111,7 @@ def _quantile(values: Sequence[float], index: int) -> float:
     return quantiles(values, n=10, method="inclusive")[index] if len(values) > 1 else values[0]
 
 
-def _timeline(plan: Plan, results: Sequence[RankResult], step: int) -> Timeline:
-    program = expand(plan)
+def _timeline(program: Program, results: Sequence[RankResult], step: int) -> Timeline:
     times = [result["times_s"][str(step)] for result in results]
     begin = min(moments[0][0] for moments in times)
     timeline = Timeline("measured")

@@ -8,25 +8,14 @@ from dataclasses import replace
 
 import torch
 
+from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
-__all__ = ["autocast_of", "check_precision", "crossing_specs"]
+__all__ = ["autocast_of", "crossing_specs"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def check_precision(plan: Plan) -> None:
-    """Refuse what cannot be trained in.
-
-    Raises:
-        UsageError: float16, whose small gradients vanish without a scaled loss.
-    """
-    if plan.precision == "fp16":
-        remedy = "profile with --precision bf16 and plan again"
-        raise UsageError(f"the plan is for fp16, whose training needs a scaled loss, which is not done yet; {remedy}")
 
 
 def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -37,7 +26,7 @@ def autocast_of(precision: Precision, device: torch.device) -> Callable[[], Abst
     return lambda: torch.autocast(device.type, dtype)
 
 
-def crossing_specs(plan: Plan, graph: LayerGraph) -> list[TensorSpec]:
+def crossing_specs(plan: Plan, graph: LayerGraph | EvaluationGraph) -> list[TensorSpec]:
     """Return the tensors that layers of the model make and others read, of the types that they have in the plan.
 
     The graph knows the types that the model has without autocast; those with it were found when it was profiled.

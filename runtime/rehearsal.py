@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,16 +13,21 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import CaptureError, ModelError, TrainingError
+from autopar.errors import AutoparError, CaptureError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Pending
+from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["rehearse", "rehearse_model"]
 
@@ -103,17 +109,32 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
+    except AutoparError:
+        raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
     return int(tracker.peak_bytes)
 
 
+class _UnreadUpdate(Update):
+    """An update that asks for no number."""
+
+    def __call__(self, record: StepRecord) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _sum(self, values: list[float]) -> list[float]:
+        return values
+
+
 class _SilentJob(Job):
     """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
 
+    update_of = _UnreadUpdate
+
     def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         rows = self.plan.stages[min(self.stages)].rows[self.replica]
         specs = [graph.tensor(name) for name in self.inputs]
@@ -129,15 +150,9 @@ class _SilentJob(Job):
     def _tally(self) -> LossTally:
         return _UnreadTally(1, 1)
 
-    def _update(self, record: StepRecord) -> None:
-        if self._counts:
-            self._reducer.scale(1.0)
-        if self.optimizer is not None:
-            self.optimizer.step()
-
 
 class _UnreadTally(LossTally):
-    def settle(self) -> tuple[float, float]:
+    def settle(self, *, finite: bool = True) -> tuple[float, float]:
         return 0.0, 0.0
 
 
@@ -150,8 +165,13 @@ class _Silence:
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         return _Holding(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         return _Holding(tensor)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        raise UsageError(
+            "replicas that shard meet while they compute, which no rehearsal shows; plan with --shard none"
+        )
 
 
 class _Holding:

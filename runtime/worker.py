@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
-from autopar.ranks.board import STEPPING
+from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.saving import write_stages
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["RankResult", "TrainArguments", "build", "shard_name", "train"]
+__all__ = ["RankResult", "TrainArguments", "build", "train"]
 
 RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
@@ -33,6 +35,8 @@ class TrainArguments(TypedDict):
 
     plan: str
     """The plan's JSON text."""
+    program: str | None
+    """The program's JSON text, where it is another than the plan expands to."""
     model: str
     """MODEL, as :func:`autopar.capture.source.load` reads it."""
     data: str | None
@@ -41,6 +45,8 @@ class TrainArguments(TypedDict):
     steps: int
     save: str | None
     """Folder for the trained weights."""
+    settings: dict[str, Any]
+    """Of :class:`TrainSettings`."""
 
 
 class RankResult(TypedDict):
@@ -57,6 +63,10 @@ class RankResult(TypedDict):
     """Step -> start and end of every action, for the last steps."""
     peak_bytes: int
     peak_kind: str
+    gradient_norm: list[float | None]
+    overflowed: list[bool]
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -72,7 +82,10 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
-    job = build(context, plan, model, graph, workspace)
+    edited = arguments["program"]
+    program = None if edited is None else Program.parse(edited, Path("program.json"))
+    settings = TrainSettings(**arguments["settings"])
+    job = build(context, plan, model, graph, workspace, settings, program)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -99,24 +112,32 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
             for step, record in enumerate(records)
             if record.times_s
         },
+        gradient_norm=[record.gradient_norm for record in records],
+        overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
+        samples=job.samples,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 
 
-def build(context: RankContext, plan: Plan, model: UserModel, graph: LayerGraph, workspace: Workspace) -> Job:
-    """Build this rank's job from what was prepared on its host."""
+def build(
+    context: RankContext,
+    plan: Plan,
+    model: UserModel,
+    graph: LayerGraph,
+    workspace: Workspace,
+    settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
+) -> Job:
+    """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
     torch.set_num_threads(plan.threads)
-    program = expand(plan)
+    program = program or expand(plan)
     check(program, plan)
-    transport = GroupTransport(context, reduction_groups(plan))
-
-    def note(step: int, position: int) -> None:
-        if context.board is not None:
-            context.board.write(context.rank, STEPPING, step, position)
-
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note)
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    transport = GroupTransport(context, reduction_groups(plan), apart)
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
+    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
 
 def _common_origin(context: RankContext) -> float:
@@ -132,24 +153,10 @@ def _common_origin(context: RankContext) -> float:
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
-    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads."""
-    if folder is None or job.replica != 0:
+    if folder is None:
         return {}
-    first: dict[str, int] = {}
-    for stage, placed in enumerate(job.plan.stages):
-        for layer in map(graph.layer, placed.layers):
-            for name in (*layer.parameters.values(), *layer.buffers.values()):
-                first.setdefault(name, stage)
-    saved = {}
-    for index in job.stages:
-        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
-        if index == 0:
-            state |= workspace.read(workspace.names() - first.keys())
-        weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)
-        saved[str(index)] = sorted(state)
-    return saved
 
+    def unread(read: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        return workspace.read(workspace.names().difference(read))
 
-def shard_name(stage: int, stages: int) -> str:
-    """Return the file name of a stage's trained weights."""
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+    return write_stages(job, graph, unread, Path(folder))

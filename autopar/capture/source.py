@@ -125,11 +125,12 @@ class UserModel:
             raise ModelError(
                 f"{self._file_of('scheduler')}: scheduler() returned {_a(made)}; it must return a torch LRScheduler"
             )
-        if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ModelError(
-                f"{self._file_of('scheduler')}: scheduler() returned {_a(made)}; use one that wants no metric"
-            )
         return made
+
+    @property
+    def schedules(self) -> bool:
+        """Whether the file has a scheduler."""
+        return "scheduler" in self.functions
 
     @property
     def collates(self) -> bool:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+
 if TYPE_CHECKING:
     from autopar.formats.compared import Compared
 
@@ -17,23 +19,15 @@ __all__ = ["command"]
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(help="What `autopar profile` measured.")] = Path("profile.json"),
-    gpus: Annotated[
-        int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
-            "(`autopar cluster list`); default: cluster.json beside the profile, else estimated."
-        ),
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
+    profile: ProfileFile = Path("profile.json"),
+    gpus: Gpus = None,
+    cluster: ClusterName = None,
+    memory: Memory = None,
+    batch: Batch = None,
     micro_batches: Annotated[
         int | None, typer.Option(help="Micro-batches per step; default: for every plan the best.")
     ] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    bandwidth: Bandwidth = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import FileReference, Plan
@@ -20,22 +22,23 @@ _OUTPUT = Path("plan.json")
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(help="What `autopar profile` measured.")] = Path("profile.json"),
-    gpus: Annotated[
-        int | None, typer.Option(help="Use at most this many devices; default: all of the cluster.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
+    profile: ProfileFile = Path("profile.json"),
+    gpus: Gpus = None,
+    cluster: ClusterName = None,
+    memory: Memory = None,
+    batch: Batch = None,
+    schedule: Annotated[
+        str,
         typer.Option(
-            help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
-            "(`autopar cluster list`); default: cluster.json beside the profile, else estimated."
+            help="auto, gpipe, 1f1b; interleaved, zb-v or dualpipe-v (several stages on every device); zb-h1 or zb-h2. "
+            "The zb ones and dualpipe-v have backwards in two halves."
         ),
+    ] = "auto",
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on every device, of --schedule interleaved; default: the best of 2 to 4.")
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Limit per device, such as 16GiB.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples per step; default: the profile's.")] = None,
-    schedule: Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")] = "auto",
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Assume this bandwidth of every link, such as 25GB/s.")] = None,
+    bandwidth: Bandwidth = None,
     objective: Annotated[
         str,
         typer.Option(
@@ -53,11 +56,15 @@ def command(
     shard: Annotated[
         str,
         typer.Option(
-            help="What replicas divide: none, optimizer, gradients, parameters, or auto. `run` does none yet."
+            help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
         ),
     ] = "none",
     stages: Annotated[
-        str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
+        str | None,
+        typer.Option(
+            help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; with "
+            "several stages on every device, replicas repeat."
+        ),
     ] = None,
     min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
     max_stages: Annotated[int | None, typer.Option(help="At most this many pipeline stages.")] = None,
@@ -99,6 +106,7 @@ def command(
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
         schedule=schedule,
+        chunks=chunks,
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
         gap=gap,
@@ -146,12 +154,13 @@ def _cluster(
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     from rich.console import Console
 
+    from autopar.formats.profile import is_model
     from autopar.report.plan import render
 
     plan.save(output)
     console = Console(stderr=True)
     render(plan, console)
-    runs = plan.refusal is None and not plan.divisible and all(stage.shard == "none" for stage in plan.stages)
+    runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:

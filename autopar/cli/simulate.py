@@ -12,6 +12,8 @@ import typer
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
@@ -32,33 +34,56 @@ def command(
         str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace if it exists.")] = False,
+    program: Annotated[
+        Path | None, typer.Option(help="Write the plan's program here, for `autopar run --program`, edited or not.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
 ) -> None:
     """Predict when every action of a step runs."""
     from rich.console import Console
 
-    from autopar.cli.references import check_output, recorded
-    from autopar.formats.plan import Plan
-    from autopar.hardware.clusters import is_file
     from autopar.report.timeline import render
 
-    if trace is not None:
-        given = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
-        inputs = (*recorded(Plan.load(plan), plan), *(path for path in given if path is not None))
-        check_output(trace, None, overwrite=overwrite, inputs=inputs)
+    _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
     timeline = predict(plan, profile, cluster)
-    if trace is not None:
-        timeline.save(trace)
     console = Console(stderr=True)
     render(timeline, console)
+    if program is not None:
+        _write_program(plan, program)
+        _say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
     if trace is not None:
-        console.print(
-            f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`", highlight=False, markup=False
-        )
+        timeline.save(trace)
+        _say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
     if as_json:
         figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def _check_outputs(plan: Path, given: tuple[Path | None, str | None], outputs: list[Path], overwrite: bool) -> None:
+    """Refuse outputs that would replace what is read, one another, or what nobody agreed to lose."""
+    from autopar.cli.references import check_output, recorded
+    from autopar.formats.plan import Plan
+    from autopar.hardware.clusters import is_file
+
+    if not outputs:
+        return
+    profile, cluster = given
+    read = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
+    inputs = (*recorded(Plan.load(plan), plan), *(path for path in read if path is not None))
+    for index, path in enumerate(outputs):
+        check_output(path, None, overwrite=overwrite, inputs=(*inputs, *outputs[:index]))
+
+
+def _write_program(plan: Path, path: Path) -> None:
+    from autopar.formats.plan import Plan
+    from autopar.schedules.expand import expand
+
+    expand(Plan.load(plan)).save(path)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False)
 
 
 def predict(plan: Path, profile: Path | None = None, cluster: str | None = None) -> Timeline:

@@ -2,60 +2,161 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
-from autopar.cli.references import check_output
+from autopar.cli.references import check_output, recorded
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import path_of, with_path
+from autopar.formats.profile import is_model, path_of, with_path
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+
+if TYPE_CHECKING:
+    from autopar.runtime.launch import RunOptions
 
 __all__ = [
     "DEFAULT_REPORT",
     "AsJson",
-    "Overwrite",
-    "PlanFile",
-    "ReportFile",
     "Reports",
-    "Save",
-    "Seed",
-    "Steps",
-    "Timeout",
-    "TraceFile",
-    "Weights",
+    "Training",
     "data_of",
     "model_of",
     "print_outcome",
     "read_plan",
+    "taking",
 ]
 
 DEFAULT_REPORT = Path("report.json")
+DEFAULT_STEPS = 20
 
-PlanFile = Annotated[Path, typer.Argument(help="The plan to carry out.")]
-Steps = Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)]
-Seed = Annotated[int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)]
-Weights = Annotated[
-    Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
-]
-Save = Annotated[
-    Path | None,
-    typer.Option("--save", help="Folder for the trained weights (safetensors with an index); all hosts must see it."),
-]
-ReportFile = Annotated[Path, typer.Option("--report", help="Where to write the report.")]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
-]
-Timeout = Annotated[
-    float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What commands that train are asked: arguments and options, under their names."""
+
+    plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json")
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps to train; default: 20.", min=1)] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", help="Train so many times through the dataset, in place of --steps.", min=1),
+    ] = None
+    last: Annotated[
+        str,
+        typer.Option(
+            "--last",
+            help="What becomes of samples at an epoch's end that do not fill a mini-batch: drop leaves them out, pad "
+            "fills it up with the epoch's first ones, which then count twice.",
+        ),
+    ] = "drop"
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)
+    ] = None
+    weights: Annotated[
+        Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
+    ] = None
+    program: Annotated[
+        Path | None,
+        typer.Option("--program", help="Program to run in place of the plan's own (`autopar simulate --program`)."),
+    ] = None
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", help="Folder for the trained weights (safetensors with an index); all hosts must see it."
+        ),
+    ] = None
+    clip_norm: Annotated[
+        float | None,
+        typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
+    ] = None
+    cpu_offload: Annotated[
+        bool,
+        typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
+    ] = False
+    deferred_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--deferred-batch-norm", help="Update running statistics once per mini-batch, by all its micro-batches."
+        ),
+    ] = False
+    sync_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
+        ),
+    ] = False
+    report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
+    ] = None
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
+    ] = 300.0
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False
+    as_json: AsJson = False
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps to train; None where the dataset decides.
+
+        Raises:
+            UsageError: both steps and epochs are asked for.
+        """
+        if self.epochs is None:
+            return self.steps or DEFAULT_STEPS
+        if self.steps is not None:
+            raise UsageError(f"--epochs {self.epochs} and --steps {self.steps} contradict each other; give one")
+        return None
+
+    @property
+    def reports(self) -> Reports:
+        """The files to write."""
+        return Reports(self.report, self.trace, self.save, self.overwrite)
+
+    def inputs(self, chosen: Plan) -> tuple[Path, ...]:
+        """Return the files that are read, of the plan that was."""
+        return (*recorded(chosen, self.plan), *([self.program] if self.program else []))
+
+    def run_options(self, chosen: Plan) -> RunOptions:
+        """Return what the runtime is told, of the plan that was read."""
+        from autopar.runtime.launch import RunOptions
+        from autopar.runtime.settings import TrainSettings
+
+        settings = TrainSettings(
+            clip_norm=self.clip_norm,
+            deferred_batch_norm=self.deferred_batch_norm,
+            sync_batch_norm=self.sync_batch_norm,
+            cpu_offload=self.cpu_offload,
+            last=self.last,  # type: ignore[arg-type]  # checked there
+        )
+        data = data_of(chosen, self.plan)
+        steps = self.steps or DEFAULT_STEPS
+        places = (self.weights, self.save, self.timeout_s, data)
+        return RunOptions(steps, *places, settings, self.program, self.epochs)
+
+
+def taking(act: Callable[[Training], None]) -> Callable[..., None]:
+    """Return a command that takes the fields of :class:`Training`, and does what ``act`` does with them."""
+
+    def command(**options: object) -> None:
+        act(Training(**options))  # type: ignore[arg-type]
+
+    hints = get_type_hints(Training, include_extras=True)
+    parameters = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
+        for each in fields(Training)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = act.__doc__
+    return command
 
 
 @dataclass(frozen=True)
@@ -107,7 +208,7 @@ def model_of(plan: Plan, path: Path) -> str:
     if recorded is None:
         return source
     model = path.parent / recorded
-    if source == recorded and model.suffix != ".py":
+    if not is_model(source):
         raise FileError(
             f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
             f"found {source!r}"

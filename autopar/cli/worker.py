@@ -3,63 +3,33 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import typer
 
-from autopar.cli.references import recorded
-from autopar.cli.training import (
-    DEFAULT_REPORT,
-    AsJson,
-    Overwrite,
-    PlanFile,
-    ReportFile,
-    Reports,
-    Save,
-    Seed,
-    Steps,
-    Timeout,
-    TraceFile,
-    Weights,
-    data_of,
-    model_of,
-    print_outcome,
-    read_plan,
-)
+from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
 from autopar.errors import UsageError
 
 __all__ = ["command"]
 
 
-def command(
-    plan: PlanFile = Path("plan.json"),
-    steps: Steps = 20,
-    seed: Seed = None,
-    weights: Weights = None,
-    save: Save = None,
-    report: ReportFile = DEFAULT_REPORT,
-    trace: TraceFile = None,
-    timeout_s: Timeout = 300.0,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-) -> None:
+@taking
+def command(asked: Training) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
-        chosen = read_plan(plan, seed)
-        reports = Reports(report, trace, save, overwrite)
-        reports.check(recorded(chosen, plan))
-        model = model_of(chosen, plan)
+        chosen = read_plan(asked.plan, asked.seed)
+        asked.reports.check(asked.inputs(chosen))
+        model = model_of(chosen, asked.plan)
 
         from autopar.cli.progress import steps_progress
-        from autopar.runtime.launch import RunOptions, join
+        from autopar.runtime.launch import join
 
-        with steps_progress(steps, quiet=os.environ.get("RANK") != "0") as progress:
-            outcome = join(chosen, model, RunOptions(steps, weights, save, timeout_s, data_of(chosen, plan)), progress)
+        with steps_progress(asked.known_steps, quiet=os.environ.get("RANK") != "0") as progress:
+            outcome = join(chosen, model, asked.run_options(chosen), progress)
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
         if os.environ.get("RANK", "0") == "0":
             raise
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
-        reports.write(outcome.report, outcome.timeline)
-        print_outcome(outcome.report, reports, as_json)
+        asked.reports.write(outcome.report, outcome.timeline)
+        print_outcome(outcome.report, asked.reports, asked.as_json)

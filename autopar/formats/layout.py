@@ -9,16 +9,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-__all__ = ["LAYOUTS", "Layout", "group_of", "groups_of", "layout_of"]
+__all__ = ["LAYOUTS", "Layout", "chunks_of", "group_of", "groups_of", "layout_of"]
 
 Layout = Literal["line", "loop", "vee"]
-LAYOUTS: dict[str, Layout] = {"interleaved": "loop"}
+LAYOUTS: dict[str, Layout] = {"interleaved": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
 """By schedule; others have a group for every stage (``line``)."""
 
 
 def layout_of(schedule: str) -> Layout:
     """Return how a schedule lays its stages out."""
     return LAYOUTS.get(schedule, "line")
+
+
+def chunks_of(layout: Layout) -> int | None:
+    """Return how many stages a group holds; None where it is as many as one likes.
+
+    >>> chunks_of("line"), chunks_of("loop"), chunks_of("vee")
+    (1, None, 2)
+    """
+    return {"line": 1, "loop": None, "vee": 2}[layout]
 
 
 def group_of(layout: Layout, stage: int, groups: int) -> int:

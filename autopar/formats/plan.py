@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -18,11 +19,12 @@ from autopar.formats.document import (
     Record,
     fault,
 )
-from autopar.formats.layout import group_of, groups_of, layout_of
+from autopar.formats.layout import Layout, chunks_of, group_of, groups_of, layout_of
 from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = [
+    "SHARDS",
     "Crossing",
     "Division",
     "FileReference",
@@ -32,15 +34,17 @@ __all__ = [
     "Shard",
     "SharedParameter",
     "Stage",
+    "shards_of",
     "turns",
 ]
 
 Division = Literal["split", "round-robin"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
@@ -51,6 +55,17 @@ def turns(division: Division, replicas: int, replica: int, micro_batches: int) -
     (range(0, 5), range(1, 5, 2))
     """
     return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
+
+
+def shards_of(division: Division, asked: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
+    """Return what replicas may divide of what is asked.
+
+    Those that take turns are at different micro-batches, and may not wait for each other in the course of one.
+
+    >>> shards_of("round-robin")
+    ('none', 'optimizer')
+    """
+    return tuple(shard for shard in asked if division == "split" or shard in ("none", "optimizer"))
 
 
 class FileReference(Record):
@@ -213,6 +228,8 @@ class Plan(Document):
                 fault(f"{at}.recompute", f"layer {other!r} is not in this stage")
             if stage.shard != "none" and stage.replicas == 1:
                 fault(f"{at}.shard", f"{stage.shard!r} needs several replicas")
+            if stage.shard not in shards_of(stage.division):
+                fault(f"{at}.shard", f"{stage.shard!r} has replicas wait for each other in every layer, not take turns")
             self._check_depth(stage, before, at)
             before = stage
         if self.weight_policy == "stash" and (self.schedule, self.micro_batches) != ("1f1b", 1):
@@ -230,22 +247,32 @@ class Plan(Document):
         """Every device is in one group, and groups hold the stages that the schedule has them hold, divided alike."""
         layout, groups = layout_of(self.schedule), self.groups
         devices: set[int] = set()
-        for group, chunks in enumerate(groups):
-            first = self.stages[chunks[0]]
-            for device in first.devices:
+        for chunks in groups:
+            for device in self.stages[chunks[0]].devices:
                 if device in devices:
                     fault(f"stages[{chunks[0]}].devices", f"device {device} is used twice")
                 devices.add(device)
-            for index in chunks[1:]:
-                at, chunk = f"stages[{index}]", self.stages[index]
-                if layout == "line":
-                    fault(f"{at}.devices", f"device {chunk.devices[0]} is used twice, as {self.schedule} cannot")
-                if (chunk.shares, chunk.division) != (first.shares, first.division):
-                    fault(f"{at}.shares", f"stages {chunks[0]} and {index} share devices, and must divide rows alike")
-            for index in chunks:
-                if group_of(layout, index, len(groups)) != group:
-                    other = groups[group_of(layout, index, len(groups))][0]
-                    fault(f"stages[{index}].devices", f"{self.schedule} has stage {index} on the devices of {other}")
+            if layout == "line" and len(chunks) > 1:
+                device = self.stages[chunks[1]].devices[0]
+                fault(f"stages[{chunks[1]}].devices", f"device {device} is used twice, as {self.schedule} cannot")
+        if layout != "line":
+            self._check_chunks(layout, groups)
+
+    def _check_chunks(self, layout: Layout, groups: tuple[tuple[int, ...], ...]) -> None:
+        for index, stage in enumerate(self.stages):
+            first = groups[group_of(layout, index, len(groups))][0]
+            at, other = f"stages[{index}]", self.stages[first]
+            if stage.devices != other.devices:
+                fault(f"{at}.devices", f"{self.schedule} has stage {index} on the devices of {first}")
+            if stage.shares != other.shares:
+                fault(f"{at}.shares", f"stages {first} and {index} share devices, and must divide rows alike")
+            if stage.division != "split":
+                fault(f"{at}.division", f"{self.schedule} has replicas split micro-batches")
+        each = chunks_of(layout)
+        if len(self.stages) != len(groups) * (each or len(groups[0])):
+            wanted = "as many" if each is None else str(each)
+            found = f"found {len(self.stages)} stages on {len(groups)}"
+            fault("stages", f"{self.schedule} has {wanted} stages on every group of devices, {found}")
 
     def _check_shares(self, stage: Stage, at: str) -> None:
         rows = self.micro_batch_size

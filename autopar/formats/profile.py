@@ -27,6 +27,7 @@ __all__ = [
     "Tensor",
     "Threads",
     "Tied",
+    "is_model",
     "path_of",
     "with_path",
 ]
@@ -49,6 +50,15 @@ def path_of(source: str) -> str | None:
     if source.startswith(TRANSFORMERS):
         return source.removeprefix(TRANSFORMERS)
     return None if ":" in source and not source.endswith(".py") else source
+
+
+def is_model(source: str) -> bool:
+    """Whether a source is a model, and not the file of another system that a profile was read from.
+
+    >>> [is_model(source) for source in ("gpt.py", "hf:llama", "zoo.gpt:small", "graph.txt")]
+    [True, True, True, False]
+    """
+    return path_of(source) != source or source.endswith(".py")
 
 
 def with_path(source: str, path: str) -> str:

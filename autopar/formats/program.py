@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autopar.errors import FileError
-from autopar.formats.document import parse_json, write_text
+from autopar.formats.document import parse_json, read_text, write_text
 
 __all__ = [
     "BACKWARD",
@@ -174,26 +174,36 @@ class Program:
         write_text(path, self.dumps())
 
     @classmethod
-    def load(cls, path: str | Path) -> Program:
+    def load(cls, path: Path) -> Program:
         """Read a program file.
 
         Raises:
             FileError: the file is missing or malformed; names the rank and the action.
         """
-        path = Path(path)
-        try:
-            content = parse_json(path.read_text(encoding="utf-8"), path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"cannot read {path}: {error}") from error
+        return cls.parse(read_text(path, "program"), path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> Program:
+        """Read a program file's text; ``path`` says where it is from.
+
+        Raises:
+            FileError: the text is malformed; names the rank and the action.
+        """
+        content = parse_json(text, path)
         if not isinstance(content, dict) or content.get("format") != "autopar.program" or content.get("version") != 1:
             raise FileError(f'{path}: $.format: expected "autopar.program" of version 1')
+        unknown = sorted(content.keys() - {"format", "version", "ranks"})
+        if unknown:
+            raise FileError(f"{path}: $.{unknown[0]}: unknown key")
         rows = content.get("ranks")
         if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
             raise FileError(f"{path}: $.ranks: expected a list of texts")
-        ranks = []
-        for index, row in enumerate(rows):
-            try:
-                ranks.append(RankProgram.of(Action.parse(text) for text in row.split()))
-            except ValueError as error:
-                raise FileError(f"{path}: $.ranks[{index}]: {error}") from error
-        return cls(tuple(ranks))
+        return cls(tuple(RankProgram.of(_actions(row, f"{path}: $.ranks[{i}]")) for i, row in enumerate(rows)))
+
+
+def _actions(row: str, at: str) -> Iterator[Action]:
+    for position, text in enumerate(row.split()):
+        try:
+            yield Action.parse(text)
+        except ValueError as error:
+            raise FileError(f"{at}, position {position}: {error}") from error

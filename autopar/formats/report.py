@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,10 @@ class Report(Document):
     ranks: Count
     steps: Index
     loss: tuple[float, ...]
+    gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
+    """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
+    overflows: Index = 0
+    """Steps whose scaled gradients were not finite, and which updated nothing (float16)."""
     step_s: StepTimes
     predicted_step_s: Seconds
     error: float

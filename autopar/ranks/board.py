@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -50,6 +51,15 @@ class Board:
     def write(self, rank: int, phase: int, step: int = 0, position: int = 0) -> None:
         """Note what a rank begins to do, now."""
         _SLOT.pack_into(self._map, rank * _SLOT.size, phase, step, position, time.monotonic())
+
+    def stepping(self, rank: int) -> Callable[[int, int], None]:
+        """Return what notes, as quickly as can be, the action of a step that a rank begins: step, position."""
+        pack, now_s, at = _SLOT.pack_into, time.monotonic, rank * _SLOT.size
+
+        def note(step: int, position: int, board: mmap.mmap = self._map) -> None:
+            pack(board, at, STEPPING, step, position, now_s())
+
+        return note
 
     def read(self, rank: int) -> Note:
         """Return a rank's last note."""

@@ -34,6 +34,9 @@ def _loss(report: Report) -> Table:
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
     table = new_table("Loss", ("step", *(f">{index + 1}" for index in shown)))
     table.add_row("loss", *(f"{report.loss[index]:.4g}" for index in shown))
+    if report.gradient_norm:
+        norms = (report.gradient_norm[index] for index in shown)
+        table.add_row("gradient norm", *("overflow" if norm is None else f"{norm:.4g}" for norm in norms))
     return table
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from autopar.schedules import gpipe, interleaved, one_forward_one_backward
+from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
 from autopar.schedules.place import Computation, Place
 
 __all__ = ["SCHEDULES", "Schedule"]
@@ -23,10 +23,16 @@ class Schedule(NamedTuple):
     """What a rank computes, in order."""
     warmups: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     """(groups, stages per group, micro_batches) -> name of the choice -> depth per stage."""
+    halves: bool = False
+    """Whether it divides backwards into halves, some or all."""
 
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
     "interleaved": Schedule(interleaved.order, interleaved.warmups),
+    "zb-h1": Schedule(zb_h1.order, zb_h1.warmups, halves=True),
+    "zb-h2": Schedule(zb_h2.order, zb_h2.warmups, halves=True),
+    "zb-v": Schedule(zb_v.order, zb_v.warmups, halves=True),
+    "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups, halves=True),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
@@ -11,6 +11,7 @@ from autopar.formats.program import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
+    KINDS,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -23,16 +24,22 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules.expand import Message, closing_of, messages, mine, stages_of
+from autopar.schedules.holding import in_flight
 
-__all__ = ["ProgramError", "check", "in_flight"]
+__all__ = ["ProgramError", "check"]
 
 
 class ProgramError(FileError):
     """A program is incomplete, exceeds its in-flight depth, or would deadlock."""
 
 
-def check(program: Program, plan: Plan) -> None:
+def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     """Refuse a program that does not carry out its plan.
+
+    Args:
+        program: what ranks would do.
+        plan: what they should.
+        kinds: of actions that are asked for; without backwards, nothing is kept for them.
 
     Raises:
         ProgramError: names the rank and the action.
@@ -45,8 +52,8 @@ def check(program: Program, plan: Plan) -> None:
         for rank in {message.sender, message.receiver}:
             own[rank].append(message)
     for rank, actions in enumerate(program.ranks):
-        _check_complete(rank, actions, plan, own[rank])
-        for stage, depth in in_flight(actions).items():
+        _check_complete(rank, actions, plan, own[rank], kinds)
+        for stage, depth in in_flight(actions).items() if BACKWARD in kinds else ():
             allowed = plan.stages[stage].warmup
             if depth > allowed:
                 where = f"rank {rank} (stage {stage})"
@@ -54,29 +61,16 @@ def check(program: Program, plan: Plan) -> None:
     _check_flow(program)
 
 
-def in_flight(actions: RankProgram) -> dict[int, int]:
-    """Return, by stage, the most micro-batches whose forward is done and whose backward is not.
-
-    Of a backward in two halves, the first counts.
-    """
-    depth: Counter[int] = Counter()
-    deepest: dict[int, int] = {}
-    for action in actions:
-        if action.kind == FORWARD:
-            depth[action.stage] += 1
-            deepest[action.stage] = max(deepest.get(action.stage, 0), depth[action.stage])
-        elif action.kind in (BACKWARD, INPUT_BACKWARD):
-            depth[action.stage] -= 1
-    return deepest
-
-
-def _check_complete(rank: int, actions: RankProgram, plan: Plan, flowing: list[Message]) -> None:
+def _check_complete(
+    rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
+) -> None:
     """Every action that the plan asks of the rank is there once, and its own order makes sense.
 
     ``flowing`` are the messages that the rank sends or receives.
     """
     found = Counter(actions)
-    before = _prerequisites(rank, plan, flowing, found)
+    asked = _prerequisites(rank, plan, flowing, found).items()
+    before = {after: earlier for after, earlier in asked if after.kind in kinds}
     expected = Counter(dict.fromkeys(before, 1))
     expected.update({action for earlier in before.values() for action in earlier if action not in before})
     for action in sorted(expected.keys() | found.keys()):
@@ -87,7 +81,8 @@ def _check_complete(rank: int, actions: RankProgram, plan: Plan, flowing: list[M
     for after, earlier in before.items():
         for action in earlier:
             if position[action] > position[after]:
-                raise ProgramError(f"rank {rank} (stage {after.stage}): {after} stands before {action}, which it needs")
+                where = f"rank {rank} (stage {after.stage}), position {position[after]}"
+                raise ProgramError(f"{where}: {after} stands before {action}, which it needs")
 
 
 def _prerequisites(
@@ -118,7 +113,8 @@ def _prerequisites(
     for reduction in reductions:
         tied = plan.tied[reduction.micro_batch].stages if reduction.kind == REDUCE_TIED else (reduction.stage,)
         before[reduction] = [action for stage in stages if stage in tied for action in last[stage]]
-    before[update] = [*(action for stage in stages for action in last[stage]), *reductions]
+    # Ranks may meet in their updates, over the loss or the gradients' norm: nobody can wait for what follows one.
+    before[update] = list(before)
     return before
 
 
@@ -173,7 +169,8 @@ def _check_flow(program: Program) -> None:
     for rank, actions in enumerate(program.ranks):
         if position[rank] < len(actions):
             stuck = actions[position[rank]]
-            raise ProgramError(f"deadlock: rank {rank} (stage {stuck.stage}) waits forever at {stuck}")
+            where = f"rank {rank} (stage {stuck.stage})"
+            raise ProgramError(f"deadlock: {where} waits forever at {stuck}, position {position[rank]}")
     for (sender, receiver), queue in queues.items():
         if queue:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from autopar.formats.program import (
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Place
 from autopar.schedules.queue import Entry, in_order
-from autopar.schedules.route import routes
+from autopar.schedules.route import Routes
 
 __all__ = [
     "Message",
@@ -98,14 +99,10 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
     found = []
-    starts = _starts(plan)
-    pairs: dict[tuple[int, int], list[int]] = {}
-    for index, tensor in enumerate(plan.tensors):
-        for consumer in tensor.consumers:
-            pairs.setdefault((tensor.producer, consumer), []).append(index)
-    for (producer, consumer), tensors in sorted(pairs.items()):
+    starts, known = _starts(plan), Routes()
+    for (producer, consumer), tensors in sorted(_exchanged(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
-        for route in routes(plan.stages[producer], plan.stages[consumer]):
+        for route in known.between(plan.stages[producer], plan.stages[consumer]):
             sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
             rows = int(route.start), -int(-route.stop // 1)
             bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
@@ -123,6 +120,15 @@ def _starts(plan: Plan) -> list[int]:
     return found
 
 
+def _exchanged(plan: Plan) -> dict[tuple[int, int], list[int]]:
+    """Return the tensors that stages exchange, by producer and consumer."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        for consumer in tensor.consumers:
+            pairs.setdefault((tensor.producer, consumer), []).append(index)
+    return pairs
+
+
 def expand(plan: Plan) -> Program:
     """Return the program of one step of a plan.
 
@@ -138,17 +144,24 @@ def action_count(plan: Plan) -> int:
     """Return how many actions the program of a plan has, without expanding it."""
     count = len(plan.devices) + sum(stage.replicas for stage in plan.stages if stage.replicas > 1)
     for group, chunks in enumerate(plan.groups):
-        replicas = plan.stages[chunks[0]].replicas
-        count += replicas * sum(
-            bool(set(chunks) & set(tied.stages)) for tied in plan.tied if _spread(plan, tied.stages)
-        )
-        for replica in range(replicas):
-            count += sum(1 for _ in SCHEDULES[plan.schedule].order(_place(plan, group, chunks, replica)))
-    for message in messages(plan):
-        if not message.local:
-            carried = len(range(message.first, plan.micro_batches, message.period))
-            count += 2 * carried * (2 if message.gradients else 1)
+        first = plan.stages[chunks[0]]
+        shared = sum(bool(set(chunks) & set(tied.stages)) for tied in plan.tied if _spread(plan, tied.stages))
+        places = Counter(_place(plan, group, chunks, replica) for replica in range(first.replicas))
+        count += first.replicas * shared
+        count += sum(number * _computations(plan, place) for place, number in places.items())
+    known = Routes()
+    for (producer, consumer), tensors in _exchanged(plan).items():
+        sending, receiving = plan.stages[producer], plan.stages[consumer]
+        if sending.devices != receiving.devices:
+            carried = sum(route.count(plan.micro_batches) for route in known.between(sending, receiving))
+            count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)
     return count
+
+
+def _computations(plan: Plan, place: Place) -> int:
+    """Return how many forwards and backwards a rank has, halves for themselves."""
+    schedule = SCHEDULES[plan.schedule]
+    return sum(1 for _ in schedule.order(place)) if schedule.halves else 2 * place.micro_batches * len(place.stages)
 
 
 def entries_of(plan: Plan) -> Iterable[Iterable[Entry]]:

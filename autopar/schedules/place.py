@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar.formats.layout import Layout, group_of
-from autopar.formats.program import FORWARD, WEIGHT_BACKWARD
+from autopar.schedules.holding import in_flight
 
 __all__ = ["Computation", "Place", "depths", "places"]
 
@@ -43,9 +43,6 @@ def depths(
     """Return the most micro-batches in flight on every stage, as an order that needs no depths implies."""
     found = [0] * (groups * chunks)
     for place in places(layout, groups, chunks, micro_batches):
-        flying = dict.fromkeys(place.stages, 0)
-        for kind, stage, _ in order(place):
-            if kind != WEIGHT_BACKWARD:
-                flying[stage] += 1 if kind == FORWARD else -1
-                found[stage] = max(found[stage], flying[stage])
+        for stage, depth in in_flight(order(place)).items():
+            found[stage] = depth
     return tuple(found)

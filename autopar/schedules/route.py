@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from autopar.formats.plan import Division
 
-__all__ = ["Divide", "Divided", "Route", "even_shares", "free_shares", "routes", "shares_of"]
+__all__ = ["Divide", "Divided", "Route", "Routes", "even_shares", "free_shares", "routes", "shares_of"]
 
 SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
@@ -118,6 +118,20 @@ def routes(sending: Divided, receiving: Divided) -> list[Route]:
             if stop - start > SLIVER and turn is not None:
                 found.append(Route(sender, receiver, start, stop, *turn))
     return found
+
+
+class Routes:
+    """What travels between stages, found once for all that divide alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[float, ...], Division, tuple[float, ...], Division], list[Route]] = {}
+
+    def between(self, sending: Divided, receiving: Divided) -> Sequence[Route]:
+        """Return :func:`routes`."""
+        key = (tuple(sending.shares), sending.division, tuple(receiving.shares), receiving.division)
+        if key not in self._known:
+            self._known[key] = routes(sending, receiving)
+        return self._known[key]
 
 
 def _spans(stage: Divided) -> list[tuple[float, float]]:

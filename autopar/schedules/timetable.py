@@ -1,4 +1,7 @@
-"""Timetable: a schedule drawn as text, every computation one slot long and messages free."""
+"""Timetable: a schedule drawn as text, every computation one slot long and messages free.
+
+Where backwards have halves, a whole one takes two slots.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BA
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Computation, places
 
-__all__ = ["draw"]
+__all__ = ["draw", "timetable"]
 
 
 def draw(schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None) -> str:
@@ -15,34 +18,53 @@ def draw(schedule: str, stages: int, micro_batches: int, warmup: str | None = No
 
     ``warmup`` names the depth, by default the shallowest. Of groups, a forward or backward names its stage, too.
     """
-    groups = groups or stages
-    chosen, chunks = SCHEDULES[schedule], stages // groups
-    choices = chosen.warmups(groups, chunks, micro_batches)
-    depths = choices[warmup] if warmup else next(iter(choices.values()))
-    all_places = list(places(layout_of(schedule), groups, chunks, micro_batches, depths))
-    orders = [list(chosen.order(place)) for place in all_places]
-    done: set[Computation] = set()
-    lines: list[list[str]] = [[] for _ in range(groups)]
-    position = [0] * groups
-    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        finished = []
-        for group, order in enumerate(orders):
-            cell = "."
-            if position[group] < len(order) and _ready(order[position[group]], stages, done):
-                kind, stage, micro_batch = order[position[group]]
-                cell = f"{kind}{micro_batch}" + (f"@{stage}" if chunks > 1 else "")
-                finished.append(order[position[group]])
-                position[group] += 1
-            lines[group].append(cell)
-        if not finished:
-            raise AssertionError(f"{schedule} is stuck at slot {len(lines[0])}")
-        done.update(finished)
+    rows = timetable(schedule, stages, micro_batches, warmup, groups)
+    several = len(rows) < stages
+    lines = [[_cell(slot, several) for slot in slots] for slots in rows]
     width = max(len(cell) for cells in lines for cell in cells)
-    what = "stage" if chunks == 1 else "group"
+    what = "group" if several else "stage"
     return "\n".join(
         f"{what} {index}: " + " ".join(cell.ljust(width) for cell in cells).rstrip()
         for index, cells in enumerate(lines)
     )
+
+
+def _cell(slot: Computation | None, several: bool) -> str:
+    if slot is None:
+        return "."
+    kind, stage, micro_batch = slot
+    return f"{kind}{micro_batch}" + (f"@{stage}" if several else "")
+
+
+def timetable(
+    schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None
+) -> list[list[Computation | None]]:
+    """Return what every group computes in every slot; None where it waits."""
+    groups = groups or stages
+    chosen, chunks = SCHEDULES[schedule], stages // groups
+    choices = chosen.warmups(groups, chunks, micro_batches)
+    depths = choices[warmup] if warmup else next(iter(choices.values()))
+    all_places = places(layout_of(schedule), groups, chunks, micro_batches, depths)
+    orders = _slots([list(chosen.order(place)) for place in all_places])
+    done: set[Computation] = set()
+    rows: list[list[Computation | None]] = [[] for _ in range(groups)]
+    while any(orders):
+        finished = []
+        for row, order in zip(rows, orders, strict=True):
+            ready = bool(order) and _ready(order[-1], stages, done)
+            row.append(order.pop() if ready else None)
+            if ready and row[-1] not in order[-1:]:
+                finished.append(row[-1])
+        if all(row[-1] is None for row in rows):
+            raise AssertionError(f"{schedule} is stuck at slot {len(rows[0])}")
+        done.update(each for each in finished if each is not None)
+    return rows
+
+
+def _slots(orders: list[list[Computation]]) -> list[list[Computation]]:
+    """Return orders, last slot first, with whole backwards in as many slots as halves of others."""
+    halves = any(kind == WEIGHT_BACKWARD for order in orders for kind, *_ in order)
+    return [[each for each in reversed(order) for _ in range(1 + (halves and each[0] == BACKWARD))] for order in orders]
 
 
 def _ready(computation: Computation, stages: int, done: set[Computation]) -> bool:

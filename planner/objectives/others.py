@@ -13,6 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble, crossings, shared
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
+from autopar.planner.heading import heading
 from autopar.planner.objectives.pipedream import pipedream_plan
 from autopar.planner.objectives.pipedream_graph import mini_batch
 from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
@@ -124,17 +125,10 @@ def _by_piper_alone(
     costs: CostModel, candidate: Candidate, found: PiperPlan, options: PlanOptions, notes: list[str]
 ) -> Plan:
     """Return a plan whose step is what Piper's bottleneck makes of a batch."""
-    profile = costs.profile
     busy = sum(stage.seconds * stage.replicas * stage.tensor_parallel for stage in found.stages)
     step_s = found.bottleneck_s * costs.batch
     return Plan(
-        model=profile.model,
-        batch=costs.batch,
-        precision=profile.precision,
-        device_type=profile.device.type,
-        threads=profile.device.threads,
-        seed=options.seed,
-        bytes_per_s=options.bytes_per_s,
+        **heading(costs, options),
         objective="piper",
         schedule="1f1b",
         micro_batches=candidate.micro_batches,
@@ -149,10 +143,7 @@ def _by_piper_alone(
             bubble=max(0.0, 1 - busy / (found.devices * found.bottleneck_s)) if found.bottleneck_s > 0 else 0.0,
             peak_bytes=tuple(stage.memory_bytes for stage in found.stages),
         ),
-        notes=(
-            *costs.notes,
-            *notes,
-        ),
+        notes=(*costs.notes, *notes),
     )
 
 

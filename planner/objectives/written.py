@@ -10,9 +10,11 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Objective, Plan
 from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import Profile
+from autopar.planner import provenance
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
+from autopar.planner.heading import heading
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions
@@ -48,18 +50,11 @@ def stash_plan(
     notes: Iterable[str] = (),
 ) -> Plan:
     """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
-    costs, profile = prices.costs, prices.costs.profile
+    costs = prices.costs
     busy = prices.busy(candidate)
     binding = max(busy, key=lambda name: busy[name])
     return Plan(
-        model=profile.model,
-        batch=costs.batch,
-        precision=profile.precision,
-        device_type=profile.device.type,
-        threads=profile.device.threads,
-        seed=options.seed,
-        bytes_per_s=options.bytes_per_s,
-        divisible=costs.divisible,
+        **heading(costs, options),
         schedule="1f1b",
         objective=objective,
         weight_policy="stash",
@@ -94,8 +89,8 @@ def _predicted(
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        compute=tuple(map(costs.compute_provenance, stages)),
-        communication=costs.communication_provenance(candidate),
+        compute=tuple(provenance.computed(costs, stage) for stage in stages),
+        communication=provenance.communicated(costs, candidate),
     )
 
 

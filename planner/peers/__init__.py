@@ -8,13 +8,12 @@ the papers' planners does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.formats.compared import VirtualWorkers
-from autopar.planner.alternatives import references
-from autopar.planner.candidate import Candidate, families
-from autopar.planner.costs import CostModel
+from autopar.planner.alternatives import Reference
+from autopar.planner.candidate import Candidate
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
 from autopar.planner.peers.prices import Prices
@@ -55,20 +54,14 @@ _PLANNERS = (
 )
 
 
-def peers(costs: CostModel, simulator: Simulator, options: PlanOptions) -> list[Peer]:
+def peers(simulator: Simulator, options: PlanOptions, compared: Sequence[Reference] = ()) -> list[Peer]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
     None of the papers' planners chooses the micro-batch count: a peer is given the one that suits it best, as its user
-    would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says.
-
-    Raises:
-        UsageError: the micro-batches asked for do not divide the batch.
+    would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says. The references come first.
     """
-    every = families(costs.batch, options)
-    known = [
-        Peer(each.name, None if each.found is None else each.found.candidate, each.reason)
-        for each in references(simulator, every, options)
-    ]
+    costs = simulator.costs
+    known = [Peer(each.name, None if each.found is None else each.found.candidate, each.reason) for each in compared]
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]
     return [*known, *(_peer(simulator, planner, prices) for planner in _PLANNERS), _hetpipe(simulator, prices)]

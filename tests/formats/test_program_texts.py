@@ -19,7 +19,9 @@ from autopar.formats.timeline import Timeline
 
 numbers = st.integers(0, 10**6)
 nobody = st.just(-1)
-computations = st.tuples(st.sampled_from(["F", "B", "T"]), numbers, numbers, nobody, nobody, st.integers(0, 3))
+computations = st.tuples(
+    st.sampled_from(["F", "B", "I", "W", "T"]), numbers, numbers, nobody, nobody, st.integers(0, 3)
+)
 messages = st.tuples(st.sampled_from(["S", "R", "SG", "RG"]), numbers, numbers, numbers, numbers, st.integers(0, 3))
 closings = st.tuples(st.sampled_from(["A", "U"]), numbers, nobody, nobody, nobody, st.just(0))
 actions = st.one_of(computations, messages, closings).map(lambda fields: Action(*fields))
@@ -76,7 +78,10 @@ def test_a_program_survives_its_file(ranks: list[list[Action]]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": "autopar.program", "version": 1, "ranks": ["F0@0 Q"]}', r"\$\.ranks\[0\]: not an action: 'Q'"),
+        (
+            '{"format": "autopar.program", "version": 1, "ranks": ["F0@0 Q"]}',
+            r"\$\.ranks\[0\], position 1: not an action: 'Q'",
+        ),
         ('{"format": "autopar.program", "version": 1, "ranks": [1]}', r"\$\.ranks: expected a list of texts"),
         ('{"format": "autopar.program", "version": 2, "ranks": []}', r"\$\.format"),
         ("[]", r"\$\.format"),

@@ -34,6 +34,7 @@ def test_the_level_of_devices_is_the_widest_of_any_two_and_levels_between_groups
         some = tuple(rng.sample(range(count), rng.randint(1, count)))
         others = tuple(rng.sample(range(count), rng.randint(1, count)))
         assert topology.level(some) == _plain_level(cluster, some)
+        assert topology.pair(some[0], others[0]) == _plain_level(cluster, (some[0], others[0]))
         pairs = {_plain_level(cluster, (one, other)) for one in some for other in others}
         assert topology.between(some, others) == pairs
         seen |= pairs

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -81,6 +84,31 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap()
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
                 capped = SuffixTables(stages, options, Capped(stages, cap_s)).least_s + costs.profile.step_overhead_s
                 assert min(cap_s, capped) <= least * (1 + 1e-9), f"seed {seed}"
+                compared += 1
+    assert compared >= 60
+
+
+def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other() -> None:
+    compared = 0
+    for seed in range(40):
+        profile, cluster, options = _instance(seed)
+        costs = CostModel(profile, cluster, options)
+        pool = pool_of(costs, exact=True, use_all=False)
+        for family in families(costs.batch, options):
+            stages = StageTables(costs, pool, family, options, apart=bool(seed % 2))
+            alone = np.concatenate([stages.alone_s(first).min(axis=0) for first in range(stages.layers)])
+            for cap_s in np.quantile(alone, [0.2, 0.6]) if len(alone) else ():
+                capped = Capped(stages, float(cap_s) + costs.profile.step_overhead_s)
+                before, behind = [0.0] + [math.inf] * stages.layers, [math.inf] * stages.layers + [0.0]
+                for first in range(stages.layers):
+                    for way, shortest, longest in zip(*capped.next(first)[:3], strict=True):
+                        for stop in range(first + shortest, first + longest + 1):
+                            before[stop] = min(before[stop], before[first] + stages.ways[way].width)
+                for first in reversed(range(stages.layers)):
+                    for way, shortest, longest in zip(*capped.next(first)[:3], strict=True):
+                        for stop in range(first + shortest, first + longest + 1):
+                            behind[first] = min(behind[first], behind[stop] + stages.ways[way].width)
+                assert capped.fewest.tolist() == [before, behind], f"seed {seed}"
                 compared += 1
     assert compared >= 60
 

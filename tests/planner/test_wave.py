@@ -12,6 +12,7 @@ from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
 from autopar.planner import PlanOptions
+from autopar.planner import wave as waving
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
@@ -101,6 +102,17 @@ def test_long_chains_of_any_depths_take_as_long_as_one_action_after_the_other() 
     for _ in range(150):
         wave = _long(rng, int(rng.integers(1, 40)), int(rng.integers(1, 24)))
         assert ride(wave) == pytest.approx(_played(wave), rel=1e-12)
+
+
+def test_short_chains_take_exactly_as_long_number_by_number_as_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        wave = _long(rng, int(rng.integers(1, 40)), int(rng.integers(1, 24)))
+        found = []
+        for few in (0, 40):
+            monkeypatch.setattr(waving, "FEW_STAGES", few)
+            found.append(ride(wave))
+        assert found[0] == found[1]
 
 
 def test_an_even_chain_without_messages_takes_the_textbook_time_at_any_length() -> None:

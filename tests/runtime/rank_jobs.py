@@ -16,7 +16,10 @@ from autopar.capture.storages import StorageTracker
 from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.sharded import whole
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
 
@@ -26,7 +29,7 @@ def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[floa
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     model, graph = _loaded(arguments["model"], arguments["workspace"])
     job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
-    return keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))
+    return [record.loss for record in keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))]
 
 
 def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
@@ -45,6 +48,17 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     return int(tracker.peak_bytes)
 
 
+def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
+    """Train one step; return the norm of all gradients."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    settings = TrainSettings(clip_norm=arguments["clip_norm"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    record = job.step(0)
+    job.finish()
+    return float(record.gradient_norm or 0.0)
+
+
 @cache
 def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
     """Load a model and its graph once a process; every job puts its own weights into the layers."""
@@ -52,18 +66,18 @@ def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
     return loaded, load_graph(Path(workspace) / GRAPH)
 
 
-def keep(job: Job, rank: int, steps: int, folder: Path) -> list[float]:
-    losses = []
+def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
+    records = []
     for step in range(steps):
         record = job.step(step)
-        losses.append(record.loss)
+        records.append(record)
         if step == 0:
-            gradients = {name: p.grad for name, p in job.parameters.items() if p.grad is not None}
+            gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}
             _write(folder / f"gradients-{rank}", gradients)
     job.finish()
-    _write(folder / f"parameters-{rank}", job.parameters)
+    _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})
     _write(folder / f"buffers-{rank}", job.buffers)
-    return losses
+    return records
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:

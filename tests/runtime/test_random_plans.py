@@ -20,8 +20,10 @@ from threads import train_in_threads
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
+from autopar.formats.layout import chunks_of, layout_of
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import stages_of
 
 MODELS = Path(__file__).parent / "models"
@@ -50,9 +52,10 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     """Any cuts, widths, shares, depths and schedule for a model."""
     model, graph, _ = captured(name)
     layers = len(graph.layers)
-    groups = draw(st.integers(1, min(4, layers)))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
-    chunks = draw(st.integers(1, min(3, layers // groups))) if schedule == "interleaved" else 1
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    layout = layout_of(schedule)
+    groups = draw(st.integers(1, min(4, layers // (chunks_of(layout) or 1))))
+    chunks = chunks_of(layout) or draw(st.integers(1, min(3, layers // groups)))
     stages = groups * chunks
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
     rows = draw(st.integers(1, 5))
@@ -65,7 +68,7 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
         shares.append([after - before for before, after in zip([0, *edges], [*edges, rows], strict=True)])
     micro_batches = draw(st.integers(1, 5))
     warmup: list[int] | None = None
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "zb-h1", "zb-h2"):
         warmup = sorted(draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages)), reverse=True)
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
@@ -82,7 +85,7 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
         steps=STEPS,
     )
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program)
+        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program=program)
         if graph.loss == "mean":
             assert losses == pytest.approx(truth.losses, rel=1e-12)
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())

@@ -275,7 +275,7 @@ def test_where_there_are_no_virtual_workers_the_row_says_why(
 ) -> None:
     asked = PlanOptions(**options)
     costs = CostModel(gpt_profile(blocks=1), nodes_of(random_cluster(1, sum(nodes)), nodes), asked)
-    found = {each.name: each for each in peers(costs, Simulator(costs), asked)}["HetPipe"]
+    found = {each.name: each for each in peers(Simulator(costs), asked)}["HetPipe"]
     assert found.candidate is None
     assert found.reason is not None
     assert reason in found.reason

@@ -9,6 +9,8 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from autopar.planner.alternatives import references
+from autopar.planner.candidate import families
 from autopar.planner.costs import CostModel
 from autopar.planner.peers import Peer, peers
 from autopar.planner.peers.proposal import Proposal, in_order
@@ -22,7 +24,8 @@ MIB = 2**20
 def _peers(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Simulator, dict[str, Peer]]:
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    return simulator, {each.name: each for each in peers(costs, simulator, options)}
+    compared = references(simulator, families(costs.batch, options), options)
+    return simulator, {each.name: each for each in peers(simulator, options, compared)}
 
 
 def _fitting(profile: Profile, cluster: Cluster, options: PlanOptions) -> dict[str, float]:

@@ -1,0 +1,26 @@
+"""What the commands that plan are asked alike: for which profile, devices, links and batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Bandwidth", "Batch", "ClusterName", "Gpus", "Memory", "ProfileFile"]
+
+ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="Use at most this many devices; default: all of the cluster.")]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
+        "(`autopar cluster list`); default: cluster.json beside the profile, else estimated.",
+    ),
+]
+Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, such as 16GiB.")]
+Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step; default: the profile's.")]
+Bandwidth = Annotated[
+    str | None, typer.Option("--bandwidth", help="Assume this bandwidth of every link, such as 25GB/s.")
+]

@@ -1,0 +1,86 @@
+"""Cut: plans of a benchmark's own making, so that all contestants of a race train in the same pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.layout import group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.predicted import Predicted
+from autopar.formats.profile import ModelSource
+from autopar.schedules import SCHEDULES
+from autopar.schedules.route import even_shares
+
+__all__ = ["cut"]
+
+
+def cut(
+    graph: LayerGraph,
+    user: UserModel,
+    schedule: str,
+    widths: Sequence[int],
+    micro_batches: int,
+    rows: int,
+    chunks: int = 1,
+    depth: str | None = None,
+    edges: Sequence[int] | None = None,
+) -> Plan:
+    """Cut layers evenly into ``chunks`` stages for every group of devices, or before the layers ``edges``.
+
+    ``widths`` are the replicas of the groups; ``depth`` names one of the schedule's, by default its first.
+    """
+    names = [layer.name for layer in graph.layers]
+    groups, stages = len(widths), len(widths) * chunks
+    bounds = [0, *(edges or [len(names) * index // stages for index in range(1, stages)]), len(names)]
+    choices = SCHEDULES[schedule].warmups(groups, chunks, micro_batches)
+    depths = choices[depth] if depth else next(iter(choices.values()))
+    starts = [0, *accumulate(widths)]
+    placed = []
+    for index, (start, stop) in enumerate(pairwise(bounds)):
+        group = group_of(layout_of(schedule), index, groups)
+        placed.append(
+            Stage(
+                layers=tuple(names[start:stop]),
+                devices=tuple(range(starts[group], starts[group + 1])),
+                shares=even_shares(rows, widths[group]),
+                warmup=depths[index],
+            )
+        )
+    return Plan(
+        model=ModelSource(source=user.spec, sha256=user.sha256),
+        batch=micro_batches * rows,
+        precision="fp32",
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+        micro_batch_size=rows,
+        stages=tuple(placed),
+        tensors=tuple(_crossings(graph, bounds)),
+        predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
+    )
+
+
+def _crossings(graph: LayerGraph, bounds: Sequence[int]) -> list[Crossing]:
+    stage_of = {
+        layer.name: index for index, (start, stop) in enumerate(pairwise(bounds)) for layer in graph.layers[start:stop]
+    }
+    found = []
+    for tensor in graph.tensors:
+        if tensor.producer is None:
+            continue
+        made = stage_of[tensor.producer]
+        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+        if readers:
+            found.append(
+                Crossing(
+                    name=tensor.name,
+                    producer=made,
+                    consumers=readers,
+                    bytes_per_sample=tensor.bytes_per_sample,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    gradient=tensor.gradient,
+                )
+            )
+    return found

@@ -1,0 +1,181 @@
+"""Race: contestants on the same ranks, step by step in turn; what every rank of a benchmark runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import torch
+import torch_peers
+from delayed import DelayedTransport
+from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
+from torch import nn
+
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.transport import GroupTransport, Transport
+from autopar.runtime.worker import build
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+__all__ = ["Field", "Lap", "emulated", "real"]
+
+Lap = tuple[float, float, float]
+"""Of one rank in one step: start and end on the host's clock, and processor seconds."""
+
+
+class Contestant(NamedTuple):
+    """Someone who trains."""
+
+    name: str
+    step: Callable[[int], object]
+
+
+class Field(TypedDict):
+    """Who takes part; plain data."""
+
+    plans: dict[str, str]
+    """Plans of autopar as JSON texts, by the contestant's name."""
+    peers: list[str]
+    """Torch's schedules, or ways to be data-parallel."""
+    micro_batches: int
+    rows: int
+    steps: int
+    warm_up: int
+    paces: list[list[float]]
+    """Of the layers that sleep, one per rank."""
+    chunks: dict[str, int]
+    """By contestant of autopar: into how many parts every layer is cut."""
+    split: list[str]
+    """Contestants whose layers sleep in halves."""
+    delay_s: float
+    model: str
+    workspace: str
+
+
+def emulated(context: RankContext, field: Field) -> dict[str, list[Lap]]:
+    """Race with layers that sleep; ``sleeps`` and ``split sleeps`` only sleep, in all ranks at once."""
+    torch.set_num_threads(1)
+    paces = [Pace(forward_s, backward_s, int(values)) for forward_s, backward_s, values in field["paces"]]
+    contestants = [_sleeping_job(context, field, name, paces) for name in field["plans"]]
+    contestants += [_sleeping_peer(context, field, name, paces) for name in field["peers"]]
+    contestants.append(_sleeps(field, paces[context.rank % len(paces)], split=False))
+    if field["split"]:
+        contestants.append(_sleeps(field, paces[context.rank % len(paces)], split=True))
+    return _race(context, contestants, field["warm_up"], field["steps"])
+
+
+def real(context: RankContext, field: Field) -> dict[str, list[Lap]]:
+    """Race with a model that computes; one thread per rank."""
+    torch.set_num_threads(1)
+    user = load(field["model"])
+    workspace = Workspace(Path(field["workspace"]))
+    contestants = []
+    for name, text in field["plans"].items():
+        plan = Plan.parse(text, Path("plan.json"))
+        job = build(context, plan, user, workspace.graph(user, plan), workspace)
+        contestants.append(Contestant(name, job.step))
+    samples = user.dataset()
+    count = field["micro_batches"] * field["rows"]
+    batch = torch.utils.data.default_collate([samples[index] for index in range(count)])
+    pair = batch[0], batch[1]
+    contestants += [_computing_peer(context, field, name, user.build, pair) for name in field["peers"]]
+    return _race(context, contestants, field["warm_up"], field["steps"])
+
+
+def _race(context: RankContext, contestants: Sequence[Contestant], warm_up: int, steps: int) -> dict[str, list[Lap]]:
+    """Let everyone make a step in turn, and again; who begins changes with the round."""
+    laps: dict[str, list[Lap]] = {contestant.name: [] for contestant in contestants}
+    for number in range(warm_up + steps):
+        first = number % len(contestants)
+        for contestant in (*contestants[first:], *contestants[:first]):
+            gc.collect()
+            context.barrier()
+            start_s, cpu_s = time.perf_counter(), time.process_time()
+            contestant.step(number)
+            lap = start_s, time.perf_counter(), time.process_time() - cpu_s
+            if number >= warm_up:
+                laps[contestant.name].append(lap)
+        if context.rank == 0:
+            context.report({"round": number - warm_up + 1})
+    context.barrier()
+    return laps
+
+
+def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence[Pace]) -> Contestant:
+    plan = Plan.parse(field["plans"][name], Path("plan.json"))
+    chunks = field["chunks"][name]
+    graph = graph_of([pace.times(1 / chunks) for _ in range(chunks) for pace in paces], name in field["split"])
+    program = expand(plan)
+    check(program, plan)
+    transport: Transport = GroupTransport(context, reduction_groups(plan))
+    if field["delay_s"]:
+        transport = DelayedTransport(transport, field["delay_s"])
+
+    if context.rank >= len(plan.devices):
+        return Contestant(name, lambda number: None)
+    assert context.board is not None
+    note = context.board.stepping(context.rank)
+    user = user_of(plan.batch)
+    job = Job(plan, program, context.rank, graph, user, weights_of, transport, context.device, note)
+    return Contestant(name, job.step)
+
+
+def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequence[Pace]) -> Contestant:
+    schedule = name.removeprefix("torch ")
+    _, chunks, split = torch_peers.SCHEDULES[schedule]
+    layers = modules_of([pace.times(1 / chunks) for _ in range(chunks) for pace in paces], split)
+    mine: list[nn.Module] = [layers[index] for index in torch_peers.stages_of(schedule, context.rank, context.size)]
+    count = field["micro_batches"] * field["rows"]
+    batch = torch.zeros(count, 1), torch.zeros(count, 1)
+    step = torch_peers.pipeline(schedule, mine, field["micro_batches"], lambda output, target: output.mean(), batch)
+    return Contestant(name, lambda number: step())
+
+
+def _sleeps(field: Field, pace: Pace, *, split: bool) -> Contestant:
+    """Forwards and backwards of one layer without messages: a step's worth of them."""
+    layer = SleepingModule(pace, split)
+    x = torch.zeros(field["rows"], pace.values, requires_grad=True)
+    gradient = torch.ones(field["rows"], pace.values)
+
+    def step(number: int) -> None:
+        for _ in range(field["micro_batches"]):
+            layer(x).backward(gradient)
+            x.grad = layer.weight.grad = None
+
+    return Contestant("split sleeps" if split else "sleeps", step)
+
+
+def _computing_peer(
+    context: RankContext,
+    field: Field,
+    name: str,
+    model: Callable[[], nn.Module],
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> Contestant:
+    module = model()
+    assert isinstance(module, nn.Sequential)
+    schedule = name.removeprefix("torch ")
+    count, loss = field["micro_batches"], nn.functional.mse_loss
+    if schedule in torch_peers.SCHEDULES:
+        stages = context.size * torch_peers.SCHEDULES[schedule][1]
+        size = len(module) // stages
+        mine = [
+            module[index * size : (index + 1) * size]
+            for index in torch_peers.stages_of(schedule, context.rank, context.size)
+        ]
+        step = torch_peers.pipeline(schedule, mine, count, loss, batch)
+        return Contestant(name, lambda number: step())
+    if name in ("plain", "copies"):
+        step = torch_peers.plain(module, count, loss, batch)
+        return Contestant(name, lambda number: step() if name == "copies" or context.rank == 0 else None)
+    mine_x, mine_y = (tensor.chunk(context.size)[context.rank] for tensor in batch)
+    way = torch_peers.data_parallel if name == "torch DDP" else torch_peers.sharded
+    step = way(module, count // context.size, loss, (mine_x, mine_y))
+    return Contestant(name, lambda number: step())

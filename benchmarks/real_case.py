@@ -1,0 +1,122 @@
+"""The case of `benchmarks/runtime.py` that computes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cut import cut
+from emulation import free_links, predicted_s, profile_of
+from race import Field
+from score import Laps, row, steps_s
+from sleeping import Pace, graph_of, user_of
+
+from autopar.capture import load
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Plan
+from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
+from autopar.ranks.pool import RankPool
+from autopar.runtime.workspace import Workspace
+
+__all__ = ["rows"]
+
+MODEL = Path(__file__).parent / "models" / "transformer.py"
+RANKS, BLOCKS, MICRO_BATCHES, ROWS = 2, 12, 8, 4
+
+
+class Entry(NamedTuple):
+    """A contestant of autopar's."""
+
+    schedule: str
+    widths: tuple[int, ...]
+    micro_batches: int
+    counterpart: str | None
+    chunks: int = 1
+    split: bool = False
+    """Whether the schedule splits the backward."""
+
+
+ENTRIES = {
+    "autopar gpipe": Entry("gpipe", (1, 1), MICRO_BATCHES, "torch ScheduleGPipe"),
+    "autopar 1f1b": Entry("1f1b", (1, 1), MICRO_BATCHES, "torch Schedule1F1B"),
+    "autopar interleaved": Entry("interleaved", (1, 1), MICRO_BATCHES, "torch ScheduleInterleaved1F1B", 2),
+    "autopar zb-h1": Entry("zb-h1", (1, 1), MICRO_BATCHES, None, split=True),
+    "autopar zb-v": Entry("zb-v", (1, 1), MICRO_BATCHES, "torch ScheduleZBVZeroBubble", 2, split=True),
+    "autopar data parallelism": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch DDP"),
+}
+PEERS = {
+    "torch ScheduleGPipe": "autopar gpipe",
+    "torch Schedule1F1B": "autopar 1f1b",
+    "torch ScheduleInterleaved1F1B": "autopar interleaved",
+    "torch ScheduleInterleavedZeroBubble": "",
+    "torch ScheduleZBVZeroBubble": "autopar zb-v",
+    "torch DDP": "autopar data parallelism",
+    "torch FSDP2": "autopar data parallelism",
+}
+
+
+def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Race a transformer on two ranks; ``plain`` is one process, ``copies`` is one in each rank at once."""
+    words = arguments.only.split(",")
+    user = load(str(MODEL))
+    sys.stderr.write("real: profiling\n")
+    profiled = profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
+    links = local_cluster(measure_links(RANKS, "cpu", 1), profiled.device, RANKS)
+    graph = capture(user, user.build(0))
+    plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
+    peers = [name for name in PEERS if any(word in name for word in words)]
+    laps = _race(arguments, plans, [*peers, "plain", "copies"])
+    single_s = steps_s(laps["plain"])
+    ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
+    found = []
+    for name, plan in plans.items():
+        expected_s = predicted_s(plan, profiled, links)
+        actions = 2 * plan.micro_batches * RANKS
+        found.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
+    actions = 2 * MICRO_BATCHES * RANKS
+    found += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
+    return found + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
+
+
+def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> Laps:
+    with tempfile.TemporaryDirectory() as folder, RankPool(RANKS) as pool:
+        if plans:
+            Workspace(Path(folder)).prepare(load(str(MODEL)), next(iter(plans.values())), None)
+        field: Field = {
+            "plans": {name: plan.dumps() for name, plan in plans.items()},
+            "peers": list(peers),
+            "micro_batches": MICRO_BATCHES,
+            "rows": ROWS,
+            "steps": arguments.steps,
+            "warm_up": arguments.warm_up,
+            "paces": [],
+            "chunks": {},
+            "split": [],
+            "delay_s": 0.0,
+            "model": str(MODEL),
+            "workspace": folder,
+        }
+        told = pool.run("race:real", field, on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
+    results: list[Any] = list(told)
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
+def _ideal_s(entry: Entry, single_s: float) -> float:
+    """Return the seconds of a step that is one process's, divided among the ranks without any loss but the bubble."""
+    row_s = single_s / (MICRO_BATCHES * ROWS * BLOCKS)
+    paces = [Pace(row_s / 3, 2 * row_s / 3, 1)] * BLOCKS
+    batch = MICRO_BATCHES * ROWS
+    rows = batch // entry.micro_batches
+    plan = _plan(graph_of(paces, entry.split), user_of(batch), entry)
+    return predicted_s(plan, profile_of(paces, rows, batch, 0.0, split=entry.split), free_links(RANKS))
+
+
+def _plan(graph: LayerGraph, user: UserModel, entry: Entry) -> Plan:
+    rows = MICRO_BATCHES * ROWS // entry.micro_batches
+    return cut(graph, user, entry.schedule, entry.widths, entry.micro_batches, rows, entry.chunks)

@@ -1,0 +1,128 @@
+"""Update: a rank's gradients, complete, become a step of its optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from autopar.capture.source import UserModel
+from autopar.errors import ModelError, TrainingError
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.gradients import Reducer
+from autopar.runtime.scale import LossScale
+from autopar.runtime.transport import Transport
+
+__all__ = ["Update"]
+
+TINY = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+class Update:
+    """Scales, clips and applies the gradients of a rank; what concerns all ranks they decide alike."""
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        model: UserModel,
+        reducer: Reducer,
+        transport: Transport,
+        everyone: tuple[int, ...],
+        device: torch.device,
+        *,
+        counts: bool,
+        clip_norm: float | None,
+        scale: LossScale | None,
+    ) -> None:
+        """Make the optimizer and its scheduler.
+
+        Args:
+            parameters: this rank's trained ones; an optimizer is made if there are any.
+            model: the user's file, which makes the optimizer.
+            reducer: the gradients.
+            transport: carries sums over all ranks.
+            everyone: all ranks.
+            device: where gradients live.
+            counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
+            clip_norm: largest norm of all gradients together.
+            scale: what losses were multiplied by.
+
+        Raises:
+            ModelError: the optimizer wants to run forwards itself.
+        """
+        self.optimizer = model.make_optimizer(parameters) if parameters else None
+        self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
+        if self.optimizer is not None:
+            _check_steps(self.optimizer, model)
+        self._reducer, self._transport, self._everyone = reducer, transport, everyone
+        self._device, self._counts, self._clip_norm, self._scale = device, counts, clip_norm, scale
+        self._watches: bool | None = None if model.schedules else False
+        """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
+
+    def __call__(self, record: StepRecord) -> None:
+        """Step the optimizer; note the gradients' norm, and whether they overflowed.
+
+        Raises:
+            TrainingError: nothing was counted in the whole mini-batch.
+        """
+        factor, applies = self._agree(record)
+        if factor != 1.0:
+            self._reducer.scale(factor)
+        self._reducer.release_untouched()
+        if self.optimizer is not None and applies:
+            self.optimizer.step()
+        self._step_scheduler(record)
+
+    def _agree(self, record: StepRecord) -> tuple[float, bool]:
+        """Return what all gradients are to be multiplied by, and whether they are to be applied."""
+        if self._watches is None:
+            # A rank without parameters has no scheduler, and takes part all the same.
+            self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
+        normed = self._clip_norm is not None or self._scale is not None
+        if not (self._counts or normed or self._watches):
+            return 1.0, True
+        # Squares are of all gradients of the model, those of replicas and of shared parameters once.
+        loss, count, squares = self._sum([record.loss, record.count, self._squares() if normed else 0.0])
+        if self._counts and not count:
+            raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
+        divisor = count if self._counts else 1.0
+        record.total_loss = loss / divisor
+        factor = 1.0 / divisor
+        if self._scale is not None:
+            factor /= self._scale.value
+            record.overflowed = not math.isfinite(squares)
+            self._scale.settle(record.overflowed)
+        if normed and not record.overflowed:
+            record.gradient_norm = math.sqrt(squares) * factor
+        if self._clip_norm is not None and record.gradient_norm is not None:
+            factor *= min(1.0, self._clip_norm / (record.gradient_norm + TINY))
+        return factor, not record.overflowed
+
+    def _squares(self) -> float:
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._reducer.owned()]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def _sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._transport.all_reduce(total, self._everyone).wait()
+        return [float(each) for each in total.tolist()]
+
+    def _step_scheduler(self, record: StepRecord) -> None:
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(record.total_loss or 0.0)
+        elif isinstance(self._scheduler, LRScheduler):
+            self._scheduler.step()
+
+
+def _check_steps(optimizer: torch.optim.Optimizer, model: UserModel) -> None:
+    """Refuse an optimizer whose step calls for the loss again and again, as L-BFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{model.path}: optimizer() returned a {name}, whose step runs the model itself; use one whose step needs "
+            "no closure"
+        )

@@ -1,0 +1,165 @@
+"""Clipping, scaled losses and schedules that watch the loss do what they do in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from safetensors.torch import load_file
+from threads import train_in_threads
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import ModelError, UsageError
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.scale import LossScale
+from autopar.runtime.settings import TrainSettings
+
+MODELS = Path(__file__).parent / "models"
+STEPS = 8
+MICRO_BATCHES, ROWS = 2, 4
+
+
+class Truth(NamedTuple):
+    model: nn.Module
+    norms: list[float | None]
+    """Of all gradients, step by step; none of an overflow."""
+    scale: float
+
+
+def _plain(file: Path, autocast: torch.dtype | None = None, clip_norm: float | None = None) -> Truth:
+    """Train as one would by hand, with torch's own scaler and clipping."""
+    source = plain.load_file(file)
+    torch.manual_seed(0)
+    model = source.model()
+    optimizer = source.optimizer(model.parameters())
+    scheduler = source.scheduler(optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=autocast == torch.float16)
+    data, norms, batch = source.dataset(), list[float | None](), MICRO_BATCHES * ROWS
+    for step in range(STEPS):
+        epoch, index = divmod(step, len(data) // batch)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        optimizer.zero_grad()
+        total = 0.0
+        for part in order[index * batch : (index + 1) * batch].split(ROWS):
+            x, kinds = torch.utils.data.default_collate([data[at] for at in part.tolist()])
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                loss = source.loss(model(x), (x, kinds)) / MICRO_BATCHES
+            scaler.scale(loss).backward()
+            total += loss.item()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))
+        norms.append(norm.item() if norm.isfinite() else None)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step(total)
+    return Truth(model, norms, scaler.get_scale())
+
+
+def _train(
+    file: Path, widths: Sequence[int], precision: str, settings: TrainSettings, folder: Path
+) -> list[list[StepRecord]]:
+    """Train with a thread per rank; return every rank's records."""
+    model = load(str(file))
+    module = model.build(0)
+    graph = capture(model, module)
+    state = {name: each.detach() for name, each in [*module.named_parameters(), *module.named_buffers()]}
+    plan = dictate(graph, model, widths, MICRO_BATCHES, ROWS).model_copy(update={"precision": precision})
+    records: dict[int, list[StepRecord]] = {}
+    train_in_threads(plan, graph, model, state, folder, STEPS, settings, records)
+    return [records[rank] for rank in range(len(plan.devices))]
+
+
+def _assert_equal(truth: nn.Module, folder: Path, ranks: int, tolerance: float) -> None:
+    parameters = dict(truth.named_parameters())
+    seen: set[str] = set()
+    for rank in range(ranks):
+        for name, value in load_file(folder / f"parameters-{rank}").items():
+            seen.add(name)
+            torch.testing.assert_close(value, parameters[name].detach(), rtol=tolerance, atol=tolerance)
+    assert seen == parameters.keys()
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Path:
+    """The model file, in float64."""
+    file = tmp_path / "steep_double.py"
+    text = (MODELS / "steep.py").read_text().replace("return Steep()", "return Steep().double()")
+    file.write_text(text.replace("torch.randn(64, 6, ", "torch.randn(64, 6, dtype=torch.float64, "))
+    return file
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 1), (2, 1, 3)])
+@pytest.mark.parametrize("clip_norm", [1e-3, 40.0, 1e6])
+def test_one_norm_over_all_stages_clips_all_gradients(
+    double: Path, widths: tuple[int, ...], clip_norm: float, tmp_path: Path
+) -> None:
+    truth = _plain(double, clip_norm=clip_norm)
+    for records in _train(double, widths, "fp64", TrainSettings(clip_norm=clip_norm), tmp_path):
+        assert [record.gradient_norm for record in records] == pytest.approx(truth.norms, rel=1e-10)
+    _assert_equal(truth.model, tmp_path, sum(widths), 1e-10)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 5.0])
+@pytest.mark.parametrize("widths", [(1,), (1, 1), (2, 1, 1)])
+def test_scaled_losses_overflow_and_recover_as_with_torchs_scaler(
+    widths: tuple[int, ...], clip_norm: float | None, tmp_path: Path
+) -> None:
+    truth = _plain(MODELS / "steep.py", torch.float16, clip_norm)
+    assert None in truth.norms
+    assert any(truth.norms)
+    for records in _train(MODELS / "steep.py", widths, "fp16", TrainSettings(clip_norm=clip_norm), tmp_path):
+        assert [record.overflowed for record in records] == [norm is None for norm in truth.norms]
+        norms = [record.gradient_norm for record in records]
+        assert [norm for norm in norms if norm] == pytest.approx([norm for norm in truth.norms if norm], rel=2e-3)
+    _assert_equal(truth.model, tmp_path, sum(widths), 2e-3)
+
+
+def test_all_ranks_see_an_overflow_of_one(tmp_path: Path) -> None:
+    truth = [norm is None for norm in _plain(MODELS / "steep.py", torch.float16).norms]
+    first, *others = _train(MODELS / "steep.py", (1, 2), "fp16", TrainSettings(), tmp_path)
+    overflowed = [record.overflowed for record in first]
+    assert any(overflowed)
+    # Replicas add up fewer rows each, so that less overflows.
+    assert all(plainly for plainly, here in zip(truth, overflowed, strict=True) if here)
+    assert all([record.overflowed for record in records] == overflowed for records in others)
+
+
+def test_bfloat16_needs_no_scale(tmp_path: Path) -> None:
+    truth = _plain(MODELS / "steep.py", torch.bfloat16)
+    (records, _) = _train(MODELS / "steep.py", (1, 1), "bf16", TrainSettings(), tmp_path)
+    assert not any(record.overflowed or record.gradient_norm for record in records)
+    _assert_equal(truth.model, tmp_path, 2, 2e-2)
+
+
+def test_a_scale_follows_torchs_rule() -> None:
+    overflows = [True, False, False, False, True, False, False]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scale = LossScale(8.0, growth_interval=2)
+    for overflow in overflows:
+        weight.grad = torch.full((1,), float("inf") if overflow else 1.0)
+        scaler.scale(torch.ones(1))
+        scaler.step(optimizer)
+        scaler.update()
+        scale.settle(overflow)
+        assert scale.value == scaler.get_scale()
+
+
+def test_an_optimizer_that_runs_the_model_itself_is_refused(double: Path, tmp_path: Path) -> None:
+    double.write_text(double.read_text().replace("Adam(parameters, lr=1e-3)", "LBFGS(parameters)"))
+    with pytest.raises(ModelError, match="returned a LBFGS, whose step runs the model itself"):
+        _train(double, (1,), "fp64", TrainSettings(), tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_norm_to_clip_to_is_positive(value: float) -> None:
+    with pytest.raises(UsageError, match="--clip-norm must be positive"):
+        TrainSettings(clip_norm=value)
