@@ -90,7 +90,7 @@ class Halves:
         starts, self._starts = self._starts, []
         if starts:
             torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
-        self._saved = _Saved()
+        self._saved.let_all_go()
 
     def pending(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that are kept between the halves; parameters that the second reads are among them."""
@@ -129,10 +129,16 @@ class _Saved:
         return box.tensor
 
     def let_go(self) -> None:
+        """Free what the second half does not need."""
         for box in self._boxes:
             if box.read and not box.read_again:
                 box.tensor = None
         self._boxes = [box for box in self._boxes if box.tensor is not None]
+
+    def let_all_go(self) -> None:
+        """Free the rest: autograd holds the boxes for as long as any operator behind them lives."""
+        while self._boxes:
+            self._boxes.pop().tensor = None
 
     def kept(self) -> Iterator[torch.Tensor]:
         return (box.tensor for box in self._boxes if box.tensor is not None)

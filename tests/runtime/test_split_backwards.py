@@ -47,7 +47,7 @@ def recomputing(plan: Plan, seed: int, share: float) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=plans("everything"),
     seed=st.integers(0, 2**20),
@@ -61,7 +61,7 @@ def test_skips_ties_integers_and_counts_survive_halves_and_recomputation(
     equals_plain("everything", plan, split(expand(plan), seed, halved))
 
 
-@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("widths", [(1, 1, 1), (1, 2)])
 @pytest.mark.parametrize("recomputed", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("name", ["dropout", "normed", "detached"])
