@@ -68,10 +68,8 @@ def plan(
     check_flags(options)
     if options.objective in _OTHERS:
         return _OTHERS[options.objective](profile, cluster, options)
-    dictated = None
-    if options.stages is not None:
-        dictated = parse(options.stages, [layer.name for layer in profile.layers])
-        options = _fitting(dictated, options)
+    dictated = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
+    options = options if dictated is None else _fitting(dictated, options)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
@@ -141,12 +139,10 @@ def _explained(
         if better is not None and better.found is not None:
             near.append(Reference(found.candidate.schedule, found, None))
             found = better.found
-            options_of = replace(options, schedule=found.candidate.schedule)
-            others = bounds_of(costs, options_of, found.step_s)
+            others = bounds_of(costs, replace(options, schedule=found.candidate.schedule), found.step_s)
             bounds = Bounds(**{name: min(each, getattr(others, name)) for name, each in bounds})
             lower_bound_s = min(lower_bound_s, others.linked_s)
-        quicker = listed(simulator, options, best, found.step_s)
-        near += quicker
+        near += (quicker := listed(simulator, options, best, found.step_s))
         faster = [_faster(each, found.step_s) for each in quicker]
     notes += [
         *_excluded(compared, found.step_s),

@@ -37,4 +37,4 @@ def test_a_rank_holds_what_was_predicted_of_all_its_stages(perceptron: Model, st
     options = PlanOptions(schedule="interleaved", chunks=2, stages=stages, micro_batches=micro_batches)
     made = plan(profile, cluster_named("4xA100-80G"), options)
     # Messages, counted with some to spare, are a large part of so small a model.
-    assert list(made.predicted.peak_bytes) == pytest.approx(rehearse(made, graph, user), rel=0.1)
+    assert list(made.predicted.peak_bytes) == pytest.approx(rehearse(made, graph, user), rel=0.12)

@@ -309,5 +309,5 @@ def test_peers_are_compared_whatever_they_obey_and_only_started_from_where_they_
     assert all(
         row.step_s is None or row.step_s >= found.plan.predicted.step_s
         for row in found.rows
-        if "," in (row.stages or "")
+        if "," in (row.stages or "") and row.schedule != "interleaved"
     )
