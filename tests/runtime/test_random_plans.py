@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -74,14 +75,12 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
 
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
-    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
-    layer_of = {module: layer.name for layer in graph.layers for module in layer.modules}
     random = [layer.name for layer in graph.layers if layer.random]
     truth = plain.train(
         MODELS / f"{name}.py",
         plan.micro_batches,
         plan.micro_batch_size,
-        lambda module: stage_of[layer_of[module]].shares,
+        lambda module: _shares_of(graph, plan, module),
         random,
         steps=STEPS,
     )
@@ -97,6 +96,15 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
                 torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
             for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not _replicas(plan, rank) else ():
                 torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
+
+
+def _shares_of(graph: LayerGraph, plan: Plan, module: str) -> Sequence[int]:
+    """Return how the stage that a module is in divides a micro-batch."""
+    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {each: layer.name for layer in graph.layers for each in layer.modules}
+    while module not in layer_of:
+        module = module.rpartition(".")[0]
+    return stage_of[layer_of[module]].shares
 
 
 def _replicas(plan: Plan, rank: int) -> int:

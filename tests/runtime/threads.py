@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from rank_jobs import keep
@@ -15,9 +16,11 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -41,7 +44,7 @@ def train_in_threads(
     """
     program = program or expand(plan)
     check(program, plan)
-    exchange = Exchange()
+    exchange, drawing = Exchange(), threading.Lock()
     losses: dict[int, list[float]] = {}
     errors: list[BaseException] = []
 
@@ -53,7 +56,8 @@ def train_in_threads(
             transport = InProcessTransport(exchange, rank)
             device = torch.device("cpu")
             place = (rank, _own(graph), model, read, transport, device)
-            job = Job(plan, program, *place, lambda step, position: None, settings)
+            with drawing:
+                job = Job(plan, program, *place, lambda step, position: None, settings)
             kept = keep(job, rank, steps, folder)
             losses[rank] = [record.loss for record in kept]
             if records is not None:
@@ -62,10 +66,22 @@ def train_in_threads(
             errors.append(error)
             exchange.break_off()
 
-    _together(len(plan.devices), work)
+    alone = [_one_at_a_time(function, drawing) for function in (Segment.run, ShareLoader.load)]
+    with patch.object(Segment, "run", alone[0]), patch.object(ShareLoader, "load", alone[1]):
+        _together(len(plan.devices), work)
     if errors:
         raise errors[0]
     return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+    """Let no two threads seed and use the one generator of random numbers that they share at once."""
+
+    def alone(*arguments: object, **options: object) -> object:
+        with lock:
+            return run(*arguments, **options)
+
+    return alone
 
 
 def _own(graph: LayerGraph) -> LayerGraph:
