@@ -83,6 +83,12 @@ class LayerCosts:
         values = [float(cost.peak_bytes if value == "peak_bytes" else cost.output_bytes) for cost in costs]
         return _up(at_rows(self._sizes[layer], values, rows))
 
+    def pending_at(self, layer: int, rows: float) -> int | None:
+        """Return the bytes that a layer holds from the first half of its backward to the second; None: not measured."""
+        costs = self.layers[layer].costs
+        known = [float(cost.weight_saved_bytes) for cost in costs if cost.weight_saved_bytes is not None]
+        return _up(at_rows(self._sizes[layer], known, rows)) if len(known) == len(costs) else None
+
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
         by_storage: dict[str, tuple[list[int], list[float]]] = {}

@@ -262,6 +262,11 @@ class MemoryModel:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
         return self._own_peak(first, stop, held) + self.further(first, stop, held.rows, cuts)
 
+    def pending(self, first: int, stop: int, rows: float) -> int | None:
+        """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
+        known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
+        return None if None in known else sum(size for size in known if size is not None)
+
     def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
         """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""
         extra = 0

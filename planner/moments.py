@@ -36,8 +36,11 @@ class Moment(NamedTuple):
 
     chunk: int
     """Which of its stages it computes."""
+    kind: str
     beside: tuple[int, ...]
     """By stage, the micro-batches that are kept, but for the one that is computed."""
+    pending: tuple[int, ...]
+    """By stage, those that wait for the weight half of their backward."""
     made: tuple[bool, ...]
     """By stage, whether gradients are there."""
     makes: bool
@@ -48,24 +51,25 @@ class Moment(NamedTuple):
 def moments(schedule: str, place: Place) -> tuple[Moment, ...]:
     """Return all moments of a rank's order that differ.
 
-    A micro-batch is kept from its forward to the end of its backward, or to that of the weight half.
+    A micro-batch is kept from its forward to the end of its backward; or to that of the input half, and then waits for
+    the weight half.
 
     >>> place = Place(0, 2, (0,), 2, (2,))
     >>> [(each.beside, each.made, each.makes) for each in moments("1f1b", place)]
     [((0,), (False,), False), ((1,), (False,), False), ((1,), (False,), True), ((0,), (True,), False)]
     """
     index = {stage: at for at, stage in enumerate(place.stages)}
-    kept, made = [0] * len(index), [False] * len(index)
+    kept, pending, made = [0] * len(index), [0] * len(index), [False] * len(index)
     found: dict[Moment, None] = {}
     for kind, stage, _ in SCHEDULES[schedule].order(place):
         at = index[stage]
-        makes = kind not in (FORWARD, INPUT_BACKWARD)
-        if kind != FORWARD:
-            kept[at] -= 1
-        found[Moment(at, tuple(kept), tuple(made), makes and not made[at])] = None
+        makes = kind in (BACKWARD, WEIGHT_BACKWARD)
+        kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
+        pending[at] -= kind == WEIGHT_BACKWARD
+        found[Moment(at, kind, tuple(kept), tuple(pending), tuple(made), makes and not made[at])] = None
         made[at] = made[at] or makes
-        if kind in (FORWARD, INPUT_BACKWARD):
-            kept[at] += 1
+        kept[at] += kind == FORWARD
+        pending[at] += kind == INPUT_BACKWARD
     return tuple(found)
 
 
@@ -98,8 +102,7 @@ def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate:
         order = moments(candidate.schedule, place)
         for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
             priced = [_priced(memory[kind], candidate, at, rows, place.micro_batches) for at in chunks]
-            peak = rank_peak(order, [each[:2] for each in priced], updates_at_once=memory[kind].updates_at_once)
-            peak += sum(further for _, _, further in priced)
+            peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
             for at in chunks:
                 found[at] = max(found[at], peak)
     return found
@@ -113,29 +116,50 @@ def place_of(candidate: Candidate, group: int) -> Place:
     return Place(group, len(every), every[group], turns, tuple(min(stage.warmup, turns) for stage in own))
 
 
-def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, turns: int) -> tuple[Parts, Held, int]:
+class Kept(NamedTuple):
+    """What a rank keeps of one of its stages."""
+
+    parts: Parts
+    held: Held
+    pending: int
+    """Bytes that a micro-batch holds between the halves of its backward."""
+    further: int = 0
+    """Bytes of gradients that come back, beyond one of each tensor."""
+
+
+def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, turns: int) -> Kept:
     stages, stage = candidate.stages, candidate.stages[at]
     lead = max(0, stages[at - 1].warmup - stage.warmup) if at else 0
     recompute = frozenset(stage.recompute)
     held = Held(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
-    return memory.parts(stage.first, stage.stop, rows, recompute), held, further
+    parts = memory.parts(stage.first, stage.stop, rows, recompute)
+    pending = memory.pending(stage.first, stage.stop, rows)
+    return Kept(parts, held, int(parts.activations) if pending is None else pending, further)
 
 
-def rank_peak(every: Sequence[Moment], stages: Sequence[tuple[Parts, Held]], *, updates_at_once: bool) -> int:
-    """Return the most bytes that a rank holds of its stages together, every tensor it sends read by one stage only."""
-    states = [tuple(map(int, state_of(*each))) for each in stages]
+def rank_peak(every: Sequence[Moment], stages: Sequence[Kept], *, updates_at_once: bool) -> int:
+    """Return the most bytes that a rank holds of its stages together."""
+    states = [tuple(map(int, state_of(each.parts, each.held))) for each in stages]
     kept = sum(state for state, _, _ in states)
-    kept += sum(held.micro_batches * int(rows_bytes(held.rows, parts.inputs)) for parts, held in stages)
-    messages = sum(int(messages_of(*each)) for each in stages)
-    parts = [each for each, _ in stages]
-    lasting = [held.replicas > 1 for _, held in stages]
+    kept += sum(each.held.micro_batches * int(rows_bytes(each.held.rows, each.parts.inputs)) for each in stages)
+    messages = sum(int(messages_of(each.parts, each.held)) + each.further for each in stages)
+    lasting = [each.held.replicas > 1 for each in stages]
     most = 0
-    for chunk, beside, made, makes in every:
-        size = sum(count * int(part.activations) for count, part in zip(beside, parts, strict=True))
-        for at, there in enumerate(made):
-            size += states[at][1] if there or lasting[at] else int(parts[at].lasting)
-        whole = not makes or lasting[chunk]
-        most = max(most, size + int(parts[chunk].peak if whole else parts[chunk].first_peak))
+    for moment in every:
+        size = _at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
+        for at, each in enumerate(stages):
+            size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
+            size += states[at][1] if moment.made[at] or lasting[at] else int(each.parts.lasting)
+        most = max(most, size)
     update = (sum if updates_at_once else max)(update for _, _, update in states)
     return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
+
+
+def _at_work(stage: Kept, kind: str, *, first: bool) -> int:
+    """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
+    parts = stage.parts
+    if kind != WEIGHT_BACKWARD:
+        return int(parts.first_peak if first else parts.peak)
+    passing = int(parts.peak) - int(parts.activations)
+    return stage.pending + passing + (int(parts.gradients) if first else 0)

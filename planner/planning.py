@@ -16,7 +16,7 @@ from autopar.planner.alternatives import Reference, frames, record, references, 
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
-from autopar.planner.chunks import chunked, plain
+from autopar.planner.chunks import chunk_counts, chunked, groups, plain
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
@@ -134,7 +134,7 @@ def _explained(
     assert best.found is not None
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
-    notes = [*said]
+    notes, faster = [*said], list[str]()
     found = best.found
     if options.schedule == "auto" and options.solver == "dp" and not costs.divisible:
         better = improve(simulator, options, best)
@@ -147,9 +147,10 @@ def _explained(
             lower_bound_s = min(lower_bound_s, others.linked_s)
         quicker = listed(simulator, options, best, found.step_s)
         near += quicker
-        notes += [_faster(each, found.step_s) for each in quicker]
+        faster = [_faster(each, found.step_s) for each in quicker]
     notes += [
         *_excluded(compared, found.step_s),
+        *faster,
         *_notes(costs, found.candidate, found.step_s, lower_bound_s, options),
     ]
     rows = _alternatives(compared, near, None)
@@ -158,9 +159,12 @@ def _explained(
 
 def _faster(each: Reference, step_s: float) -> str:
     assert each.found is not None
+    candidate = each.found.candidate
+    chunks = len(candidate.stages) // len(groups(candidate.stages))
+    flag = f" --chunks {chunks}" if len(chunk_counts(candidate.schedule)) > 1 else ""
     return (
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), with several stages on every device; "
-        f"--schedule {each.name} plans it"
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), with {chunks} stages on every device; "
+        f"--schedule {candidate.schedule}{flag} plans it"
     )
 
 

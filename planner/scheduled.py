@@ -9,7 +9,7 @@ from autopar.formats.layout import group_of, layout_of
 from autopar.formats.predicted import Bounds
 from autopar.planner.alternatives import Reference, try_stages
 from autopar.planner.candidate import Candidate, Family, families
-from autopar.planner.chunks import chunk_counts, chunked, halves, plain
+from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated
 from autopar.planner.judge import Best
@@ -138,8 +138,14 @@ def listed(simulator: Simulator, options: PlanOptions, best: Best, step_s: float
         if chunked(schedule) and (simulator.costs.halved or not halves(schedule)):
             tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
             if tried.found is not None and tried.step_s < step_s:
-                found.append(Reference(schedule, tried.found, None))
+                found.append(Reference(_named(tried.found.candidate), tried.found, None))
     return found
+
+
+def _named(candidate: Candidate) -> str:
+    """Return a schedule's name, and how many stages a rank runs where it may be several numbers."""
+    chunks = len(candidate.stages) // len(groups(candidate.stages))
+    return candidate.schedule + (f" with {chunks} chunks" if len(chunk_counts(candidate.schedule)) > 1 else "")
 
 
 def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> list[Reference]:

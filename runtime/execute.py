@@ -118,7 +118,8 @@ class Executor:
         self._share = replica if placed.division == "split" else 0
         self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in BACKWARDS}
         self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
-        self._early = _recomputable(self._actions)
+        early = _recomputable(self._actions).items()
+        self._early = {at: (stage, index) for at, (stage, index) in early if plan.stages[stage].recompute}
         sends = {i: action for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
         self._last_send = {action[:3]: i for i, action in sends.items()}
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
@@ -150,7 +151,7 @@ class Executor:
         self._mailbox.begin_step()
         self._began.clear()
         note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
-        passing = self._passing
+        passing, early = self._passing, self._early
         marks = [mark()]
         for position, perform in enumerate(self._performs):
             if position not in passing:
@@ -158,6 +159,9 @@ class Executor:
             try:
                 if position in due:
                     post(position)
+                if position in early:
+                    self._flights[early[position]].recompute()
+                    self._began[position] = mark()
                 perform()
             except Exception as error:
                 raise self._placed(error, self._actions[position]) from error
@@ -212,10 +216,9 @@ class Executor:
             received[spec.name] = value.requires_grad_(spec.gradient)
 
         split = (INPUT_BACKWARD, index, micro_batch) in self._split
-        values = {**self._inputs[micro_batch], **received}
-        outputs, passes = stage.forward(self._rows, values, partial(self._seed, micro_batch), split=split)
-        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        sent = {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in stage.sent}
+        values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
+        outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])

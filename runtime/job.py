@@ -10,11 +10,13 @@ import torch
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
+from autopar.runtime.batch_norm import normalizes, rewritable
 from autopar.runtime.clock import clock_of
 from autopar.runtime.data import ShareLoader
+from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
@@ -23,6 +25,7 @@ from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.scale import LossScale
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage import Stage
+from autopar.runtime.synced import SyncedBatchNorm, synchronize
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Update
 from autopar.schedules.expand import rank_of, stages_of
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reduction_groups"]
+__all__ = ["DEFAULTS", "Job", "reduction_groups", "synced_groups"]
 
 DEFAULTS = TrainSettings()
 
@@ -42,6 +45,12 @@ def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
     groups += [_ranks(plan, tied.stages) for tied in plan.tied]
     groups = [group for group in groups if len(group) > 1]
     return list(dict.fromkeys([*groups, tuple(range(len(plan.devices)))]))
+
+
+def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
+    divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
+    return list(dict.fromkeys(_ranks(plan, [index]) for index in divided))
 
 
 def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
@@ -85,6 +94,7 @@ class Job:
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._place(layers, weights, device)
+        layers = self._normalizing(graph, layers, transport, settings)
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
         self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
@@ -96,7 +106,9 @@ class Job:
         self._reducer = self._reducing(layers, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(model, graph, transport, device, settings, scale)
-        self._load = self._loading(model, graph, device)
+        self.samples = 0
+        """In the dataset; 0 where this rank does not read it."""
+        self._load = self._loading(model, graph, device, settings)
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
@@ -107,7 +119,7 @@ class Job:
             self._mailbox,
             self._reducer,
             self._tally(),
-            self._update,
+            self._complete,
             scale,
             clock,
             device,
@@ -121,7 +133,11 @@ class Job:
 
     def step(self, step: int) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples."""
-        return self._executor.run(step, self._load(step))
+        return self.train(step, self._load(step))
+
+    def train(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
+        """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
+        return self._executor.run(step, inputs)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -217,6 +233,34 @@ class Job:
 
         return [twins.get(parameter, parameter) for parameter in trained], lend
 
+    def _normalizing(
+        self, graph: LayerGraph, layers: dict[int, list[Layer]], transport: Transport, settings: TrainSettings
+    ) -> dict[int, list[Layer]]:
+        """Return the rank's layers by stage, with batch normalisation as it was asked for.
+
+        Raises:
+            UsageError: the model has none.
+        """
+        self._deferred: DeferredBatchNorms | None = None
+        asked = [f"--{name}-batch-norm" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
+        if not asked:
+            return layers
+        if not any(map(normalizes, graph.layers)):
+            raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
+        layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
+        mine, ranks = [layer for each in layers.values() for layer in each], _ranks(self.plan, layers)
+        if settings.deferred_batch_norm:
+            self._deferred = DeferredBatchNorms(mine, transport, ranks, self.rank)
+        elif ranks in synced_groups(self.plan):
+            synchronize(mine, SyncedBatchNorm(transport, ranks, self.rank))
+        return layers
+
+    def _complete(self, record: StepRecord) -> None:
+        """End a step: losses and gradients are there."""
+        if self._deferred is not None:
+            self._deferred.settle()
+        self._update(record)
+
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         """Return the parameters of this rank's stages that other ranks' stages share, by plan index."""
         return [
@@ -241,10 +285,13 @@ class Job:
         )
 
     def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
-        return ShareLoader(model, self.plan, self.rank, self.inputs, device).load
+        specs = [graph.tensor(name) for name in self.inputs]
+        loader = ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+        self.samples = loader.samples
+        return loader.load
 
     def _updating(
         self,

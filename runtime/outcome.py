@@ -17,7 +17,8 @@ from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
 from autopar.ranks.context import backend_of
 from autopar.runtime import weights
-from autopar.runtime.worker import RankResult, shard_name
+from autopar.runtime.saving import shard_name
+from autopar.runtime.worker import RankResult
 
 __all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
 

@@ -20,6 +20,7 @@ from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Pending
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
@@ -133,7 +134,7 @@ class _SilentJob(Job):
     update_of = _UnreadUpdate
 
     def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         rows = self.plan.stages[min(self.stages)].rows[self.replica]
         specs = [graph.tensor(name) for name in self.inputs]
@@ -164,7 +165,7 @@ class _Silence:
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         return _Holding(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         return _Holding(tensor)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:

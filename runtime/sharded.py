@@ -73,9 +73,9 @@ class ShardedStage(Stage):
         for layer in layers:
             _check_types(layer)
         self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
-        whole = _Whole([layer.module for layer in called], several - sharding.apart)
-        self._root = self._divide(whole, sharding.apart)
-        self._divided = [parameter for parameter in whole.parameters() if isinstance(parameter, DTensor)]
+        together = _Whole([layer.module for layer in called], several - sharding.apart)
+        self._root = self._divide(together, sharding.apart)
+        self._divided = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
         for before, after in pairwise(units):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from autopar.capture.graph import Layer, TensorSpec
+from autopar.errors import TrainingError
 from autopar.runtime.passes import Pass
 from autopar.runtime.segment import segments_of
 
@@ -72,3 +73,19 @@ class Stage:
             for name in segment.done:
                 del known[name]
         return known, passes
+
+    def sendable(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is sent of a share's outputs, in the types that receivers expect.
+
+        Raises:
+            TrainingError: a tensor has another shape than they expect; names it.
+        """
+        for spec in self.sent:
+            found, expected = tuple(outputs[spec.name].shape), spec.shape(rows)
+            if found != expected:
+                raise TrainingError(
+                    f"tensor {spec.name} has shape {found}, the plan sends {expected}; shapes must not change between "
+                    "steps"
+                )
+        # Under autocast, a device may have made another type than was profiled.
+        return {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in self.sent}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,17 +14,17 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["RankResult", "TrainArguments", "build", "shard_name", "train"]
+__all__ = ["RankResult", "TrainArguments", "build", "train"]
 
 RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
@@ -64,6 +65,8 @@ class RankResult(TypedDict):
     peak_kind: str
     gradient_norm: list[float | None]
     overflowed: list[bool]
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -113,6 +116,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
+        samples=job.samples,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 
@@ -130,7 +134,8 @@ def build(
     torch.set_num_threads(plan.threads)
     program = program or expand(plan)
     check(program, plan)
-    transport = GroupTransport(context, reduction_groups(plan))
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    transport = GroupTransport(context, reduction_groups(plan), apart)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
@@ -148,34 +153,10 @@ def _common_origin(context: RankContext) -> float:
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
-    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
-
-    The first replica writes. The others give it their parts, one parameter after the other.
-    """
     if folder is None:
         return {}
-    first: dict[str, int] = {}
-    for stage, placed in enumerate(job.plan.stages):
-        for layer in map(graph.layer, placed.layers):
-            for name in (*layer.parameters.values(), *layer.buffers.values()):
-                first.setdefault(name, stage)
-    saved = {}
-    for index in job.stages:
-        state = {}
-        for name in job.state():
-            if first[name] == index:
-                tensor = job.whole(name)
-                if job.replica == 0:
-                    state[name] = tensor.cpu()
-        if job.replica != 0:
-            continue
-        if index == 0:
-            state |= workspace.read(workspace.names() - first.keys())
-        weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)
-        saved[str(index)] = sorted(state)
-    return saved
 
+    def unread(read: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        return workspace.read(workspace.names().difference(read))
 
-def shard_name(stage: int, stages: int) -> str:
-    """Return the file name of a stage's trained weights."""
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+    return write_stages(job, graph, unread, Path(folder))

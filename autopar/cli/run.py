@@ -20,7 +20,7 @@ def command(asked: Training) -> None:
     from autopar.cli.progress import steps_progress
     from autopar.runtime.launch import run
 
-    with steps_progress(asked.steps) as progress:
+    with steps_progress(asked.known_steps) as progress:
         outcome = run(chosen, model, asked.run_options(chosen), progress)
     asked.reports.write(outcome.report, outcome.timeline)
     print_outcome(outcome.report, asked.reports, asked.as_json)

@@ -130,7 +130,10 @@ def test_a_quicker_plan_with_several_stages_a_device_is_listed_and_named() -> No
     (row,) = (each for each in auto.alternatives if each.schedule == "interleaved")
     assert row.step_s is not None
     assert row.step_s < auto.predicted.step_s
-    assert any(re.search(r"interleaved is faster \(-\d+\.\d%\).*--schedule interleaved", note) for note in auto.notes)
+    assert any(
+        re.search(r"interleaved with \d chunks is faster \(-\d+\.\d%\).*--chunks \d plans it", note)
+        for note in auto.notes
+    )
 
 
 def test_papers_prices_know_no_other_schedules() -> None:

@@ -7,11 +7,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
 from rank_jobs import keep
 
+from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
@@ -22,8 +24,11 @@ from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.transport import Transport
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+
+Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)
 
 
 def train_in_threads(
@@ -42,10 +47,31 @@ def train_in_threads(
     Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
     is run in place of the plan's own.
     """
+    losses: dict[int, list[float]] = {}
+
+    def act(job: Job, transport: Transport) -> None:
+        kept = keep(job, job.rank, steps, folder)
+        losses[job.rank] = [record.loss for record in kept]
+        if records is not None:
+            records[job.rank] = kept
+
+    act_in_threads(plan, graph, model, state, act, settings, program)
+    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def act_in_threads(
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    act: Callable[[Job, Transport], None],
+    settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
+) -> None:
+    """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
     check(program, plan)
     exchange, drawing = Exchange(), threading.Lock()
-    losses: dict[int, list[float]] = {}
     errors: list[BaseException] = []
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -54,24 +80,22 @@ def train_in_threads(
     def work(rank: int) -> None:
         try:
             transport = InProcessTransport(exchange, rank)
-            device = torch.device("cpu")
-            place = (rank, _own(graph), model, read, transport, device)
+            place = (rank, own(graph), model, read, transport, torch.device("cpu"))
             with drawing:
                 job = Job(plan, program, *place, lambda step, position: None, settings)
-            kept = keep(job, rank, steps, folder)
-            losses[rank] = [record.loss for record in kept]
-            if records is not None:
-                records[rank] = kept
+            act(job, transport)
         except BaseException as error:
             errors.append(error)
             exchange.break_off()
 
-    alone = [_one_at_a_time(function, drawing) for function in (Segment.run, ShareLoader.load)]
-    with patch.object(Segment, "run", alone[0]), patch.object(ShareLoader, "load", alone[1]):
+    # Layers that draw nothing may meet in a reduction.
+    random = any(layer.random for layer in graph.layers)
+    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
+    load = _one_at_a_time(ShareLoader.load, drawing)
+    with patch.object(Segment, "run", run), patch.object(ShareLoader, "load", load):
         _together(len(plan.devices), work)
     if errors:
         raise errors[0]
-    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
 
 
 def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
@@ -84,7 +108,7 @@ def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable
     return alone
 
 
-def _own(graph: LayerGraph) -> LayerGraph:
+def own(graph: LayerGraph) -> LayerGraph:
     """Copy a graph, so that a rank may put its own weights into it."""
     layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
     return dataclasses.replace(graph, layers=tuple(layers))
