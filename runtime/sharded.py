@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,9 +43,9 @@ class Sharding:
 class ShardedStage(Stage):
     """A stage of which every replica keeps a part, and gathers its parameters to compute.
 
-    Layers are gathered and reduced one by one. A parameter that several layers of the stage use is gathered for the
-    whole stage: divided with each of them, it would be several. Gradients are summed, not averaged: the loss of a
-    replica is weighted by its samples already. Replicas that take turns gather and reduce before and after all
+    Layers are gathered and reduced one by one. A parameter that several layers of the stage use is gathered for a whole
+    step: divided with each of them, it would be several. Gradients are summed, not averaged: the loss of a replica is
+    weighted by its samples already. Replicas that take turns gather and reduce before and after all
     micro-batches, since they do not meet in between.
     """
 
@@ -74,12 +73,14 @@ class ShardedStage(Stage):
         for layer in layers:
             _check_types(layer)
         self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
-        self._whole = _Whole([layer.module for layer in called], several - sharding.apart)
-        self._root = self._divide(self._whole, sharding.apart)
+        together = _Whole([layer.module for layer in called], several - sharding.apart)
+        self._root = self._divide(together, sharding.apart)
+        self._divided = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
+        # It is never called itself, which is how FSDP2 finds out that layers belong together.
+        self._root._get_fsdp_state()._lazy_init()
         for before, after in pairwise(units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-        self._last = False
         # Left to itself, it would gather what another micro-batch's forward came to.
         units[0].set_modules_to_backward_prefetch([units[0]])
 
@@ -87,24 +88,22 @@ class ShardedStage(Stage):
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
     ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
         """See :class:`Stage`."""
-        found: tuple[dict[str, torch.Tensor], list[Pass]]
-        found = self._whole(partial(super().forward, split=split), rows, values, seed)
-        return found
+        self._root.unshard()
+        return super().forward(rows, values, seed, split=split)
 
     def begin_step(self) -> None:
         """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
-        for parameter in self._parameters():
+        for parameter in self._divided:
             parameter.grad = None
-        self._last = False
         self._set(reduce=self._sharding.level != "optimizer", let_go=self._sharding.level == "parameters")
+        self._root.set_is_last_backward(False)
         if self._sharding.turning:
             self._gather()
 
     def begin_last_backward(self) -> None:
-        """Say that the next backward completes the gradients: what was gathered for the step is let go."""
-        self._last = True
+        """Say that the next backward completes the gradients."""
         if not self._sharding.turning:
-            self._set(reduce=True, let_go=True)
+            self._set(reduce=True, let_go=self._sharding.level == "parameters")
 
     @contextmanager
     def weight_backward(self) -> Iterator[None]:
@@ -116,30 +115,31 @@ class ShardedStage(Stage):
         self._gather()
         self._set(reduce=False, let_go=False)
         yield
-        if self._last and not self._sharding.turning:
-            self._reduce()
-        elif self._sharding.level != "optimizer":
+        if self._sharding.level != "optimizer":
             self._set(reduce=True, let_go=self._sharding.level == "parameters")
             self._end_backward()
 
     def finish(self) -> None:
-        """Reduce what no backward has reduced."""
-        if self._sharding.turning:
-            self._reduce()
+        """Reduce what no backward has reduced, and let go of what was gathered for the step."""
+        self._set(reduce=True, let_go=True)
+        self._root.set_requires_gradient_sync(True, recurse=False)
+        self._root.set_reshard_after_backward(True, recurse=False)
+        self._root.set_is_last_backward(True)
+        self._end_backward()
 
     def _set(self, *, reduce: bool, let_go: bool) -> None:
-        """Say what the backwards from now on do with a layer's gradients and with its parameters."""
+        """Say what the backwards from now on do with a layer's gradients and with its parameters.
+
+        What several layers use stays until the step's end.
+        """
         self._root.set_requires_gradient_sync(reduce)
         self._root.set_reshard_after_backward(let_go)
-        self._root.set_is_last_backward(reduce and let_go and self._last)
+        self._root.set_requires_gradient_sync(False, recurse=False)
+        self._root.set_reshard_after_backward(False, recurse=False)
 
     def _gather(self) -> None:
-        for unit in (self._root, *self._units):
+        for unit in self._units:
             unit.unshard()
-
-    def _reduce(self) -> None:
-        self._set(reduce=True, let_go=True)
-        self._end_backward()
 
     def _end_backward(self) -> None:
         # It reduces all that is left; torch's own pipelines call it after split backwards, too.
@@ -147,12 +147,9 @@ class ShardedStage(Stage):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this replica's parts of the gradients that there are."""
-        for parameter in self._parameters():
+        for parameter in self._divided:
             if isinstance(parameter.grad, DTensor):
                 yield parameter.grad.to_local()
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for parameter in self._whole.parameters() if isinstance(parameter, DTensor))
 
     def _divide(self, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
         unit: Any = fully_shard(
@@ -181,17 +178,14 @@ class _Called(nn.Module):
 
 
 class _Whole(nn.Module):
-    """All layers of a stage, called together."""
+    """All layers of a stage."""
 
     def __init__(self, layers: Sequence[nn.Module], several: frozenset[nn.Parameter]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        # Its own, so that FSDP2 gathers them when this module is called.
+        # Its own, so that FSDP2 gathers them with this module.
         for index, parameter in enumerate([each for each in self.parameters() if each in several]):
             self.register_parameter(f"several_{index}", parameter)
-
-    def forward(self, run: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        return run(*arguments)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
