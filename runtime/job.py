@@ -10,11 +10,13 @@ import torch
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.place import materialize
 from autopar.capture.source import UserModel
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
+from autopar.runtime.batch_norm import normalizes, rewritable
 from autopar.runtime.clock import clock_of
 from autopar.runtime.data import ShareLoader
+from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
@@ -23,6 +25,7 @@ from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.scale import LossScale
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage import Stage
+from autopar.runtime.synced import SyncedBatchNorm, synchronize
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Update
 from autopar.schedules.expand import rank_of, stages_of
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reduction_groups"]
+__all__ = ["DEFAULTS", "Job", "reduction_groups", "synced_groups"]
 
 DEFAULTS = TrainSettings()
 
@@ -42,6 +45,12 @@ def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
     groups += [_ranks(plan, tied.stages) for tied in plan.tied]
     groups = [group for group in groups if len(group) > 1]
     return list(dict.fromkeys([*groups, tuple(range(len(plan.devices)))]))
+
+
+def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
+    divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
+    return list(dict.fromkeys(_ranks(plan, [index]) for index in divided))
 
 
 def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
@@ -85,6 +94,7 @@ class Job:
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._place(layers, weights, device)
+        layers = self._normalizing(graph, layers, transport, settings)
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
         self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
@@ -109,7 +119,7 @@ class Job:
             self._mailbox,
             self._reducer,
             self._tally(),
-            self._update,
+            self._complete,
             scale,
             clock,
             device,
@@ -222,6 +232,34 @@ class Job:
                 twin.grad = None if parameter.grad is None else replicated(parameter.grad, mesh)
 
         return [twins.get(parameter, parameter) for parameter in trained], lend
+
+    def _normalizing(
+        self, graph: LayerGraph, layers: dict[int, list[Layer]], transport: Transport, settings: TrainSettings
+    ) -> dict[int, list[Layer]]:
+        """Return the rank's layers by stage, with batch normalisation as it was asked for.
+
+        Raises:
+            UsageError: the model has none.
+        """
+        self._deferred: DeferredBatchNorms | None = None
+        asked = [f"--{name}-batch-norm" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
+        if not asked:
+            return layers
+        if not any(map(normalizes, graph.layers)):
+            raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
+        layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
+        mine, ranks = [layer for each in layers.values() for layer in each], _ranks(self.plan, layers)
+        if settings.deferred_batch_norm:
+            self._deferred = DeferredBatchNorms(mine, transport, ranks, self.rank)
+        elif ranks in synced_groups(self.plan):
+            synchronize(mine, SyncedBatchNorm(transport, ranks, self.rank))
+        return layers
+
+    def _complete(self, record: StepRecord) -> None:
+        """End a step: losses and gradients are there."""
+        if self._deferred is not None:
+            self._deferred.settle()
+        self._update(record)
 
     def _shared(self) -> list[tuple[int, SharedParameter]]:
         """Return the parameters of this rank's stages that other ranks' stages share, by plan index."""

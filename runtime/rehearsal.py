@@ -165,7 +165,7 @@ class _Silence:
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         return _Holding(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         return _Holding(tensor)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:

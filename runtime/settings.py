@@ -28,10 +28,16 @@ class TrainSettings:
     """Whether what replicas divide waits in the host's memory."""
 
     last: Last = "drop"
+    deferred_batch_norm: bool = False
+    """Whether running statistics of batch normalisation are updated once per mini-batch."""
+    sync_batch_norm: bool = False
+    """Whether batch normalisation takes the statistics of whole micro-batches that replicas divide."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"--clip-norm must be positive, found {self.clip_norm}")
+        if self.deferred_batch_norm and self.sync_batch_norm:
+            raise UsageError("--deferred-batch-norm and --sync-batch-norm exclude each other; choose one")
 
         if self.last not in get_args(Last):
             raise UsageError(f"--last must be one of {', '.join(get_args(Last))}; found {self.last!r}")

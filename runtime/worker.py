@@ -15,7 +15,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
@@ -134,7 +134,8 @@ def build(
     torch.set_num_threads(plan.threads)
     program = program or expand(plan)
     check(program, plan)
-    transport = GroupTransport(context, reduction_groups(plan))
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    transport = GroupTransport(context, reduction_groups(plan), apart)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 

@@ -81,6 +81,18 @@ class Training:
         bool,
         typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
     ] = False
+    deferred_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--deferred-batch-norm", help="Update running statistics once per mini-batch, by all its micro-batches."
+        ),
+    ] = False
+    sync_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
+        ),
+    ] = False
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -120,6 +132,8 @@ class Training:
 
         settings = TrainSettings(
             clip_norm=self.clip_norm,
+            deferred_batch_norm=self.deferred_batch_norm,
+            sync_batch_norm=self.sync_batch_norm,
             cpu_offload=self.cpu_offload,
             last=self.last,  # type: ignore[arg-type]  # checked there
         )

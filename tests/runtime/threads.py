@@ -88,8 +88,11 @@ def act_in_threads(
             errors.append(error)
             exchange.break_off()
 
-    alone = [_one_at_a_time(function, drawing) for function in (Segment.run, ShareLoader.load)]
-    with patch.object(Segment, "run", alone[0]), patch.object(ShareLoader, "load", alone[1]):
+    # Layers that draw nothing may meet in a reduction.
+    random = any(layer.random for layer in graph.layers)
+    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
+    load = _one_at_a_time(ShareLoader.load, drawing)
+    with patch.object(Segment, "run", run), patch.object(ShareLoader, "load", load):
         _together(len(plan.devices), work)
     if errors:
         raise errors[0]
