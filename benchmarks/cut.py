@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.plan import Crossing, Plan, Shard, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
@@ -27,6 +27,7 @@ def cut(
     chunks: int = 1,
     depth: str | None = None,
     edges: Sequence[int] | None = None,
+    shard: Shard = "none",
 ) -> Plan:
     """Cut layers evenly into ``chunks`` stages for every group of devices, or before the layers ``edges``.
 
@@ -47,6 +48,7 @@ def cut(
                 devices=tuple(range(starts[group], starts[group + 1])),
                 shares=even_shares(rows, widths[group]),
                 warmup=depths[index],
+                shard=shard,
             )
         )
     return Plan(

@@ -19,7 +19,7 @@ from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, Shard
 from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
@@ -40,6 +40,7 @@ class Entry(NamedTuple):
     chunks: int = 1
     split: bool = False
     """Whether the schedule splits the backward."""
+    shard: Shard = "none"
 
 
 ENTRIES = {
@@ -49,6 +50,7 @@ ENTRIES = {
     "autopar zb-h1": Entry("zb-h1", (1, 1), MICRO_BATCHES, None, split=True),
     "autopar zb-v": Entry("zb-v", (1, 1), MICRO_BATCHES, "torch ScheduleZBVZeroBubble", 2, split=True),
     "autopar data parallelism": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch DDP"),
+    "autopar data parallelism, sharded": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch FSDP2", shard="parameters"),
 }
 PEERS = {
     "torch ScheduleGPipe": "autopar gpipe",
@@ -119,4 +121,5 @@ def _ideal_s(entry: Entry, single_s: float) -> float:
 
 def _plan(graph: LayerGraph, user: UserModel, entry: Entry) -> Plan:
     rows = MICRO_BATCHES * ROWS // entry.micro_batches
-    return cut(graph, user, entry.schedule, entry.widths, entry.micro_batches, rows, entry.chunks)
+    placed = (entry.widths, entry.micro_batches, rows, entry.chunks)
+    return cut(graph, user, entry.schedule, *placed, shard=entry.shard)

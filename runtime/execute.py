@@ -151,7 +151,7 @@ class Executor:
         self._mailbox.begin_step()
         self._began.clear()
         note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
-        passing, early = self._passing, self._early
+        passing = self._passing
         marks = [mark()]
         for position, perform in enumerate(self._performs):
             if position not in passing:
@@ -159,9 +159,6 @@ class Executor:
             try:
                 if position in due:
                     post(position)
-                if position in early:
-                    self._flights[early[position]].recompute()
-                    self._began[position] = mark()
                 perform()
             except Exception as error:
                 raise self._placed(error, self._actions[position]) from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.capture.halves import Halves
@@ -13,6 +15,8 @@ from autopar.runtime.recompute import forgetting
 from autopar.runtime.segment import Segment
 
 __all__ = ["Pass"]
+
+_UNRECORDED = nullcontext()
 
 
 class Pass:
@@ -53,7 +57,7 @@ class Pass:
         if not self._segment.recomputed:
             self._keep(made)
         self._outputs = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
-        return dict(self._outputs)
+        return self._outputs
 
     def recompute(self) -> None:
         """Run a segment that keeps its inputs only forward again, unless that is done."""
@@ -83,11 +87,11 @@ class Pass:
         self._halves.weight()
 
     def _recording(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._halves is None else self._halves.recording()
+        return _UNRECORDED if self._halves is None else self._halves.recording()
 
     def _keep(self, made: Mapping[str, torch.Tensor]) -> None:
         """Keep of a forward what its backward needs."""
-        self._edges = {name: get_gradient_edge(each) for name, each in made.items() if each.requires_grad}
+        self._edges = {name: _edge(each) for name, each in made.items() if each.requires_grad}
         self._inputs = {name: each for name, each in self._inputs.items() if each.requires_grad}
 
     def _begin(self, given: Mapping[str, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -102,3 +106,14 @@ class Pass:
                     gradients.append(each.to(output.dtype))
         self._outputs, self._edges = {}, {}
         return edges, gradients
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    """Return where a tensor's gradient goes; for one that torch's own operators made, without torch's detours.
+
+    A function in Python does not keep its own history, for which torch finds a way.
+    """
+    node = tensor.grad_fn
+    if node is None or isinstance(cast(object, node), BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
