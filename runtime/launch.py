@@ -132,7 +132,8 @@ def _conclude(plan: Plan, results: list[RankResult], options: RunOptions) -> Out
     initial = f"files in {options.weights}" if options.weights else f"model(), seed {plan.seed}"
     if options.save is not None:
         write_weights_index(plan, results, options.save)
-    return outcome_of(plan, results, initial)
+    notes = dict.fromkeys(note for result in results for note in result["notes"])
+    return outcome_of(plan, results, initial, tuple(notes))
 
 
 def _arguments(plan: Plan, model: str, folder: Path, options: RunOptions) -> TrainArguments:

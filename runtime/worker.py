@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any, TypedDict
@@ -62,6 +63,8 @@ class RankResult(TypedDict):
     peak_kind: str
     gradient_norm: list[float | None]
     overflowed: list[bool]
+    notes: list[str]
+    """What whoever reads the report should know."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -77,7 +80,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     model = load(arguments["model"], arguments["data"])
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
-    job = build(context, plan, model, graph, workspace, TrainSettings(**arguments["settings"]))
+    settings = TrainSettings(**arguments["settings"])
+    job = build(context, plan, model, graph, workspace, settings)
+    notes = _warmed_up(job) if settings.compile else []
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -106,6 +111,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         },
         gradient_norm=[record.gradient_norm for record in records],
         overflowed=[record.overflowed for record in records],
+        notes=notes,
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         saved=_save(job, graph, workspace, arguments["save"]),
@@ -132,6 +138,17 @@ def build(
             context.board.write(context.rank, STEPPING, step, position)
 
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
+
+
+def _warmed_up(job: Job) -> list[str]:
+    """Compile a rank's layers, saying so on standard error; return notes for the report."""
+    began_s = time.perf_counter()
+    sys.stderr.write(f"rank {job.rank}: compiling\n")
+    notes = job.warm_up()
+    for note in notes:
+        sys.stderr.write(f"rank {job.rank}: {note}\n")
+    sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
+    return notes
 
 
 def _common_origin(context: RankContext) -> float:
