@@ -15,6 +15,7 @@ from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import Program
 from autopar.runtime.batch_norm import normalizes, rewritable
 from autopar.runtime.clock import clock_of
+from autopar.runtime.compiled import compiled, warm_up
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
@@ -23,6 +24,7 @@ from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.scale import LossScale
+from autopar.runtime.seeds import seed_generator
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage import Stage
 from autopar.runtime.synced import SyncedBatchNorm, synchronize
@@ -90,11 +92,14 @@ class Job:
             note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
         """
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self._device = plan, rank, device
+        self._specs = {tensor.name: tensor for tensor in graph.tensors}
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._place(layers, weights, device)
         layers = self._normalizing(graph, layers, transport, settings)
+        if settings.compile:
+            layers = compiled(layers)
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
         self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
@@ -138,6 +143,21 @@ class Job:
     def train(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
         """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
         return self._executor.run(step, inputs)
+
+    def warm_up(self) -> list[str]:
+        """Compile the layers, before the first step; return warnings of those that do not compile."""
+        placed, autocast = self.plan.stages[min(self.stages)], autocast_of(self.plan.precision, self._device)
+        rows, warnings = placed.rows[self.replica], list[str]()
+        for stage in self.stages.values():
+            specs = [*stage.received, *(self._specs[name] for name in stage.inputs)]
+            values = {
+                spec.name: torch.zeros(spec.shape(rows), dtype=spec.dtype, device=self._device).requires_grad_(
+                    spec.gradient
+                )
+                for spec in specs
+            }
+            warnings += warm_up(stage.layers, rows, values, lambda layer: seed_generator(self._device, 0), autocast)
+        return warnings
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""

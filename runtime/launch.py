@@ -166,6 +166,7 @@ def _conclude(plan: Plan, program: Program, results: list[RankResult], options: 
         write_weights_index(plan, results, options.save)
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
     notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
+    notes += dict.fromkeys(note for result in results for note in result["notes"])
     return outcome_of(plan, program, results, initial, notes)
 
 

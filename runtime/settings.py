@@ -32,6 +32,8 @@ class TrainSettings:
     """Whether running statistics of batch normalisation are updated once per mini-batch."""
     sync_batch_norm: bool = False
     """Whether batch normalisation takes the statistics of whole micro-batches that replicas divide."""
+    compile: bool = False
+    """Whether layers are compiled (``torch.compile``)."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -32,6 +32,7 @@ class SyncedBatchNorm(nn.Module):
         super().__init__()
         self._transport, self._ranks, self._rank = transport, ranks, rank
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         x: torch.Tensor,

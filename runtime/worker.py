@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -67,6 +68,8 @@ class RankResult(TypedDict):
     overflowed: list[bool]
     samples: int
     """In the dataset; 0 where this rank does not read it."""
+    notes: list[str]
+    """What whoever reads the report should know."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -86,6 +89,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     settings = TrainSettings(**arguments["settings"])
     job = build(context, plan, model, graph, workspace, settings, program)
+    notes = _warmed_up(job) if settings.compile else []
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
@@ -114,6 +118,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         },
         gradient_norm=[record.gradient_norm for record in records],
         overflowed=[record.overflowed for record in records],
+        notes=notes,
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
@@ -138,6 +143,17 @@ def build(
     transport = GroupTransport(context, reduction_groups(plan), apart)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
+
+
+def _warmed_up(job: Job) -> list[str]:
+    """Compile a rank's layers, saying so on standard error; return notes for the report."""
+    began_s = time.perf_counter()
+    sys.stderr.write(f"rank {job.rank}: compiling\n")
+    notes = job.warm_up()
+    for note in notes:
+        sys.stderr.write(f"rank {job.rank}: {note}\n")
+    sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
+    return notes
 
 
 def _common_origin(context: RankContext) -> float:

@@ -93,6 +93,10 @@ class Training:
             "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
         ),
     ] = False
+    compile_layers: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
+    ] = False
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -134,6 +138,7 @@ class Training:
             clip_norm=self.clip_norm,
             deferred_batch_norm=self.deferred_batch_norm,
             sync_batch_norm=self.sync_batch_norm,
+            compile=self.compile_layers,
             cpu_offload=self.cpu_offload,
             last=self.last,  # type: ignore[arg-type]  # checked there
         )
