@@ -45,7 +45,7 @@ def recorded(plan: Plan, program: Program | None = None) -> list[tuple[object, .
         patch.object(Mailbox, "receive", receive),
         patch.object(Pass, "backward", backward),
     ):
-        train_in_threads(plan, graph, model, state, Path(folder), 1, program)
+        train_in_threads(plan, graph, model, state, Path(folder), 1, program=program)
     return calls
 
 
