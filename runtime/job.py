@@ -77,7 +77,7 @@ class Job:
             note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
         """
-        self.plan, self.rank = plan, rank
+        self.plan, self.actions, self.rank = plan, program.ranks[rank], rank
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._place([layer for each in layers.values() for layer in each], weights, device)
@@ -103,7 +103,7 @@ class Job:
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
             plan,
-            program.ranks[rank],
+            self.actions,
             rank,
             self.stages,
             self._mailbox,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -11,7 +12,10 @@ from autopar.capture.graph import Layer, TensorSpec
 from autopar.errors import AutoparError, TrainingError
 from autopar.runtime.recompute import recomputed
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "Watch"]
+
+Watch = Callable[[str, Callable[[], Sequence[torch.Tensor]]], Sequence[torch.Tensor]]
+"""Called with a layer's name and what runs it forward; returns what that returns."""
 
 
 class Stage:
@@ -45,6 +49,7 @@ class Stage:
         self.received = tuple(spec for spec in tensors if spec.name in read - made and spec.name not in model_inputs)
         self.sent = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
         self.loss = tuple(name for name in loss if name in made)
+        self.watch: Watch | None = None
         self._drop = self._last_uses()
 
     def forward(
@@ -66,7 +71,11 @@ class Stage:
         values = dict(values)
         for layer, drop in zip(self.layers, self._drop, strict=True):
             try:
-                outputs = self._run(layer, rows, [values[name] for name in layer.inputs], seed)
+                inputs = [values[name] for name in layer.inputs]
+                if self.watch is None:
+                    outputs = self._run(layer, rows, inputs, seed)
+                else:
+                    outputs = self.watch(layer.name, partial(self._run, layer, rows, inputs, seed))
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:

@@ -19,6 +19,7 @@ from autopar.runtime.job import DEFAULTS, Job, reduction_groups
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
+from autopar.runtime.watches import Watches
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -64,6 +65,11 @@ class RankResult(TypedDict):
     peak_kind: str
     gradient_norm: list[float | None]
     overflowed: list[bool]
+    layers_s: dict[str, tuple[float, float]]
+    """Layer -> median seconds forward and backward, where layers were timed."""
+    forward_flops: int
+    """Of all forwards of a step, where the device's peak is known."""
+    peak_flops_per_s: float | None
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -83,13 +89,16 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     settings = TrainSettings(**arguments["settings"])
     job = build(context, plan, model, graph, workspace, settings, program)
+    watches = Watches(job, context.device, arguments["steps"], settings.time_layers)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
     for step in range(arguments["steps"]):
+        watches.begin_step(step)
         starts_s.append(time.perf_counter() - origin_s)
         record = job.step(step)
         ends_s.append(time.perf_counter() - origin_s)
+        watches.end_step(step, record.times_s)
         records.append(record)
         if step >= RECORDED_STEPS:
             records[step - RECORDED_STEPS].times_s.clear()
@@ -113,6 +122,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         overflowed=[record.overflowed for record in records],
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
+        layers_s=watches.layers_s(),
+        forward_flops=watches.forward_flops(),
+        peak_flops_per_s=watches.peak_flops_per_s,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 

@@ -20,15 +20,16 @@ from autopar.formats.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.runtime.launch import RunOptions
+    from autopar.runtime.outcome import Outcome
 
 __all__ = [
     "DEFAULT_REPORT",
     "AsJson",
     "Reports",
     "Training",
+    "conclude",
     "data_of",
     "model_of",
-    "print_outcome",
     "read_plan",
     "taking",
 ]
@@ -173,15 +174,18 @@ def data_of(plan: Plan, path: Path) -> Path | None:
     return None if plan.model.data is None else path.parent / plan.model.data
 
 
-def print_outcome(report: Report, reports: Reports, as_json: bool) -> None:
-    """Print the report's tables and where the files are; on stdout, the report itself if asked."""
+def conclude(asked: Training, outcome: Outcome) -> None:
+    """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
     from rich.console import Console
 
+    from autopar.cli.comparing import over_predicted
     from autopar.report.report import render
 
+    reports, report = asked.reports, over_predicted(outcome, asked.plan)
+    reports.write(report, outcome.timeline)
     console = Console(stderr=True)
     render(report, console)
     written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
     console.print(f"Written: {', '.join(written)}", highlight=False, markup=False)
-    if as_json:
+    if asked.as_json:
         sys.stdout.write(report.dumps())

@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
+from autopar.cli.training import Training, conclude, model_of, read_plan, taking
 from autopar.errors import UsageError
 
 __all__ = ["command"]
@@ -31,5 +31,4 @@ def command(asked: Training) -> None:
             raise
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
-        asked.reports.write(outcome.report, outcome.timeline)
-        print_outcome(outcome.report, asked.reports, asked.as_json)
+        conclude(asked, outcome)
