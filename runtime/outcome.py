@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class Outcome:
     """Seconds of every action by itself."""
     overhead_s: float
     """What a step takes before its first action."""
+    layers_s: tuple[Mapping[str, tuple[float, float]], ...]
+    """By rank, the seconds of its layers forward and backward inside actions, where they were timed."""
 
 
 def outcome_of(
@@ -80,7 +82,8 @@ def outcome_of(
         overflows=sum(results[0]["overflowed"]),
         notes=tuple(notes),
     )
-    return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s())
+    layers_s = tuple(result["layers_s"] for result in results)
+    return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
 
 
 def loss_of(parts: Sequence[tuple[float, float]]) -> float:

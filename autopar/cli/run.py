@@ -14,7 +14,7 @@ def command(asked: Training) -> None:
     The same program runs under torchrun with `autopar worker`.
     """
     chosen = read_plan(asked.plan, asked.seed)
-    asked.reports.check(asked.inputs(chosen))
+    asked.check(chosen)
     model = model_of(chosen, asked.plan)
 
     from autopar.cli.progress import steps_progress

@@ -17,7 +17,7 @@ def command(asked: Training) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
         chosen = read_plan(asked.plan, asked.seed)
-        asked.reports.check(asked.inputs(chosen))
+        asked.check(chosen)
         model = model_of(chosen, asked.plan)
 
         from autopar.cli.progress import steps_progress
