@@ -92,7 +92,7 @@ class Job:
             note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
         """
-        self.plan, self.rank, self._device = plan, rank, device
+        self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         indices, self.replica = stages_of(plan, rank)
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
@@ -118,7 +118,7 @@ class Job:
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
         self._executor = Executor(
             plan,
-            program.ranks[rank],
+            self.actions,
             rank,
             self.stages,
             self._mailbox,

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
 
 import torch
 
 from autopar.formats.document import least_certain
+from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARDS, FORWARD, UPDATE, Program
-from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.program import Program
+from autopar.formats.report import RankTimes, Report
+from autopar.formats.spent import Spent
 from autopar.formats.timeline import Timeline
 from autopar.ranks.context import backend_of
 from autopar.runtime import weights
 from autopar.runtime.saving import shard_name
+from autopar.runtime.steps import Steps
 from autopar.runtime.worker import RankResult
+from autopar.schedules.holding import in_flight
 
 __all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
+
+BACKWARD_FLOPS = 2
+"""Of a forward's: the products that make the gradients of inputs and of weights."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,12 @@ class Outcome:
     report: Report
     timeline: Timeline
     """The actions of a step of median length."""
+    own_times: OwnTimes
+    """Seconds of every action by itself."""
+    overhead_s: float
+    """What a step takes before its first action."""
+    layers_s: tuple[Mapping[str, tuple[float, float]], ...]
+    """By rank, the seconds of its layers forward and backward inside actions, where they were timed."""
 
 
 def outcome_of(
@@ -40,12 +52,10 @@ def outcome_of(
     notes: Sequence[str] = (),
 ) -> Outcome:
     """Put the ranks' results, in rank order, together."""
-    lengths = _step_lengths(results)
-    steady = lengths[1:] or lengths
-    typical = median(steady)
-    recorded = [int(step) for step in results[0]["times_s"]]
-    chosen = min(recorded, key=lambda step: (abs(lengths[step] - typical), -step))
-    timeline = _timeline(program, results, chosen)
+    steps = Steps(program, results)
+    times = steps.times()
+    where = steps.spent(steps.typical)
+    model_flops, utilisation = _utilisation(results, times.median)
     report = Report(
         model=plan.model.source,
         plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
@@ -53,24 +63,28 @@ def outcome_of(
         backend=backend_of(plan.device_type),
         torch=torch.__version__,
         ranks=len(results),
-        steps=len(lengths),
+        steps=len(steps.lengths_s),
         loss=tuple(_losses(results)),
-        step_s=StepTimes(median=typical, p10=_quantile(steady, 0), p90=_quantile(steady, 8)),
+        step_s=times,
         predicted_step_s=plan.predicted.step_s,
-        error=plan.predicted.step_s / typical - 1,
+        error=plan.predicted.step_s / times.median - 1,
         predicted_compute=least_certain(plan.predicted.compute),
         predicted_communication=plan.predicted.communication,
-        samples_per_s=plan.batch / typical,
+        samples_per_s=plan.batch / times.median,
         peak_bytes=tuple(result["peak_bytes"] for result in results),
         peak_kind="allocated" if plan.device_type == "cuda" else "resident",
-        bubble=timeline.bubble(),
-        rank_times=tuple(_rank_times(timeline, result, typical) for result in results),
+        predicted_peak_bytes=_predicted_peaks(plan, results),
+        bubble=max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where))),
+        rank_times=_rank_times(plan, program, results, where),
+        model_flops=model_flops,
+        flops_utilisation=utilisation,
         initial_weights=initial_weights,
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflowed"]),
         notes=tuple(notes),
     )
-    return Outcome(report, timeline)
+    layers_s = tuple(result["layers_s"] for result in results)
+    return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
 
 
 def loss_of(parts: Sequence[tuple[float, float]]) -> float:
@@ -95,41 +109,41 @@ def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path)
     weights.write_index(folder, files)
 
 
-def _step_lengths(results: Sequence[RankResult]) -> list[float]:
-    """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
-    ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
-    begin = min(result["starts_s"][0] for result in results)
-    return [end - before for before, end in zip([begin, *ends], ends, strict=False)]
-
-
 def _losses(results: Sequence[RankResult]) -> list[float]:
     steps = range(len(results[0]["loss"]))
     return [loss_of([(result["loss"][step], result["count"][step]) for result in results]) for step in steps]
 
 
-def _quantile(values: Sequence[float], index: int) -> float:
-    return quantiles(values, n=10, method="inclusive")[index] if len(values) > 1 else values[0]
+def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ...]:
+    """Return what was predicted of every rank; empty where nothing was. A stage's peak has all that its rank holds."""
+    peaks = plan.predicted.peak_bytes
+    return tuple(max(peaks[stage] for stage in result["stages"]) for result in results) if any(peaks) else ()
 
 
-def _timeline(program: Program, results: Sequence[RankResult], step: int) -> Timeline:
-    times = [result["times_s"][str(step)] for result in results]
-    begin = min(moments[0][0] for moments in times)
-    timeline = Timeline("measured")
-    for rank, actions in enumerate(program.ranks):
-        for action, (start, end) in zip(actions, times[rank], strict=True):
-            timeline.add(rank, action, start - begin, end - begin)
-    return timeline
+def _rank_times(
+    plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[Spent]
+) -> tuple[RankTimes, ...]:
+    found = []
+    for result, actions, each in zip(results, program.ranks, where, strict=True):
+        stages, depths = tuple(result["stages"]), in_flight(actions)
+        found.append(
+            RankTimes(
+                rank=result["rank"],
+                stages=stages,
+                replica=result["replica"],
+                **each._asdict(),
+                in_flight=tuple(depths[stage] for stage in stages),
+                predicted_in_flight=tuple(plan.stages[stage].warmup for stage in stages),
+            )
+        )
+    return tuple(found)
 
 
-def _rank_times(timeline: Timeline, result: RankResult, step_s: float) -> RankTimes:
-    mine = [event for event in timeline if event.rank == result["rank"]]
-    compute = sum(event.end_s - event.start_s for event in mine if event.action.kind in (FORWARD, *BACKWARDS))
-    update = sum(event.end_s - event.start_s for event in mine if event.action.kind == UPDATE)
-    return RankTimes(
-        rank=result["rank"],
-        stages=tuple(result["stages"]),
-        replica=result["replica"],
-        compute_s=compute,
-        update_s=update,
-        waiting_s=max(0.0, step_s - compute - update),
-    )
+def _utilisation(results: Sequence[RankResult], step_s: float) -> tuple[float | None, float | None]:
+    """Return the model's operations of a step, and their share of what the devices' peak makes of one."""
+    peaks = [result["peak_flops_per_s"] for result in results]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) < len(peaks):
+        return None, None
+    flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results)
+    return float(flops), flops / (step_s * sum(known))

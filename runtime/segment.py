@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
@@ -11,7 +12,17 @@ from autopar.capture.graph import Layer
 from autopar.errors import AutoparError, TrainingError
 from autopar.runtime.recompute import called_again
 
-__all__ = ["Segment", "segments_of"]
+__all__ = ["Segment", "Watch", "segments_of"]
+
+
+class Watch(Protocol):
+    """Looks at layers as they run."""
+
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Run a layer forward, given what runs it; return what that returns."""
+
+    def again(self, layer: str) -> None:
+        """Note that a layer is about to be recomputed."""
 
 
 class Segment:
@@ -34,6 +45,7 @@ class Segment:
             recomputed: whether they keep their inputs only.
         """
         self.recomputed = recomputed
+        self.watch: Watch | None = None
         self._layers, self._autocast = list(layers), autocast
         made = [name for layer in layers for name in layer.outputs]
         read = [name for layer in layers for name in layer.inputs]
@@ -57,8 +69,7 @@ class Segment:
                 seed(layer.name)
             inputs = [known[name] for name in layer.inputs]
             try:
-                with self._autocast():
-                    outputs = called_again(layer.module, rows, inputs) if again else layer.module(rows, *inputs)
+                outputs = self._call(layer, rows, inputs, again)
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -68,6 +79,19 @@ class Segment:
             for name in drop:
                 del known[name]
         return {name: known[name] for name in self.outputs}
+
+    def _call(self, layer: Layer, rows: int, inputs: list[torch.Tensor], again: bool) -> Sequence[torch.Tensor]:
+        def run() -> Sequence[torch.Tensor]:
+            with self._autocast():
+                found: Sequence[torch.Tensor] = layer.module(rows, *inputs)
+            return found
+
+        if again:
+            if self.watch is not None:
+                self.watch.again(layer.name)
+            with self._autocast():
+                return called_again(layer.module, rows, inputs)
+        return run() if self.watch is None else self.watch(layer.name, run)
 
     def _last_uses(self) -> list[list[str]]:
         """For every layer, the names that no later layer reads and nobody else wants: they are let go after it."""

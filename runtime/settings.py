@@ -35,6 +35,9 @@ class TrainSettings:
     compile: bool = False
     """Whether layers are compiled (``torch.compile``)."""
 
+    time_layers: bool = False
+    """Whether the layers inside stages are timed in the first steps."""
+
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"--clip-norm must be positive, found {self.clip_norm}")

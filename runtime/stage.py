@@ -10,7 +10,7 @@ import torch
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.errors import TrainingError
 from autopar.runtime.passes import Pass
-from autopar.runtime.segment import segments_of
+from autopar.runtime.segment import Watch, segments_of
 
 __all__ = ["Stage"]
 
@@ -47,6 +47,11 @@ class Stage:
         self.loss = tuple(name for name in loss if name in made)
         wanted = {*(spec.name for spec in self.sent), *self.loss}
         self._segments = segments_of(layers, wanted, autocast, recompute)
+
+    def watch(self, watch: Watch | None) -> None:
+        """Let all layers be watched as they run, or none."""
+        for segment in self._segments:
+            segment.watch = watch
 
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False

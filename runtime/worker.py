@@ -21,6 +21,7 @@ from autopar.runtime.memory import PeakMemory
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
+from autopar.runtime.watches import Watches
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -70,6 +71,11 @@ class RankResult(TypedDict):
     """In the dataset; 0 where this rank does not read it."""
     notes: list[str]
     """What whoever reads the report should know."""
+    layers_s: dict[str, tuple[float, float]]
+    """Layer -> median seconds forward and backward, where layers were timed."""
+    forward_flops: int
+    """Of all forwards of a step, where the device's peak is known."""
+    peak_flops_per_s: float | None
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -90,13 +96,16 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     settings = TrainSettings(**arguments["settings"])
     job = build(context, plan, model, graph, workspace, settings, program)
     notes = _warmed_up(job) if settings.compile else []
+    watches = Watches(job, context.device, arguments["steps"], settings.time_layers)
     origin_s = _common_origin(context)
     records: list[StepRecord] = []
     starts_s, ends_s = [], []
     for step in range(arguments["steps"]):
+        watches.begin_step(step)
         starts_s.append(time.perf_counter() - origin_s)
         record = job.step(step)
         ends_s.append(time.perf_counter() - origin_s)
+        watches.end_step(step, record.times_s)
         records.append(record)
         if step >= RECORDED_STEPS:
             records[step - RECORDED_STEPS].times_s.clear()
@@ -122,6 +131,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
+        layers_s=watches.layers_s(),
+        forward_flops=watches.forward_flops(),
+        peak_flops_per_s=watches.peak_flops_per_s,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
+from autopar.cli.training import Training, conclude, model_of, read_plan, taking
 
 __all__ = ["command"]
 
@@ -14,7 +14,7 @@ def command(asked: Training) -> None:
     The same program runs under torchrun with `autopar worker`.
     """
     chosen = read_plan(asked.plan, asked.seed)
-    asked.reports.check(asked.inputs(chosen))
+    asked.check(chosen)
     model = model_of(chosen, asked.plan)
 
     from autopar.cli.progress import steps_progress
@@ -22,5 +22,4 @@ def command(asked: Training) -> None:
 
     with steps_progress(asked.known_steps) as progress:
         outcome = run(chosen, model, asked.run_options(chosen), progress)
-    asked.reports.write(outcome.report, outcome.timeline)
-    print_outcome(outcome.report, asked.reports, asked.as_json)
+    conclude(asked, outcome)

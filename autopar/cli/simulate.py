@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.formats.timeline import Timeline
 
-__all__ = ["command", "predict"]
+__all__ = ["command", "predict", "read_inputs"]
 
 MOST_ACTIONS = 2**22
 """About 2 GiB of timeline, and a minute."""
@@ -93,13 +93,24 @@ def predict(plan: Path, profile: Path | None = None, cluster: str | None = None)
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         UsageError: the program is too long to be listed action by action.
     """
-    from autopar.formats.plan import Plan
     from autopar.planner import simulate
+
+    return simulate(*read_inputs(plan, profile, cluster))
+
+
+def read_inputs(plan: Path, profile: Path | None = None, cluster: str | None = None) -> tuple[Plan, Profile, Cluster]:
+    """Return a plan file's plan, and the profile and the cluster that it records, where no other is given.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        UsageError: the program is too long to be listed action by action.
+    """
+    from autopar.formats.plan import Plan
 
     planned = Plan.load(plan)
     _check_length(planned, plan)
     measured = _profile(planned, plan, profile)
-    return simulate(planned, measured, _cluster(planned, plan, cluster, measured))
+    return planned, measured, _cluster(planned, plan, cluster, measured)
 
 
 def _check_length(planned: Plan, plan: Path) -> None:

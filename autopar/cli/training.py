@@ -20,15 +20,16 @@ from autopar.formats.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.runtime.launch import RunOptions
+    from autopar.runtime.outcome import Outcome
 
 __all__ = [
     "DEFAULT_REPORT",
     "AsJson",
     "Reports",
     "Training",
+    "conclude",
     "data_of",
     "model_of",
-    "print_outcome",
     "read_plan",
     "taking",
 ]
@@ -101,6 +102,18 @@ class Training:
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
     ] = None
+    update_profile: Annotated[
+        bool,
+        typer.Option(
+            "--update-profile",
+            help="Write the plan's profile with the times that this run measured, and cluster.json beside it with its "
+            "messages', to plan again.",
+        ),
+    ] = False
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where --update-profile writes; default: over the plan's profile."),
+    ] = None
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
     ] = 300.0
@@ -125,9 +138,23 @@ class Training:
         """The files to write."""
         return Reports(self.report, self.trace, self.save, self.overwrite)
 
-    def inputs(self, chosen: Plan) -> tuple[Path, ...]:
-        """Return the files that are read, of the plan that was."""
-        return (*recorded(chosen, self.plan), *([self.program] if self.program else []))
+    def check(self, chosen: Plan) -> None:
+        """Refuse, before anything starts, what could not be written afterwards.
+
+        Raises:
+            UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
+            FileError: a folder is missing, or a file that the plan records.
+        """
+        from autopar.cli.updating import check_update
+
+        inputs = (*recorded(chosen, self.plan), *([self.program] if self.program else []))
+        self.reports.check(inputs)
+        if self.update_profile:
+            check_update(
+                self.plan, self.output, self.overwrite, (*self.reports.files, *([self.program] if self.program else []))
+            )
+        elif self.output is not None:
+            raise UsageError(f"--output {self.output}: names what --update-profile writes; pass that, too")
 
     def run_options(self, chosen: Plan) -> RunOptions:
         """Return what the runtime is told, of the plan that was read."""
@@ -141,6 +168,7 @@ class Training:
             compile=self.compile_layers,
             cpu_offload=self.cpu_offload,
             last=self.last,  # type: ignore[arg-type]  # checked there
+            time_layers=self.update_profile,
         )
         data = data_of(chosen, self.plan)
         steps = self.steps or DEFAULT_STEPS
@@ -172,6 +200,11 @@ class Reports:
     trace: Path | None
     save: Path | None
     overwrite: bool
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, without the folder of weights."""
+        return tuple(path for path in (self.report, self.trace) if path is not None)
 
     def check(self, inputs: tuple[Path, ...]) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
@@ -228,15 +261,23 @@ def data_of(plan: Plan, path: Path) -> Path | None:
     return None if plan.model.data is None else path.parent / plan.model.data
 
 
-def print_outcome(report: Report, reports: Reports, as_json: bool) -> None:
-    """Print the report's tables and where the files are; on stdout, the report itself if asked."""
+def conclude(asked: Training, outcome: Outcome) -> None:
+    """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
     from rich.console import Console
 
+    from autopar.cli.comparing import over_predicted
+    from autopar.cli.updating import write_update
     from autopar.report.report import render
 
+    reports, report = asked.reports, over_predicted(outcome, asked.plan)
+    reports.write(report, outcome.timeline)
+    updated = write_update(asked.plan, asked.output, outcome) if asked.update_profile else ()
     console = Console(stderr=True)
     render(report, console)
     written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
     console.print(f"Written: {', '.join(written)}", highlight=False, markup=False)
-    if as_json:
+    if updated:
+        text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
+        console.print(text, highlight=False, markup=False)
+    if asked.as_json:
         sys.stdout.write(report.dumps())

@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from autopar.cli.training import Training, model_of, print_outcome, read_plan, taking
+from autopar.cli.training import Training, conclude, model_of, read_plan, taking
 from autopar.errors import UsageError
 
 __all__ = ["command"]
@@ -17,7 +17,7 @@ def command(asked: Training) -> None:
     """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
     try:
         chosen = read_plan(asked.plan, asked.seed)
-        asked.reports.check(asked.inputs(chosen))
+        asked.check(chosen)
         model = model_of(chosen, asked.plan)
 
         from autopar.cli.progress import steps_progress
@@ -31,5 +31,4 @@ def command(asked: Training) -> None:
             raise
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
-        asked.reports.write(outcome.report, outcome.timeline)
-        print_outcome(outcome.report, asked.reports, asked.as_json)
+        conclude(asked, outcome)

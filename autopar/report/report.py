@@ -1,11 +1,22 @@
-"""Report of a training run as tables: the loss, prediction against measurement, and where each rank's step went."""
+"""Report of a training run as tables: the loss, prediction against measurement, and where every rank's step went."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    UPDATE,
+    WEIGHT_BACKWARD,
+)
 from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import new_table
+from autopar.report.table import fill, new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["render"]
 
 _SHOWN_LOSSES = 8
+_SPENT = ("compute", "update", "reduce", "waiting", "transfer", "idle")
+_KINDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_BACKWARD: "input half of a backward",
+    WEIGHT_BACKWARD: "weight half of a backward",
+    SEND: "message forth",
+    SEND_GRADIENT: "message back",
+    REDUCE: "reduction",
+    REDUCE_TIED: "reduction of a shared parameter",
+    UPDATE: "update",
+}
+_COMPARABLE = {
+    "resident": "a process grows by more than tensors: by what allocators and libraries keep",
+    "allocated": "the prediction has the device's context in it, the allocator's figure has not",
+}
 
 
 def render(report: Report, console: Console) -> None:
@@ -24,7 +51,10 @@ def render(report: Report, console: Console) -> None:
     console.print(f"{report.model}: {report.steps} steps by {where}", highlight=False, markup=False)
     console.print(_loss(report))
     console.print(_times(report))
+    if report.kinds:
+        console.print(_kinds(report))
     console.print(_ranks(report))
+    console.print(_memory(report))
     console.print(f"initial weights: {report.initial_weights}", highlight=False, markup=False)
     for note in report.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
@@ -44,9 +74,14 @@ def _times(report: Report) -> Table:
     table = new_table("Prediction and measurement", ("", ""))
     spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
     table.add_row("measured step (median)", f"{duration(report.step_s.median)} {spread}")
+    if report.step_s.longest is not None and report.step_s.first is not None:
+        outer = f"{duration(report.step_s.first)}, {duration(report.step_s.longest)}"
+        table.add_row("first step (left out), longest of the others", outer)
     table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
     table.add_row("error", percentage(report.error, signed=True))
     table.add_row("samples per second", f"{report.samples_per_s:.4g}")
+    if report.flops_utilisation is not None:
+        table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
     table.add_row("bubble", percentage(report.bubble))
     return table
 
@@ -58,13 +93,40 @@ def _known(report: Report) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
+def _kinds(report: Report) -> Table:
+    heads = ("action", ">actions", ">measured", ">predicted", ">measured over predicted")
+    table = new_table("Actions by themselves (medians)", heads)
+    for each in report.kinds:
+        times = duration(each.measured_s), duration(each.predicted_s)
+        table.add_row(f"{each.kind} {_KINDS[each.kind]}", str(each.actions), *times, f"{each.ratio:.3g} x")
+    return table
+
+
 def _ranks(report: Report) -> Table:
-    heads = (">rank", ">stage", ">replica", ">compute", ">update", ">waiting", f">peak ({report.peak_kind})")
-    table = new_table("Ranks, in the median step", heads)
+    heads = (">rank", ">stage", ">replica", *(f">{name}" for name in _SPENT))
+    table = new_table("Where the ranks' time went, in a step of median length", heads)
+    rows = []
     for times in report.rank_times:
-        spent = [duration(seconds) for seconds in (times.compute_s, times.update_s, times.waiting_s)]
-        peak = size(report.peak_bytes[times.rank]) if times.rank < len(report.peak_bytes) else ""
-        table.add_row(str(times.rank), ", ".join(map(str, times.stages)), str(times.replica), *spent, peak)
+        spent = [duration(getattr(times, f"{name}_s")) for name in _SPENT]
+        rows.append((str(times.rank), ", ".join(map(str, times.stages)), str(times.replica), *spent))
+    fill(table, rows)
+    return table
+
+
+def _memory(report: Report) -> Table:
+    """Return every rank's peak beside the predicted one, and its micro-batches in flight."""
+    heads = (">rank", f">peak ({report.peak_kind})", ">predicted", ">in flight", ">predicted")
+    table = new_table("Memory", heads)
+    rows = []
+    for times in report.rank_times:
+        peaks = [
+            peak[times.rank] for peak in (report.peak_bytes, report.predicted_peak_bytes) if times.rank < len(peak)
+        ]
+        flights = [", ".join(map(str, depths)) for depths in (times.in_flight, times.predicted_in_flight)]
+        rows.append((str(times.rank), *([size(peak) for peak in peaks] + ["", ""])[:2], *flights))
+    fill(table, rows)
+    if report.predicted_peak_bytes:
+        table.caption, table.caption_justify = _COMPARABLE[report.peak_kind], "left"
     return table
 
 

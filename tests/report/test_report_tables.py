@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.predicted import Alternative
-from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.report import KindTimes, RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
 from autopar.report import plan as plan_tables
 from autopar.report import program as program_tables
@@ -70,7 +70,7 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
         ranks=2,
         steps=20,
         loss=tuple(5.0 - 0.1 * step for step in range(20)),
-        step_s=StepTimes(median=0.5, p10=0.48, p90=0.55),
+        step_s=StepTimes(median=0.5, p10=0.48, p90=0.55, longest=0.75, first=2.0),
         predicted_step_s=0.49,
         predicted_compute="measured",
         predicted_communication="interpolated",
@@ -80,9 +80,25 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
         peak_kind="resident",
         bubble=0.1,
         rank_times=tuple(
-            RankTimes(rank=rank, stages=(rank,), replica=0, compute_s=0.4, update_s=0.01, waiting_s=0.09)
+            RankTimes(
+                rank=rank,
+                stages=(rank, 3 - rank),
+                replica=0,
+                compute_s=0.4,
+                update_s=0.01,
+                reduce_s=0.011,
+                waiting_s=0.09,
+                transfer_s=0.012,
+                idle_s=0.013,
+                in_flight=(3, 1),
+                predicted_in_flight=(3, 2),
+            )
             for rank in range(2)
         ),
+        predicted_peak_bytes=(2**19, 2**22),
+        kinds=(KindTimes(kind="SG", actions=16, measured_s=0.003, predicted_s=0.002, ratio=1.5),),
+        model_flops=1e12,
+        flops_utilisation=0.375,
         initial_weights="model() with seed 0",
     )
     stream = io.StringIO()
@@ -96,8 +112,15 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
         "32",
         "2 MiB",
         "model() with seed 0",
+        "2 s, 750 ms",
+        "37.5 %",
     ):
         assert expected in text
+    rows = [line.split() for line in text.splitlines()]
+    spent = ["400", "ms", "10", "ms", "11", "ms", "90", "ms", "12", "ms", "13", "ms"]
+    assert ["0", "0,", "3", "0", *spent] in rows
+    assert ["1", "2", "MiB", "4", "MiB", "3,", "1", "3,", "2"] in rows
+    assert ["SG", "message", "back", "16", "3", "ms", "2", "ms", "1.5", "x"] in rows
 
 
 def test_a_program_table_holds_every_rank_in_order() -> None:

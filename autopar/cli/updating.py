@@ -1,0 +1,74 @@
+"""What ``--update-profile`` writes: the profile and the cluster of a plan, with the times that a run measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.cli.references import check_output, rebased, recorded
+from autopar.cli.simulate import read_inputs
+from autopar.errors import UsageError
+from autopar.formats.own_times import own_times
+from autopar.formats.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.runtime.outcome import Outcome
+
+__all__ = ["check_update", "write_update"]
+
+CLUSTER = "cluster.json"
+"""Beside a profile, where `autopar plan` looks for it."""
+ESTIMATED = "devices are estimated; messages took as long in a run"
+
+
+def check_update(plan: Path, output: Path | None, overwrite: bool, others: tuple[Path, ...]) -> None:
+    """Refuse, before anything starts, a profile that could not be updated or written.
+
+    Args:
+        plan: the plan's file.
+        output: where the profile goes; by default over the one that the plan records.
+        overwrite: whether files may be replaced, that one and its cluster's too.
+        others: what else is read or written.
+
+    Raises:
+        UsageError: the plan records no profile, or a file exists.
+        FileError: what the plan records is gone, or no longer what it was.
+    """
+    planned, target = Plan.load(plan), _target(plan, output)
+    read_inputs(plan)
+    # The profile and the cluster may be written over by what they become; the plan and the model may not.
+    replaced = [plan.parent / each.path for each in (planned.profile, planned.cluster) if each is not None]
+    inputs = (*(path for path in recorded(planned, plan) if path not in replaced), *others)
+    check_output(target, None, overwrite=overwrite, inputs=inputs)
+    check_output(target.parent / CLUSTER, None, overwrite=overwrite, inputs=(*inputs, target))
+
+
+def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:
+    """Write the profile, and the cluster where messages were measured; return the files."""
+    from autopar.planner import simulate
+    from autopar.profiler.corrected import corrected
+    from autopar.profiler.relinked import relinked
+
+    target = _target(plan, output)
+    planned, profile, cluster = read_inputs(plan)
+    measured, predicted = outcome.own_times, own_times(simulate(planned, profile, cluster))
+    origin = _target(plan, None)
+    made = corrected(profile, planned, measured, predicted, outcome.layers_s, outcome.overhead_s)
+    made = made.model_copy(update={"model": rebased(profile.model, origin, target)})
+    links = relinked(cluster, planned, measured, predicted)
+    made.save(target)
+    if links == cluster:
+        return (target,)
+    if planned.cluster is None and planned.cluster_name is None:
+        links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
+    links.save(target.parent / CLUSTER)
+    return target, target.parent / CLUSTER
+
+
+def _target(plan: Path, output: Path | None) -> Path:
+    if output is not None:
+        return output
+    profile = Plan.load(plan).profile
+    if profile is None:
+        raise UsageError(f"--update-profile: {plan} records no profile; `autopar plan` writes plans that do")
+    return plan.parent / profile.path

@@ -1,0 +1,174 @@
+"""Profiles and clusters corrected by what a run measured: planning with them predicts what the run would take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from instances import cost, profile_of
+
+from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.own_times import own_times
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Layer, Profile, Tensor
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.profiler.corrected import corrected
+from autopar.profiler.relinked import relinked
+
+LAYERS = 8
+BATCH = 12
+SIZES = (1, 2, 4)
+CUTS = ("0-2:1,3-7:1", "0-1:1,2-4:1,5-7:1", "0-4:2,5-7:1")
+
+
+def profile(draw: random.Random, repeated: bool = False) -> Profile:
+    """Return a chain of layers that take time in proportion to their rows; if repeated, all measured as the first."""
+    names = [f"layer.{index}" for index in range(LAYERS)]
+    layers, first = [], draw.uniform(1e-3, 5e-3)
+    for index, name in enumerate(names):
+        forward = first if repeated else draw.uniform(1e-3, 5e-3)
+        back = first * 2 if repeated else draw.uniform(1e-3, 1e-2)
+        layers.append(
+            Layer(
+                name=name,
+                modules=(name,),
+                parameters_bytes=4000,
+                trainable_bytes=4000,
+                gradient_bytes=4000,
+                optimizer_bytes=0,
+                update_s=draw.uniform(1e-4, 1e-3),
+                costs=tuple(cost(rows, forward * rows, back * rows, {}, 100, 100) for rows in SIZES),
+                measured_as=names[0] if repeated and index else None,
+            )
+        )
+    tensors = [Tensor(name="x", producer=None, consumers=(names[0],), bytes_per_sample=8, dtype="f32", gradient=False)]
+    for index in range(LAYERS - 1):
+        tensor = {"producer": names[index], "consumers": (names[index + 1],), "bytes_per_sample": 1000 * (index + 1)}
+        tensors.append(Tensor(name=f"t{index}", dtype="f32", gradient=True, **tensor))
+    return profile_of(layers, tensors, BATCH, overhead_s=draw.uniform(0, 1e-2))
+
+
+def like(truth: Profile, draw: random.Random) -> Profile:
+    """Return a profile of the same layers whose times are wrong, differently for every layer that was measured.
+
+    Updates are wrong alike: what a layer has of its stage's is not measured.
+    """
+    by = {layer.name: (draw.uniform(0.2, 4), draw.uniform(0.2, 4)) for layer in truth.layers}
+    layers = []
+    for layer in truth.layers:
+        forward, backward = by[layer.measured_as or layer.name]
+        costs = tuple(
+            each.model_copy(
+                update={
+                    "forward_s": each.forward_s * forward,
+                    "backward_s": each.backward_s * backward,
+                    "provenance": "estimated",
+                }
+            )
+            for each in layer.costs
+        )
+        layers.append(layer.model_copy(update={"costs": costs, "update_s": layer.update_s * 3}))
+    return truth.model_copy(update={"layers": tuple(layers), "step_overhead_s": 0.0})
+
+
+def cluster(latency_s: float, bytes_per_s: float, curve: bool = False) -> Cluster:
+    sizes = (1000, 100_000)
+    seconds = tuple(latency_s + size / bytes_per_s for size in sizes)
+    return Cluster(
+        devices=(Device(type="cpu", memory_bytes=2**34),) * 3,
+        links=(Link(level="node", latency_s=latency_s, bytes_per_s=bytes_per_s),),
+        curves=(Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds),) if curve else (),
+    )
+
+
+def planned(known: Profile, links: Cluster, stages: str) -> Plan:
+    return plan(known, links, PlanOptions(stages=stages, micro_batches=3, schedule="1f1b"))
+
+
+def layers_of(truth: Profile, run: Plan) -> list[dict[str, tuple[float, float]]]:
+    """Return what layers truly take on every rank, for its rows."""
+    found = []
+    for stage in run.stages:
+        for rows in stage.rows:
+            mine = [layer for layer in truth.layers if layer.name in stage.layers]
+            each = [layer.costs[0] for layer in mine]
+            found.append({x.name: (c.forward_s * rows, c.backward_s * rows) for x, c in zip(mine, each, strict=True)})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stages", CUTS)
+def test_a_run_with_timed_layers_corrects_the_prediction_of_every_other_cut(seed: int, stages: str) -> None:
+    draw = random.Random(seed)
+    truth, true_links = profile(draw), cluster(1e-4, 1e8)
+    wrong, wrong_links = like(truth, draw), cluster(3e-4, 2e7)
+    run = planned(wrong, wrong_links, stages)
+    measured, predicted = own_times(simulate(run, truth, true_links)), own_times(simulate(run, wrong, wrong_links))
+    update = corrected(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    links = relinked(wrong_links, run, measured, predicted)
+    if stages == CUTS[1]:
+        # Messages of two sizes tell latency from bandwidth.
+        (link,) = links.links
+        assert (link.latency_s, link.bytes_per_s) == (pytest.approx(1e-4), pytest.approx(1e8))
+        assert link.provenance == "measured"
+    for other in CUTS:
+        right = planned(truth, true_links, other)
+        before, after = planned(wrong, links, other), planned(update, links, other)
+        step_s = right.predicted.step_s
+        # An all-reduce is not corrected but by its link; all else is.
+        close = 1e-9 if stages == CUTS[1] else 0.02
+        assert after.predicted.step_s == pytest.approx(step_s, rel=close)
+        assert abs(after.predicted.step_s - step_s) < abs(before.predicted.step_s - step_s)
+
+
+def test_without_timed_layers_the_plan_that_was_run_is_predicted_as_it_ran() -> None:
+    draw = random.Random(7)
+    truth, links = profile(draw), cluster(1e-4, 1e8)
+    wrong = like(truth, draw)
+    run = planned(wrong, links, CUTS[1])
+    measured, predicted = own_times(simulate(run, truth, links)), own_times(simulate(run, wrong, links))
+    update = corrected(wrong, run, measured, predicted, [], truth.step_overhead_s)
+    assert simulate(run, update, links).end_s == pytest.approx(simulate(run, truth, links).end_s)
+    for stage in run.stages:
+        ratios = {
+            round(after.costs[0].forward_s / before.costs[0].forward_s, 9)
+            for before, after in zip(wrong.layers, update.layers, strict=True)
+            if before.name in stage.layers
+        }
+        assert len(ratios) == 1
+
+
+def test_layers_measured_as_one_stay_alike_and_sizes_that_ran_are_measured() -> None:
+    draw = random.Random(3)
+    truth, links = profile(draw, repeated=True), cluster(1e-4, 1e8)
+    wrong = like(truth, draw)
+    run = planned(wrong, links, CUTS[0])
+    measured = {
+        key: seconds * draw.uniform(0.9, 1.1) for key, seconds in own_times(simulate(run, truth, links)).items()
+    }
+    update = corrected(wrong, run, measured, own_times(simulate(run, wrong, links)), layers_of(truth, run), 0.0)
+    assert len({layer.costs for layer in update.layers}) == 1
+    known = {each.micro_batch: each.provenance for each in update.layers[0].costs}
+    assert known == {1: "estimated", 2: "estimated", 4: "measured"}
+    assert Profile.model_validate_json(update.dumps()) == update
+    assert corrected(update, run, measured, measured, [], 0.0).notes == update.notes
+
+
+def test_a_curve_of_messages_and_its_link_are_slowed_alike() -> None:
+    draw = random.Random(5)
+    known = profile(draw)
+    before, after = cluster(1e-4, 1e8, curve=True), cluster(3e-4, 1e8 / 3, curve=True)
+    run = planned(known, before, CUTS[0])
+    measured, predicted = own_times(simulate(run, known, after)), own_times(simulate(run, known, before))
+    found = relinked(before, run, measured, predicted)
+    assert found.curves[0].seconds == pytest.approx(after.curves[0].seconds)
+    assert found.links[0].latency_s == pytest.approx(3e-4)
+    assert found.links[0].bytes_per_s == pytest.approx(1e8 / 3)
+
+
+def test_a_run_that_measured_no_message_leaves_the_cluster_as_it_is() -> None:
+    known, links = profile(random.Random(1)), cluster(1e-4, 1e8)
+    run = planned(known, links, "0-7:2")
+    times = own_times(simulate(run, known, links))
+    assert relinked(links, run, times, times) is not None
+    assert relinked(links, run, times, times) == links
