@@ -12,6 +12,7 @@ from autopar.formats.profile import DeviceKind, DeviceType
 from autopar.profiler.probe import Measured, MeasuredCurve, Probe, measure
 from autopar.ranks.board import STEPPING, Note
 from autopar.ranks.context import joined_from_environment
+from autopar.ranks.environment import launched
 from autopar.ranks.pool import RankPool
 from autopar.ranks.watch import Doing
 
@@ -56,8 +57,8 @@ def measure_from_environment(
     import torch
 
     torch.set_num_threads(threads)
-    size = os.environ.get("WORLD_SIZE", "")
-    with joined_from_environment(device, _TIMEOUT_S, int(size) if size.isdecimal() else 0) as context:
+    launch = launched(os.environ)
+    with joined_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
         told = replace(context, report=lambda said: progress(str(said["doing"]), float(str(said["share"]))))
         measured = measure(told, probe.as_dict())
         return measured if context.rank == 0 else None

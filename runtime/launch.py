@@ -1,4 +1,4 @@
-"""Launch: starts a training run on this host, or joins one that torchrun has started."""
+"""Launch: starts a training run on this host, or joins one that a launcher has started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +15,11 @@ import torch
 from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.profile import path_of
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
 from autopar.ranks.board import FINISHED, STEPPING, Note
 from autopar.ranks.context import RankContext, joined_from_environment
+from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
@@ -25,6 +28,7 @@ from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.scope import check_offload, check_scope
 from autopar.runtime.settings import Last, TrainSettings
+from autopar.runtime.shared_folder import check_shared
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -102,8 +106,10 @@ def run(
     return _conclude(plan, program, [cast(RankResult, result) for result in results], options)
 
 
-def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None) -> Outcome | None:
-    """Train as one of the ranks that torchrun has started; rank 0 returns the outcome.
+def join(
+    plan: Plan, model: str, options: RunOptions, launch: LaunchedRank, progress: StepProgress | None = None
+) -> Outcome | None:
+    """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
 
     Raises:
         UsageError: another number of ranks was started than the plan needs.
@@ -113,7 +119,10 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
     if options.settings.cpu_offload:
         check_offload(plan)
     program = _program(plan, options)
-    with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
+    files = _digests(plan, program, model, options)
+    with joined_from_environment(launch, plan.device_type, options.timeout_s, len(plan.devices), files) as context:
+        if options.save is not None and not launch.one_host:
+            check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
         try:
             shared, steps = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
@@ -123,6 +132,22 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
             if scratch is not None:
                 scratch.close()
         return _conclude(plan, program, gathered, options) if context.rank == 0 else None
+
+
+def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
+    """Return what all ranks must have been given alike: its name and its SHA-256."""
+    path = path_of(model)
+    source = None if path is None else Path(path)
+    if source is not None and source.is_dir():
+        source /= "config.json"
+    contents = {
+        "plan": plan.dumps().encode(),
+        "program": program.dumps().encode(),
+        "model": model.encode() if source is None else source.read_bytes(),
+        "dataset file": b"" if options.data is None else options.data.read_bytes(),
+        "command line": json.dumps([options.steps, options.save is not None, options.settings.as_dict()]).encode(),
+    }
+    return {name: sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _program(plan: Plan, options: RunOptions) -> Program:
@@ -155,7 +180,7 @@ def _prepare_host(
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
     for item in heard:
         if "failure" in item:
-            raise Failure(**item["failure"]).as_error()
+            raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
     return Path(leader["folder"]), int(leader["steps"])
 

@@ -33,7 +33,8 @@ def _settings(
 ) -> None:
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
     # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
-    if context.invoked_subcommand not in ("worker", "cluster") or "RANK" not in os.environ:
+    command = context.invoked_subcommand
+    if command != "worker" and not (command == "cluster" and "RANK" in os.environ):
         context.with_resource(termination_unwinds())
 
 

@@ -1,4 +1,4 @@
-"""``autopar worker``: one rank of a run that torchrun, or a launcher with its environment, has started."""
+"""``autopar worker``: one rank of a run that a launcher has started, on one host or several."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ import typer
 
 from autopar.cli.training import Training, conclude, model_of, read_plan, taking
 from autopar.errors import UsageError
+from autopar.ranks.environment import launched
+from autopar.ranks.failure import SaidElsewhereError
 
 __all__ = ["command"]
 
 
 @taking
 def command(asked: Training) -> None:
-    """Run one rank of a plan under torchrun: torchrun --nproc-per-node 4 -m autopar worker plan.json."""
+    """Run one rank of a plan, as torchrun, srun, mpirun or Kubernetes starts it.
+
+    On every host: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar
+    worker plan.json
+    """
+    launch = launched(os.environ)
     try:
         chosen = read_plan(asked.plan, asked.seed)
-        asked.check(chosen)
+        if launch.rank == 0:
+            asked.check(chosen)
         model = model_of(chosen, asked.plan)
 
         from autopar.cli.progress import steps_progress
         from autopar.runtime.launch import join
 
-        with steps_progress(asked.known_steps, quiet=os.environ.get("RANK") != "0") as progress:
-            outcome = join(chosen, model, asked.run_options(chosen), progress)
+        with steps_progress(asked.known_steps, quiet=launch.rank != 0) as progress:
+            outcome = join(chosen, model, asked.run_options(chosen), launch, progress)
+    except SaidElsewhereError as error:
+        raise typer.Exit(error.exit_code) from None
     except UsageError:
         # Every rank finds the same mistake: one of them says it.
-        if os.environ.get("RANK", "0") == "0":
+        if launch.rank == 0:
             raise
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:

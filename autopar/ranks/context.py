@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.interface import interface_towards
+from autopar.ranks.meeting import meet
 
 __all__ = ["RankContext", "backend_of", "device_of", "joined", "joined_from_environment", "patience"]
 
@@ -93,40 +97,35 @@ def joined(
 
 
 @contextmanager
-def joined_from_environment(device_type: str, timeout_s: float, size: int) -> Iterator[RankContext]:
-    """Join the ranks that torchrun, or another launcher that sets its environment, has started.
+def joined_from_environment(
+    launch: LaunchedRank, device_type: str, timeout_s: float, size: int, files: Mapping[str, str] | None = None
+) -> Iterator[RankContext]:
+    """Join the ranks that a launcher has started, once all are there and were given the same files.
 
     Raises:
-        UsageError: the environment is incomplete, or holds another number of ranks than ``size``.
+        UsageError: another number of ranks than ``size`` was started.
+        AutoparError: as :func:`autopar.ranks.meeting.meet`.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, or use `autopar run`")
-    rank, started = _number("RANK"), _number("WORLD_SIZE")
-    local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    local_size = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else started
-    if started != size:
-        trouble = "more than" if started > size else "fewer than"
-        raise UsageError(f"the number of ranks started is {started}, {trouble} the {size} that the plan needs")
-    if rank >= size:
-        raise UsageError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
-    device = device_of(device_type, local_rank)
+    if launch.size != size:
+        trouble = "more than" if launch.size > size else "fewer than"
+        raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
+    device = device_of(device_type, launch.local_rank)
+    interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
+    if interface is not None and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    patient = patience(timeout_s)
+    store = meet(launch, files or {}, patient.total_seconds())
     try:
-        dist.init_process_group(backend_of(device_type), timeout=patience(timeout_s))
+        dist.init_process_group(
+            backend_of(device_type), store=store, rank=launch.rank, world_size=launch.size, timeout=patient
+        )
     except (RuntimeError, ValueError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise TrainingError(f"rank {rank} could not join the others at {address}: {error}") from error
+        address = f"{launch.address}:{launch.port}"
+        raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
     try:
-        yield RankContext(rank, size, local_rank, local_size, device, timeout_s)
+        yield RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
     finally:
         dist.destroy_process_group()
-
-
-def _number(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise UsageError(f"{name} must be a number, found {text!r}; start workers with torchrun, or use `autopar run`")
-    return int(text)
 
 
 def patience(timeout_s: float) -> timedelta:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from autopar.errors import AutoparError, FileError, InfeasibleError, TrainingError, UsageError
 
-__all__ = ["Failure", "PeerLostError"]
+__all__ = ["Failure", "PeerLostError", "SaidElsewhereError"]
 
 
 class PeerLostError(TrainingError):
@@ -15,6 +15,15 @@ class PeerLostError(TrainingError):
 
     It is a consequence of a failure elsewhere, unless nothing else failed.
     """
+
+
+class SaidElsewhereError(AutoparError):
+    """All ranks fail of the same, and rank 0 says of what."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        """Fail of ``message`` with another's exit code."""
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class Failure:
         error = kinds.get(self.exit_code, TrainingError)(f"{where}{self.message}")
         error.add_note(self.trace)
         return error
+
+    def as_common_error(self, rank: int) -> AutoparError:
+        """Return the error that a rank raises where all ranks know of the failure: only rank 0's speaks."""
+        return self.as_error() if rank == 0 else SaidElsewhereError(self.message, self.exit_code)
 
     def as_dict(self) -> dict[str, object]:
         """Return the failure as JSON-able data."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ranks.context import RankContext, backend_of, device_of, joined_from_environment, patience
+from autopar.ranks.environment import launched
 
 __all__ = ["joined_in_script"]
 
@@ -24,7 +25,7 @@ def joined_in_script(device_type: str, timeout_s: float, size: int) -> Iterator[
     if dist.is_initialized():
         yield _of_script(device_type, timeout_s, size)
     elif "WORLD_SIZE" in os.environ:
-        with joined_from_environment(device_type, timeout_s, size) as context:
+        with joined_from_environment(launched(os.environ), device_type, timeout_s, size) as context:
             yield context
     elif size > 1:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Joining the ranks that a launcher started: what its environment may not say."""
+"""What a launcher's environment makes of a process: environments as launchers set them, and what they may not say."""
 
 from __future__ import annotations
 
@@ -6,30 +6,129 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.ranks.context import joined_from_environment
+from autopar.ranks.environment import launched
 
-GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    # Started inside an allocation: the agent's own place is not the rank's.
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "11",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
+    "SLURM_JOB_NODELIST": "gpu[001-012]",
+    "PMI_RANK": "9",
+    "PMI_SIZE": "11",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.4",
+}
+INTEL_MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PYTORCH_JOB = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "2",
+    "PET_NNODES": "3",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.job"}
+PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("environment", "expected"),
     [
-        ({"RANK": None, "MASTER_PORT": None}, "RANK, MASTER_PORT not set; start workers with torchrun"),
-        ({"RANK": "first"}, "RANK must be a number, found 'first'"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, found '-1'"),
-        ({"WORLD_SIZE": "3"}, "the number of ranks started is 3, more than the 2 that the plan needs"),
-        ({"RANK": "2"}, "RANK is 2, and WORLD_SIZE 2: ranks count from 0"),
+        (TORCHRUN, (5, 8, 1, 4, "node-a", 29400)),
+        (SRUN, (9, 11, 1, 3, "gpu007", 15000 + (16 * 4711 + 2) % 15000)),
+        ({**SRUN, "MASTER_ADDR": "ib-007", "MASTER_PORT": "7"}, (9, 11, 1, 3, "ib-007", 7)),
+        (OPEN_MPI, (3, 4, 1, 2, "10.0.0.4", 29500)),
+        ({**OPEN_MPI, **SRUN, "OMPI_COMM_WORLD_RANK": "2"}, (2, 4, 1, 2, "10.0.0.4", 29500)),
+        (INTEL_MPI, (1, 2, 1, 2, "127.0.0.1", 29500)),
+        (PYTORCH_JOB, (2, 3, 0, 1, "job-master-0", 23456)),
+        (TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0.job", 29400)),
+        (INDEXED, (1, 2, 0, 1, "job-0.job", 29500)),
+        (PLAIN, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    ],
+    ids=[
+        "torchrun",
+        "srun",
+        "srun-told",
+        "openmpi",
+        "openmpi-in-slurm",
+        "intel",
+        "pytorchjob",
+        "trainjob",
+        "indexed",
+        "one-host",
     ],
 )
-def test_an_environment_that_contradicts_the_plan_is_refused_before_anyone_waits(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], message: str
+def test_a_launcher_s_environment_says_which_rank_this_is(
+    environment: dict[str, str], expected: tuple[object, ...]
 ) -> None:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {**GOOD, **changes}.items():
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError) as caught, joined_from_environment("cpu", 1.0, 2):
-        raise AssertionError
+    found = launched(environment)
+    assert found[:6] == expected
+    assert found.one_host == (found.local_size == found.size)
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start workers with torchrun, srun or mpirun"),
+        (without(PLAIN, "MASTER_PORT"), "MASTER_PORT not set; start workers with torchrun"),
+        ({**PLAIN, "RANK": "first"}, "RANK must be a number, found 'first'"),
+        ({**PLAIN, "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, found '-1'"),
+        ({**PLAIN, "RANK": "2"}, "the rank is 2 of 2: ranks count from 0"),
+        ({**PLAIN, "MASTER_ADDR": "node-a"}, "LOCAL_RANK, LOCAL_WORLD_SIZE not set; start workers with torchrun"),
+        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE not set; start workers with torchrun"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "rank 5 is number 4 of 4 on its host, and there are 8 in all"),
+        (without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS not set; start workers with srun"),
+        ({**SRUN, "SLURM_NODEID": "3"}, "SLURM_STEP_TASKS_PER_NODE is 4(x2),3, of 3 nodes, and SLURM_NODEID 3"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4*2"}, "SLURM_STEP_TASKS_PER_NODE must be like 4(x2),3, found '4*2'"),
+        (without(OPEN_MPI, "MASTER_ADDR"), "MASTER_ADDR not set; start workers with mpirun -x MASTER_ADDR=HOST"),
+        ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE is 4: this pod holds several ranks"),
+        (without(INDEXED, "WORLD_SIZE"), "WORLD_SIZE not set; start workers with the indexed job's pod template"),
+    ],
+)
+def test_what_an_environment_lacks_or_contradicts_is_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        launched(environment)
     assert str(caught.value).startswith(message)
+
+
+def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits() -> None:
+    with pytest.raises(UsageError) as caught, joined_from_environment(launched(PLAIN), "cpu", 1.0, 3):
+        raise AssertionError
+    assert str(caught.value).startswith("the number of ranks started is 2, fewer than the 3 that the plan needs")

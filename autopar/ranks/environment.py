@@ -1,0 +1,224 @@
+"""LaunchedRank: which rank of how many a launcher's environment makes of this process, and where all meet.
+
+Read are the variables of torchrun and PyTorchJob, of Open MPI's, MVAPICH's and Intel MPI's mpirun, of Slurm's srun, of
+pods told what torchrun would read (``PET_*``), and of Kubernetes' indexed jobs; in this order, for a launcher's
+processes also see the variables of those around it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from autopar.errors import UsageError
+
+__all__ = ["LaunchedRank", "first_host", "launched", "tasks_of_node"]
+
+PORT = 29500
+"""Where ranks meet if nothing says otherwise; torchrun's default, too."""
+SLURM_PORTS = range(15000, 30000)
+"""Ports that jobs are spread over: below those that systems give out by themselves."""
+
+Environment = Mapping[str, str]
+
+
+class LaunchedRank(NamedTuple):
+    """One process among those that a launcher has started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Index among the ranks of this host."""
+    local_size: int
+    address: str
+    """Host of rank 0."""
+    port: int
+    starter: str
+    """What is to start workers here, for errors."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_size == self.size
+
+
+def launched(environment: Environment) -> LaunchedRank:
+    """Return the rank that the environment describes.
+
+    Raises:
+        UsageError: a variable is missing, is no number, or contradicts another; names it.
+    """
+    for marker, read in _LAUNCHERS:
+        if marker in environment:
+            return _checked(read(environment))
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, srun or mpirun, or use `autopar run`")
+
+
+def _torchrun(environment: Environment) -> LaunchedRank:
+    _need(environment, "torchrun", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size, local_rank, local_size = (
+        _number(environment, name) if name in environment else None
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    assert rank is not None
+    assert size is not None
+    address = environment["MASTER_ADDR"]
+    if local_rank is None and local_size is None:
+        if _is_loopback(address) or size == 1:
+            local_rank, local_size = rank, size
+        elif "PET_NODE_RANK" in environment or "KUBERNETES_SERVICE_HOST" in environment:
+            _one_per_pod(environment)
+            local_rank, local_size = 0, 1
+    elif local_size is None and _is_loopback(address):
+        local_size = size
+    if local_rank is None or local_size is None:
+        _need(environment, "torchrun", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert local_rank is not None
+    assert local_size is not None
+    return LaunchedRank(rank, size, local_rank, local_size, address, _number(environment, "MASTER_PORT"), "torchrun")
+
+
+def _pod(environment: Environment) -> LaunchedRank:
+    _need(environment, "torchrun", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR")
+    _one_per_pod(environment)
+    rank, size = _number(environment, "PET_NODE_RANK"), _number(environment, "PET_NNODES")
+    return LaunchedRank(
+        rank, size, 0, 1, environment["PET_MASTER_ADDR"], _port(environment, "PET_MASTER_PORT"), "torchrun"
+    )
+
+
+def _indexed_job(environment: Environment) -> LaunchedRank:
+    starter = "the indexed job's pod template"
+    _need(environment, starter, "WORLD_SIZE", "MASTER_ADDR")
+    rank, size = _number(environment, "JOB_COMPLETION_INDEX"), _number(environment, "WORLD_SIZE")
+    return LaunchedRank(rank, size, 0, 1, environment["MASTER_ADDR"], _port(environment), starter)
+
+
+def _slurm(environment: Environment) -> LaunchedRank:
+    _need(environment, "srun", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_NODEID")
+    _need(environment, "srun", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    # Steps of a job may run at once: jobs are 16 ports apart.
+    port = SLURM_PORTS[(16 * job + step) % len(SLURM_PORTS)]
+    return LaunchedRank(
+        _number(environment, "SLURM_PROCID"),
+        _number(environment, "SLURM_STEP_NUM_TASKS"),
+        _number(environment, "SLURM_LOCALID"),
+        tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], _number(environment, "SLURM_NODEID")),
+        environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+        _port(environment, default=port),
+        "srun",
+    )
+
+
+def _mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Environment], LaunchedRank]:
+    def read(environment: Environment) -> LaunchedRank:
+        _need(environment, "mpirun", rank, size, local_rank, local_size)
+        numbers = [_number(environment, name) for name in (rank, size, local_rank, local_size)]
+        if numbers[1] != numbers[3]:
+            # Nothing that mpirun sets says where rank 0 is.
+            _need(environment, "mpirun -x MASTER_ADDR=HOST", "MASTER_ADDR")
+        return LaunchedRank(*numbers, environment.get("MASTER_ADDR", "127.0.0.1"), _port(environment), "mpirun")
+
+    return read
+
+
+_LAUNCHERS: tuple[tuple[str, Callable[[Environment], LaunchedRank]], ...] = (
+    ("RANK", _torchrun),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        _mpi(*(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ),
+    (
+        "MV2_COMM_WORLD_RANK",
+        _mpi(*(f"MV2_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ),
+    ("MPI_LOCALRANKID", _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("SLURM_PROCID", _slurm),
+    ("PET_NODE_RANK", _pod),
+    ("JOB_COMPLETION_INDEX", _indexed_job),
+)
+
+
+def _checked(found: LaunchedRank) -> LaunchedRank:
+    if found.rank >= found.size:
+        raise UsageError(
+            f"the rank is {found.rank} of {found.size}: ranks count from 0; start workers with {found.starter}"
+        )
+    if found.local_rank >= found.local_size or found.local_size > found.size:
+        raise UsageError(
+            f"rank {found.rank} is number {found.local_rank} of {found.local_size} on its host, and there are "
+            f"{found.size} in all: these contradict each other; start workers with {found.starter}"
+        )
+    return found
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a Slurm node list.
+
+    >>> first_host("gpu[003-006,9],login1")
+    'gpu003'
+    >>> first_host("r[1-2]n[07-08]-ib")
+    'r1n07-ib'
+    >>> first_host("alone,other[1-2]")
+    'alone'
+    """
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", hosts)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Return how many tasks Slurm's ``TASKS_PER_NODE`` gives the node.
+
+    >>> [tasks_of_node("4(x2),3", node) for node in range(3)]
+    [4, 4, 3]
+
+    Raises:
+        UsageError: the text is of another form, or has fewer nodes.
+    """
+    each: list[int] = []
+    for part in counts.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE must be like 4(x2),3, found {counts!r}")
+        each += [int(found.group(1))] * int(found.group(2) or 1)
+    if node >= len(each):
+        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {counts}, of {len(each)} nodes, and SLURM_NODEID {node}")
+    return each[node]
+
+
+def _one_per_pod(environment: Environment) -> None:
+    count = environment.get("PET_NPROC_PER_NODE", "1")
+    if count != "1":
+        raise UsageError(
+            f"PET_NPROC_PER_NODE is {count}: this pod holds several ranks, which torchrun starts; "
+            "use `torchrun -m autopar worker` in it"
+        )
+
+
+def _need(environment: Environment, starter: str, *names: str) -> None:
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not set; start workers with {starter}, or use `autopar run`")
+
+
+def _port(environment: Environment, name: str = "MASTER_PORT", default: int = PORT) -> int:
+    return _number(environment, name) if name in environment else default
+
+
+def _number(environment: Environment, name: str) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"{name} must be a number, found {text!r}; start workers with torchrun, or use `autopar run`")
+    return int(text)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,165 @@
+"""Meeting: ranks that a launcher started find each other, and find out what sets them apart before any works."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import Failure
+
+__all__ = ["LOOPBACK", "Arrival", "disagreement", "meet"]
+
+LOOPBACK = "127.0.0.1"
+
+VERDICT = "verdict"
+ANSWER_S = 30.0
+"""How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
+
+
+class Arrival(NamedTuple):
+    """What a rank says as it arrives; plain data."""
+
+    host: str
+    local_rank: int
+    local_size: int
+    versions: dict[str, str]
+    """Of what must be the same software."""
+    files: dict[str, str]
+    """What the rank was given -> its digest."""
+
+
+def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> dist.Store:
+    """Wait until all ranks are there, and return the store through which they join.
+
+    Args:
+        launch: which rank this is.
+        files: what all ranks must have been given alike, with its digest.
+        timeout_s: longest that rank 0 waits for the others.
+
+    Raises:
+        TrainingError: a rank did not come; names it.
+        UsageError: ranks run other versions, or a host's ranks do not follow each other.
+        FileError: ranks were given other files.
+    """
+    store = _store(launch, timeout_s)
+    versions = {"autopar": version("autopar"), "torch": torch.__version__}
+    own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
+    store.set(f"arrival/{launch.rank}", json.dumps(own))
+    if launch.rank == 0:
+        error = _verdict(launch, store, timeout_s)
+        said = {} if error is None else Failure.of(error).as_dict()
+        store.set(VERDICT, json.dumps(said))
+        if error is not None:
+            _wait_until_heard(launch, store)
+            raise error
+        return store
+    try:
+        store.wait([VERDICT], timedelta(seconds=timeout_s + ANSWER_S))
+    except RuntimeError as error:
+        where = f"{launch.address}:{launch.port}"
+        raise TrainingError(f"rank {launch.rank} met no rank 0 at {where} in {timeout_s + ANSWER_S:g} s") from error
+    verdict = json.loads(store.get(VERDICT))
+    if verdict:
+        store.set(f"heard/{launch.rank}", "")
+        raise Failure(**verdict).as_common_error(launch.rank)
+    return store
+
+
+def _store(launch: LaunchedRank, timeout_s: float) -> dist.Store:
+    # torchrun's agents may hold a store already.
+    leads = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, listener = launch.address, None
+    try:
+        if launch.one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            address = LOOPBACK
+            # Left to itself, the store listens everywhere.
+            listener = socket.create_server((LOOPBACK, launch.port), backlog=launch.size).detach() if leads else None
+        store = dist.TCPStore(
+            address,
+            launch.port,
+            is_master=leads,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"{address}:{launch.port}"
+        raise TrainingError(f"rank {launch.rank} could not join the others at {where}: {error}") from error
+    return dist.PrefixStore(f"autopar/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _verdict(launch: LaunchedRank, store: dist.Store, timeout_s: float) -> AutoparError | None:
+    keys = [f"arrival/{rank}" for rank in range(launch.size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            where = f"{launch.address}:{launch.port}"
+            return TrainingError(
+                f"{_ranks(missing)} of {launch.size} did not come to {where} within {timeout_s:g} s; "
+                "start a worker for each, on hosts that reach it"
+            )
+    return disagreement([Arrival(*json.loads(store.get(key))) for key in keys])
+
+
+def disagreement(arrivals: Sequence[Arrival]) -> AutoparError | None:
+    """Return the error that what ranks brought amounts to, or None where all fits."""
+    for name in arrivals[0].versions:
+        if apart := _apart(arrivals, [arrival.versions.get(name, "none") for arrival in arrivals]):
+            return UsageError(f"hosts have different versions of {name}: {apart}; install the same everywhere")
+    for name in arrivals[0].files:
+        if apart := _apart(arrivals, [arrival.files.get(name, "none")[:12] for arrival in arrivals]):
+            return FileError(f"the {name} is not the same on all hosts, by SHA-256: {apart}; give all the same")
+    return _scattered(arrivals)
+
+
+def _apart(arrivals: Sequence[Arrival], values: Sequence[str]) -> str:
+    """Say who has which of several values; nothing if there is one."""
+    having: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        having[value].append(rank)
+    if len(having) == 1:
+        return ""
+    return ", ".join(f"{value} on {_ranks(ranks)} ({_hosts(arrivals, ranks)})" for value, ranks in having.items())
+
+
+def _scattered(arrivals: Sequence[Arrival]) -> UsageError | None:
+    for rank, own in enumerate(arrivals):
+        first = rank - own.local_rank
+        along = [each[:3] for each in arrivals[max(first, 0) :][: own.local_size]]
+        if along != [(own.host, index, own.local_size) for index in range(own.local_size)]:
+            return UsageError(
+                f"rank {rank} is number {own.local_rank} of {own.local_size} on {own.host}, but the ranks of a host "
+                "must follow each other; with srun, use --distribution=block"
+            )
+    return None
+
+
+def _wait_until_heard(launch: LaunchedRank, store: dist.Store) -> None:
+    """Stay while ranks that are there listen: the store ends with this process."""
+    there = [rank for rank in range(1, launch.size) if store.check([f"arrival/{rank}"])]
+    try:
+        store.wait([f"heard/{rank}" for rank in there], timedelta(seconds=ANSWER_S))
+    except RuntimeError:
+        return
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _hosts(arrivals: Sequence[Arrival], ranks: Sequence[int]) -> str:
+    return ", ".join(dict.fromkeys(arrivals[rank].host for rank in ranks))

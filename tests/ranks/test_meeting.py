@@ -1,0 +1,71 @@
+"""Ranks that a launcher started: who did not come, and what sets hosts apart, is said on all of them."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import SaidElsewhereError
+from autopar.ranks.meeting import Arrival, disagreement, meet
+
+
+def ranks_of(size: int, address: str = "127.0.0.1") -> list[LaunchedRank]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [LaunchedRank(rank, size, rank, size, address, port, "torchrun") for rank in range(size)]
+
+
+def meetings(ranks: list[LaunchedRank], files: list[dict[str, str]], timeout_s: float) -> list[AutoparError | None]:
+    def one(rank: LaunchedRank, brought: dict[str, str]) -> AutoparError | None:
+        try:
+            meet(rank, brought, timeout_s)
+        except AutoparError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(one, ranks, files))
+
+
+def test_all_meet_on_loopback_whatever_the_host_is_called() -> None:
+    assert meetings(ranks_of(3, "a-name-of-no-host"), [{"plan": "1"}] * 3, 60.0) == [None] * 3
+
+
+def test_ranks_that_never_come_are_named_and_the_others_end_alike() -> None:
+    found = meetings(ranks_of(4)[:2], [{}] * 2, 1.0)
+    assert isinstance(found[0], TrainingError)
+    assert "ranks 2, 3 of 4 did not come to 127.0.0.1:" in str(found[0])
+    assert isinstance(found[1], SaidElsewhereError)
+    assert found[1].exit_code == 5
+
+
+def test_a_host_with_another_plan_is_named_and_all_end_with_the_code_of_a_bad_file() -> None:
+    found = meetings(ranks_of(3), [{"plan": "aa"}, {"plan": "bb"}, {"plan": "aa"}], 60.0)
+    assert isinstance(found[0], FileError)
+    assert "the plan is not the same on all hosts, by SHA-256: aa on ranks 0, 2 (" in str(found[0])
+    assert ", bb on rank 1 (" in str(found[0])
+    assert [error.exit_code for error in found if error is not None] == [4, 4, 4]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    rank = ranks_of(1)[0]
+    with socket.create_server(("127.0.0.1", rank.port)), pytest.raises(TrainingError, match=f"127.0.0.1:{rank.port}"):
+        meet(rank, {}, 1.0)
+
+
+def test_other_versions_and_ranks_dealt_to_hosts_in_turn_are_refused() -> None:
+    def arrivals(*places: tuple[str, int], torch: str = "2") -> list[Arrival]:
+        known = [Arrival(host, local_rank, 2, {"torch": "2"}, {}) for host, local_rank in places]
+        return [*known[:-1], known[-1]._replace(versions={"torch": torch})]
+
+    assert disagreement(arrivals(("a", 0), ("a", 1), ("b", 0), ("b", 1))) is None
+    dealt = disagreement(arrivals(("a", 0), ("b", 0), ("a", 1), ("b", 1)))
+    assert isinstance(dealt, UsageError)
+    assert "rank 0 is number 0 of 2 on a, but the ranks of a host must follow each other" in str(dealt)
+    other = disagreement(arrivals(("a", 0), ("a", 1), ("b", 0), ("b", 1), torch="3"))
+    assert isinstance(other, UsageError)
+    assert "different versions of torch: 2 on ranks 0, 1, 2 (a, b), 3 on rank 3 (b)" in str(other)
