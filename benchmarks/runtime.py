@@ -17,7 +17,6 @@ sleeps in all ranks at once without messages; in `real`, one process. Wants an o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -56,12 +55,8 @@ def main() -> None:
     watch = Watch()
     chosen = list(CASES) if arguments.case == "all" else [arguments.case]
     rows = [row for case in chosen for row in CASES[case](arguments)]
-    result = {"steps": arguments.steps, **watch.describe(), "rows": rows}
-    text = json.dumps(result, indent=1) + "\n"
-    if arguments.json:
-        arguments.json.write_text(text)
     _print(rows)
-    sys.stdout.write(json.dumps(watch.describe()) + "\n")
+    watch.record({"steps": arguments.steps, "rows": rows}, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
@@ -80,8 +75,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["case"] != case:
             case = row["case"]
-            sys.stdout.write(f"\n{case}\n" + "  ".join(f"{name:>{widths.get(name, 10)}}" for name in COLUMNS) + "\n")
-        sys.stdout.write("  ".join(f"{_cell(row, name):>{widths.get(name, len(name))}}" for name in COLUMNS) + "\n")
+            sys.stderr.write(f"\n{case}\n" + "  ".join(f"{name:>{widths.get(name, 10)}}" for name in COLUMNS) + "\n")
+        sys.stderr.write("  ".join(f"{_cell(row, name):>{widths.get(name, len(name))}}" for name in COLUMNS) + "\n")
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

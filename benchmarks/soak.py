@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import re
@@ -63,10 +62,7 @@ def main() -> None:
         result["steady"] = _steady(plan, arguments.steps)
     if arguments.stops:
         result["stops"] = _stops(plan, arguments.stops, arguments.seed)
-    text = json.dumps({**watch.describe(), **result}, indent=1) + "\n"
-    sys.stdout.write(text)
-    if arguments.json:
-        arguments.json.write_text(text)
+    watch.record(result, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
