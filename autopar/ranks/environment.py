@@ -117,11 +117,13 @@ def _slurm(environment: Environment) -> LaunchedRank:
 def _mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Environment], LaunchedRank]:
     def read(environment: Environment) -> LaunchedRank:
         _need(environment, "mpirun", rank, size, local_rank, local_size)
-        numbers = [_number(environment, name) for name in (rank, size, local_rank, local_size)]
-        if numbers[1] != numbers[3]:
+        numbers = {name: _number(environment, name) for name in (rank, size, local_rank, local_size)}
+        if numbers[size] != numbers[local_size]:
             # Nothing that mpirun sets says where rank 0 is.
             _need(environment, "mpirun -x MASTER_ADDR=HOST", "MASTER_ADDR")
-        return LaunchedRank(*numbers, environment.get("MASTER_ADDR", "127.0.0.1"), _port(environment), "mpirun")
+        address = environment.get("MASTER_ADDR", "127.0.0.1")
+        own = (numbers[rank], numbers[size], numbers[local_rank], numbers[local_size])
+        return LaunchedRank(*own, address, _port(environment), "mpirun")
 
     return read
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["LOOPBACK", "Arrival", "disagreement", "meet"]
 
@@ -40,7 +43,7 @@ class Arrival(NamedTuple):
     """What the rank was given -> its digest."""
 
 
-def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> dist.Store:
+def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> Store:
     """Wait until all ranks are there, and return the store through which they join.
 
     Args:
@@ -77,7 +80,7 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> di
     return store
 
 
-def _store(launch: LaunchedRank, timeout_s: float) -> dist.Store:
+def _store(launch: LaunchedRank, timeout_s: float) -> Store:
     # torchrun's agents may hold a store already.
     leads = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, listener = launch.address, None
@@ -86,7 +89,7 @@ def _store(launch: LaunchedRank, timeout_s: float) -> dist.Store:
             address = LOOPBACK
             # Left to itself, the store listens everywhere.
             listener = socket.create_server((LOOPBACK, launch.port), backlog=launch.size).detach() if leads else None
-        store = dist.TCPStore(
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             launch.port,
             is_master=leads,
@@ -97,10 +100,11 @@ def _store(launch: LaunchedRank, timeout_s: float) -> dist.Store:
     except (OSError, RuntimeError, ValueError) as error:
         where = f"{address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {where}: {error}") from error
-    return dist.PrefixStore(f"autopar/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"autopar/{attempt}", store)  # type: ignore[attr-defined]
 
 
-def _verdict(launch: LaunchedRank, store: dist.Store, timeout_s: float) -> AutoparError | None:
+def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:
     keys = [f"arrival/{rank}" for rank in range(launch.size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -148,7 +152,7 @@ def _scattered(arrivals: Sequence[Arrival]) -> UsageError | None:
     return None
 
 
-def _wait_until_heard(launch: LaunchedRank, store: dist.Store) -> None:
+def _wait_until_heard(launch: LaunchedRank, store: Store) -> None:
     """Stay while ranks that are there listen: the store ends with this process."""
     there = [rank for rank in range(1, launch.size) if store.check([f"arrival/{rank}"])]
     try:

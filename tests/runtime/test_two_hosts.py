@@ -1,0 +1,129 @@
+"""Two hosts, as network namespaces with an address each and a slow link between them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dictated import dictate
+from safetensors.torch import load_file
+from threads import train_in_threads
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from autopar.formats.report import Report
+from autopar.runtime.weights import read
+
+MODEL = Path(__file__).parent / "models" / "words.py"
+
+HOSTS = """
+set -e
+unshare --net sleep infinity &
+other=$!
+trap 'kill $other' EXIT
+while [ "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do :; done
+inside="nsenter --target $other --net"
+ip link add first type veth peer name second
+ip link set second netns $other
+ip address add 10.77.0.1/24 dev first
+$inside ip address add 10.77.0.2/24 dev second
+ip link set first up; ip link set lo up
+$inside ip link set second up; $inside ip link set lo up
+tc qdisc add dev first root tbf rate 100mbit burst 64kb latency 100ms
+$inside tc qdisc add dev second root tbf rate 100mbit burst 64kb latency 100ms
+"""
+
+
+def in_hosts(script: str, folder: Path, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    """Run a script that may say ``$inside`` before what the second host runs; nothing of it remains."""
+    command = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO", "MASTER"))}
+    return subprocess.run(
+        [*command, "bash", "-c", HOSTS + script],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+@functools.cache
+def refused() -> str:
+    """Why there can be no hosts here; empty if there can."""
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc", "bash") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    tried = in_hosts("$inside true", Path.cwd(), 30.0)
+    return "" if tried.returncode == 0 else f"no network namespaces: {' '.join(tried.stderr.split())}"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with a plan of four ranks for a model file, where namespaces are allowed."""
+    if refused():
+        pytest.skip(refused())
+    (tmp_path / "words.py").write_bytes(MODEL.read_bytes())
+    model = load(str(tmp_path / "words.py"))
+    plan = dictate(capture(model, model.build(0)), model, [2, 2], 2, 4)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": "words.py"})})
+    plan.save(tmp_path / "plan.json")
+    return tmp_path
+
+
+def srun(rank: int, arguments: str) -> str:
+    """Return the shell's line that starts a rank as srun would, two on each host."""
+    variables: dict[str, object] = {
+        "SLURM_JOB_ID": 1,
+        "SLURM_STEP_ID": 0,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank % 2,
+        "SLURM_NODEID": rank // 2,
+        "SLURM_STEP_NUM_TASKS": 4,
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
+    }
+    variables["MASTER_ADDR"] = "10.77.0.1"
+    told = " ".join(f"{name}='{value}'" for name, value in variables.items())
+    return f"{'$inside' if rank > 1 else ''} env {told} {sys.executable} -m autopar worker {arguments} & ranks+=($!)\n"
+
+
+WAIT = 'code=0; for rank in "${ranks[@]}"; do wait $rank || code=$?; done; exit $code'
+
+
+def test_two_hosts_train_as_the_threads_of_one_do(here: Path) -> None:
+    script = "".join(srun(rank, "plan.json --steps 3 --save trained") for rank in range(4))
+    done = in_hosts(script + WAIT, here)
+    assert done.returncode == 0, done.stderr
+    model = load(str(here / "words.py"))
+    module = model.build(0)
+    state = dict(module.named_parameters())
+    (here / "kept").mkdir()
+    losses = train_in_threads(Plan.load(here / "plan.json"), capture(model, module), model, state, here / "kept", 3)
+    assert Report.load(here / "report.json").loss == pytest.approx(losses, rel=1e-6)
+    kept = load_file(here / "kept" / "parameters-0") | load_file(here / "kept" / "parameters-2")
+    trained = read(here / "trained", kept)
+    assert trained.keys() == kept.keys()
+    for name, value in kept.items():
+        torch.testing.assert_close(trained[name], value)
+    assert not list((here / "trained").glob(".*"))
+
+
+def test_a_host_with_another_plan_ends_all_ranks_in_one_line(here: Path) -> None:
+    plan = Plan.load(here / "plan.json")
+    plan.model_copy(update={"seed": 9}).save(here / "other.json")
+    script = "".join(srun(rank, f"{'other' if rank > 1 else 'plan'}.json --steps 3") for rank in range(4))
+    done = in_hosts(script + WAIT, here)
+    assert done.returncode == 4, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("autopar: the plan is not the same on all hosts, by SHA-256: ")
+    assert "Traceback" not in done.stderr
