@@ -1,1 +1,32 @@
-"""autopar: measure a PyTorch model, plan the fastest way to train it, train it that way."""
+"""autopar: measure a PyTorch model, plan the fastest way to train it, train it that way.
+
+In Python, with the model at hand::
+
+    profile = autopar.profile(model, batch, loss=loss)
+    plan = autopar.plan(profile, autopar.Cluster.of("8xH100"))
+    job = autopar.materialize(model, plan, loss=loss, optimizer=make_optimizer)
+    for batch in loader:
+        metrics = job.step(batch)
+
+Names are loaded when they are first used: planning does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.formats.profile import Profile
+    from autopar.interface import Cluster, Plan, Timeline, plan, profile
+    from autopar.runtime.materialize import materialize
+
+__all__ = ["Cluster", "Plan", "Profile", "Timeline", "materialize", "plan", "profile"]
+
+_HOMES = {"Profile": "autopar.formats.profile", "materialize": "autopar.runtime.materialize"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "autopar.interface")), name)

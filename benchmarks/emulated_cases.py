@@ -46,15 +46,25 @@ class Entry(NamedTuple):
 ENTRIES = {
     "autopar gpipe": Entry("gpipe", counterpart="torch ScheduleGPipe"),
     "autopar 1f1b": Entry("1f1b", counterpart="torch Schedule1F1B"),
+    "autopar interleaved": Entry("interleaved", chunks=2, counterpart="torch ScheduleInterleaved1F1B"),
+    "autopar zb-h1": Entry("zb-h1", split=True),
+    "autopar zb-h2": Entry("zb-h2", split=True),
+    "autopar zb-v": Entry("zb-v", chunks=2, split=True, counterpart="torch ScheduleZBVZeroBubble"),
+    "autopar dualpipe-v": Entry("dualpipe-v", chunks=2, split=True, counterpart="torch ScheduleDualPipeV"),
 }
 PEERS = {
     "torch ScheduleGPipe": "autopar gpipe",
     "torch Schedule1F1B": "autopar 1f1b",
+    "torch ScheduleInterleaved1F1B": "autopar interleaved",
+    "torch ScheduleInterleavedZeroBubble": "",
+    "torch ScheduleZBVZeroBubble": "autopar zb-v",
+    "torch ScheduleDualPipeV": "autopar dualpipe-v",
 }
 """Torch's contestants, and whose ideal is theirs."""
 DELAYED = {
     "autopar 1f1b PA": Entry("1f1b", "PA"),
     "autopar 1f1b PB": Entry("1f1b", "PB"),
+    "autopar zb-h1": Entry("zb-h1", split=True),
 }
 
 

@@ -13,10 +13,12 @@ from cut import cut
 from emulation import free_links, predicted_s, profile_of
 from race import Field
 from score import Laps, row, steps_s
-from sleeping import Pace
+from sleeping import Pace, graph_of, user_of
 
 from autopar.capture import load
 from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
 from autopar.ranks.pool import RankPool
@@ -34,17 +36,26 @@ class Entry(NamedTuple):
     schedule: str
     widths: tuple[int, ...]
     micro_batches: int
-    counterpart: str
+    counterpart: str | None
+    chunks: int = 1
+    split: bool = False
+    """Whether the schedule splits the backward."""
 
 
 ENTRIES = {
     "autopar gpipe": Entry("gpipe", (1, 1), MICRO_BATCHES, "torch ScheduleGPipe"),
     "autopar 1f1b": Entry("1f1b", (1, 1), MICRO_BATCHES, "torch Schedule1F1B"),
+    "autopar interleaved": Entry("interleaved", (1, 1), MICRO_BATCHES, "torch ScheduleInterleaved1F1B", 2),
+    "autopar zb-h1": Entry("zb-h1", (1, 1), MICRO_BATCHES, None, split=True),
+    "autopar zb-v": Entry("zb-v", (1, 1), MICRO_BATCHES, "torch ScheduleZBVZeroBubble", 2, split=True),
     "autopar data parallelism": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch DDP"),
 }
 PEERS = {
     "torch ScheduleGPipe": "autopar gpipe",
     "torch Schedule1F1B": "autopar 1f1b",
+    "torch ScheduleInterleaved1F1B": "autopar interleaved",
+    "torch ScheduleInterleavedZeroBubble": "",
+    "torch ScheduleZBVZeroBubble": "autopar zb-v",
     "torch DDP": "autopar data parallelism",
     "torch FSDP2": "autopar data parallelism",
 }
@@ -58,17 +69,11 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     profiled = profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
     links = local_cluster(measure_links(RANKS, "cpu", 1), profiled.device, RANKS)
     graph = capture(user, user.build(0))
-    plans = {
-        name: cut(
-            graph, user, entry.schedule, entry.widths, entry.micro_batches, MICRO_BATCHES * ROWS // entry.micro_batches
-        )
-        for name, entry in ENTRIES.items()
-        if any(word in name for word in words)
-    }
+    plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
     peers = [name for name in PEERS if any(word in name for word in words)]
     laps = _race(arguments, plans, [*peers, "plain", "copies"])
     single_s = steps_s(laps["plain"])
-    ideals = {name: [_ideal_s(plan, step_s) for step_s in single_s] for name, plan in plans.items()}
+    ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
     found = []
     for name, plan in plans.items():
         expected_s = predicted_s(plan, profiled, links)
@@ -102,14 +107,16 @@ def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence
     return {name: [result[name] for result in results] for name in results[0]}
 
 
-def _ideal_s(plan: Plan, single_s: float) -> float:
+def _ideal_s(entry: Entry, single_s: float) -> float:
     """Return the seconds of a step that is one process's, divided among the ranks without any loss but the bubble."""
     row_s = single_s / (MICRO_BATCHES * ROWS * BLOCKS)
-    names = [layer for stage in plan.stages for layer in stage.layers]
-    paces = [Pace(row_s / 3 * BLOCKS / len(names), 2 * row_s / 3 * BLOCKS / len(names), 1)] * len(names)
-    uniform = profile_of(paces, plan.micro_batch_size, plan.batch, 0.0, split=False)
-    stages = tuple(
-        stage.model_copy(update={"layers": tuple(str(names.index(name)) for name in stage.layers)})
-        for stage in plan.stages
-    )
-    return predicted_s(plan.model_copy(update={"stages": stages}), uniform, free_links(RANKS))
+    paces = [Pace(row_s / 3, 2 * row_s / 3, 1)] * BLOCKS
+    batch = MICRO_BATCHES * ROWS
+    rows = batch // entry.micro_batches
+    plan = _plan(graph_of(paces, entry.split), user_of(batch), entry)
+    return predicted_s(plan, profile_of(paces, rows, batch, 0.0, split=entry.split), free_links(RANKS))
+
+
+def _plan(graph: LayerGraph, user: UserModel, entry: Entry) -> Plan:
+    rows = MICRO_BATCHES * ROWS // entry.micro_batches
+    return cut(graph, user, entry.schedule, entry.widths, entry.micro_batches, rows, entry.chunks)

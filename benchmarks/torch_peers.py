@@ -23,6 +23,7 @@ SCHEDULES: dict[str, tuple[Any, int, bool]] = {
     "ScheduleInterleaved1F1B": (pipelining.ScheduleInterleaved1F1B, 2, False),
     "ScheduleInterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, 2, True),
     "ScheduleZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, 2, True),
+    "ScheduleDualPipeV": (pipelining.ScheduleDualPipeV, 2, True),
 }
 """Class, stages per rank, and whether it splits the backward."""
 
@@ -30,7 +31,7 @@ SCHEDULES: dict[str, tuple[Any, int, bool]] = {
 def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     """Return the stages that a schedule has on a rank."""
     _, chunks, _ = SCHEDULES[name]
-    if "ZBV" in name:
+    if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
         return [rank, 2 * ranks - 1 - rank]
     return [rank + chunk * ranks for chunk in range(chunks)]
 

@@ -7,11 +7,10 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import Division, Shard
+from autopar.formats.plan import SHARDS, Division, Shard, shards_of
 from autopar.formats.predicted import Alternative
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Family, Placed, place
-from autopar.planner.choices import SHARDS
 from autopar.planner.costs import CostModel
 from autopar.planner.depths import depth_choices
 from autopar.planner.judge import Best, Found
@@ -104,7 +103,7 @@ def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard
     found: list[Division] = ["split"] if costs.divisible or width <= family.micro_batch_size else []
     if width <= family.micro_batches and not costs.divisible:
         found.append("round-robin")
-    return [(division, shard) for division in found for shard in shards]
+    return [(division, shard) for division in found for shard in shards_of(division, shards)]
 
 
 def _span(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> Span:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.plan import Crossing, Plan, ScheduleName, SharedParameter, Stage
 from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.binding import binding
 from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.chunks import halves, plain
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
 from autopar.planner.heading import heading
 from autopar.planner.links import Collective
+from autopar.planner.moments import backwards
 from autopar.planner.options import PlanOptions
+from autopar.planner.provenance import communicated, computed
 from autopar.planner.shares import shares_of
 from autopar.planner.sharing import Traffic
 from autopar.planner.simulate import Simulator, trace
@@ -86,9 +88,14 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
         for stage in candidate.stages
         for replica in range(len(stage.devices))
     ]
-    columns = zip(own, times.forward_s, times.backward_s, times.update_s, strict=True)
+    backward_s = times.backward_s
+    if times.input_s:
+        # About: some may be whole, some in halves.
+        backward_s = [one + other for one, other in zip(times.input_s, times.weight_s, strict=True)]
+    columns = zip(own, times.forward_s, backward_s, times.update_s, strict=True)
     busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
-    return max(0.0, 1.0 - busy_s / (len(own) * step_s)) if step_s > 0 else 0.0
+    ranks = 1 + max(times.ranks)
+    return max(0.0, 1.0 - busy_s / (ranks * step_s)) if step_s > 0 else 0.0
 
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
@@ -136,9 +143,11 @@ def stage_record(costs: CostModel, stage: Placed) -> Stage:
     )
 
 
-def _schedule(candidate: Candidate) -> Literal["gpipe", "1f1b"]:
+def _schedule(candidate: Candidate) -> ScheduleName:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
     count = candidate.micro_batches
+    if not plain(candidate.schedule):
+        return candidate.schedule  # type: ignore[return-value]  # the options name these only
     if count > 1 and all(stage.warmup == stage.turns(0, count) for stage in candidate.stages):
         return "gpipe"
     return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
@@ -154,14 +163,18 @@ def _predicted(costs: CostModel, candidate: Candidate) -> Predicted:
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
-        compute=tuple(map(costs.compute_provenance, stages)),
-        communication=costs.communication_provenance(candidate),
-        backward_s=tuple(_backward_s(costs, stage, candidate.micro_batches) for stage in stages),
+        compute=tuple(computed(costs, stage) for stage in stages),
+        communication=communicated(costs, candidate),
+        backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
     )
 
 
-def _backward_s(costs: CostModel, stage: Placed, micro_batches: int) -> float:
-    return max(costs.backward_s(stage, replica, micro_batches) for replica in range(len(stage.devices)))
+def _backward_s(costs: CostModel, stage: Placed, candidate: Candidate) -> float:
+    """Return the seconds of a backward, whole or in halves as the last one is, on the slowest replica."""
+    count, replicas = candidate.micro_batches, range(len(stage.devices))
+    if halves(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
+        return max(sum(costs.halves_s(stage, replica, count)) for replica in replicas)
+    return max(costs.backward_s(stage, replica, count) for replica in replicas)
 
 
 def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
@@ -202,7 +215,11 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
             kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
             groups += [(kind, stage.devices) for kind in kinds]
     for _, holders in costs.tied_between(candidate.stages):
-        devices = tuple(device for index in holders for device in candidate.stages[index].devices)
+        devices = tuple(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
         groups.append(("all_reduce", devices))
-    notes = [costs.links.collective_note(kind, len(group), costs.links.level(group)) for kind, group in groups]
+    notes = [
+        costs.links.collective_note(kind, len(group), costs.links.level(group))
+        for kind, group in groups
+        if len(group) > 1
+    ]
     return list(dict.fromkeys(note for note in notes if note))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.predicted import BoundPart, Term
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last, link_terms, stage_terms
 from autopar.planner.candidate import Candidate
+from autopar.planner.chunks import plain
 from autopar.planner.costs import CostModel
+from autopar.planner.rank_bounds import RankBound, rank_bounds, rank_terms
 
 __all__ = ["binding"]
+
+
+_TERMS: tuple[Term, ...] = ("synchronisation", "update", "compute")
 
 
 class _Part(NamedTuple):
@@ -24,9 +30,18 @@ class _Bound:
 
     def __init__(self, costs: CostModel, candidate: Candidate) -> None:
         stages = candidate.stages
-        self.costs, self.candidate = costs, candidate
-        self.stages: list[StageTerms] = [stage_terms(costs, stage, candidate.micro_batches) for stage in stages]
-        self.links: list[LinkTerms] = [link_terms(costs, *ends, candidate) for ends in pairwise(stages)]
+        self.stages: list[StageTerms]
+        self.links: list[LinkTerms]
+        self.ranks: tuple[RankBound, ...] = ()
+        if plain(candidate.schedule):
+            self.stages = [stage_terms(costs, stage, candidate.micro_batches) for stage in stages]
+            self.links = [link_terms(costs, *ends, candidate) for ends in pairwise(stages)]
+            self.updates_s, self.weights_s = [costs.update_s(stage) for stage in stages], [0.0] * len(stages)
+        else:
+            terms = rank_terms(costs, candidate)
+            self.stages, self.links = terms.stages, terms.links
+            self.updates_s, self.weights_s = terms.update_s, terms.weight_s
+            self.ranks = tuple(rank_bounds(candidate, terms))
         self.suffixes: list[Terms] = [last(self.stages[-1])]
         for stage, link in zip(self.stages[-2::-1], self.links[::-1], strict=True):
             self.suffixes.insert(0, fold(stage, link, self.suffixes[0]))
@@ -42,10 +57,11 @@ class _Bound:
             filling += later
             index += 1
             stage = self.stages[index]
-        update_s = self.costs.update_s(self.candidate.stages[index])
+        update_s, weight_s = self.updates_s[index], self.weights_s[index]
         parts = [
             _Part(filling, "filling", first),
-            _Part(float(stage.closing_s) - update_s, "synchronisation", index),
+            _Part(weight_s, "compute", index),
+            _Part(float(stage.closing_s) - update_s - weight_s, "synchronisation", index),
             _Part(update_s, "update", index),
         ]
         return [*parts, *self.backward(index)]
@@ -75,16 +91,20 @@ class _Bound:
 
 
 def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
-    """Return what :func:`autopar.planner.bounds.bound` of a candidate is the sum of, largest first.
+    """Return what the lower bound of a candidate is the sum of, largest first.
 
     It is the chain of terms that its recursion takes; of several that are as large, the one of the earliest stage.
     """
     found = _Bound(costs, candidate)
-    start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
-    parts = [_Part(costs.profile.step_overhead_s, "overhead", 0), *found.done(start)]
-    filling = [part for part in parts if part.term == "filling"]
-    parts = [part for part in parts if part.term != "filling"]
-    parts.append(_Part(sum(part.seconds for part in filling), "filling", parts[-1].stage))
+    own = max(found.ranks, key=lambda each: each.seconds, default=None)
+    if own is not None and own.seconds > found.suffixes[0].step_s:
+        seconds = (own.synchronisation_s, own.update_s, own.compute_s)
+        chain = [_Part(each, term, own.stage) for each, term in zip(seconds, _TERMS, strict=True)]
+        chain.append(_Part(own.filling_s, "filling", own.stage))
+    else:
+        start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
+        chain = found.done(start)
+    parts = _joined([_Part(costs.profile.step_overhead_s, "overhead", 0), *chain])
     parts = sorted((part for part in parts if part.seconds > 0), key=lambda part: (-part.seconds, part.stage))
     return tuple(
         BoundPart(
@@ -95,6 +115,16 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
         )
         for part in parts
     )
+
+
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """Return parts with one of every term and stage, and the filling that of the stage that the chain ends with."""
+    seconds: dict[tuple[Term, int], float] = {}
+    last = next(part.stage for part in reversed(parts) if part.term != "filling")
+    for part in parts:
+        key = (part.term, last if part.term == "filling" else part.stage)
+        seconds[key] = seconds.get(key, 0.0) + part.seconds
+    return [_Part(total, *key) for key, total in seconds.items()]
 
 
 def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:

@@ -223,8 +223,9 @@ def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candi
         route = Route(0, 0, 0, rows)
         sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
         there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
-        forth.append(costs.message_s(there, sender, receiver))
-        back.append(costs.message_s(returned, receiver, sender) if flow.gradients else 0.0)
+        apart = sender != receiver
+        forth.append(costs.message_s(there, sender, receiver) if apart else 0.0)
+        back.append(costs.message_s(returned, receiver, sender) if apart and flow.gradients else 0.0)
     return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
 
 

@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.plan import Division, Shard
+from autopar.formats.plan import SHARDS, Division, Shard, shards_of
 from autopar.planner.areas import Counts
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 
-__all__ = ["DIVISIONS", "SHARDS", "Choice", "choices"]
+__all__ = ["DIVISIONS", "Choice", "choices"]
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
-SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 MOST_PARTS, FEW_PARTS = 5, 2
 
 
@@ -77,7 +76,7 @@ def choices(costs: CostModel, options: PlanOptions, binding: bool, *, apart: boo
         Choice(division, shard, part, parts, every, alone=alone and shard == "none")
         for part in ranges
         for division in divisions
-        for shard in shards
+        for shard in shards_of(division, shards)
     ]
     if apart or len(ranges) == 1:
         return found

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Division, Shard, turns
+from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, Family, Placed, within
-from autopar.planner.choices import DIVISIONS, SHARDS
+from autopar.planner.choices import DIVISIONS
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.memory import Held, Parts, peak_of
@@ -169,7 +169,7 @@ class Closest:
                 continue
             if width > most and not self.costs.divisible:
                 continue
-            for shard in shards if width > 1 else ("none",):
+            for shard in shards_of(division, shards) if width > 1 else ("none",):
                 for level in asked:
                     yield _Way(division, shard, levels[level])
 

@@ -9,13 +9,14 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.compared import Compared
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import references
+from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
+from autopar.planner.scheduled import otherwise
 from autopar.planner.simulate import Simulator
 
 __all__ = ["Comparison", "compare"]
@@ -31,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
-    """Return autopar's plan and those of its peers, all judged by autopar's costs, memory and simulator.
+    """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
     autopar's search starts from the peers' plans, so that it is never slower than one of them that the options admit;
     virtual workers that cut the layers differently are no plan.
@@ -49,7 +50,8 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     rows = [_row(simulator, each) for each in found]
     known = [each.candidate for each in found if each.candidate and not each.reason]
     own = plan(profile, cluster, options, known, compared)
-    every = [_own(own, costs), *rows]
+    others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
+    every = [_own(own, costs), *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
@@ -63,6 +65,15 @@ def _row(simulator: Simulator, peer: Peer) -> Compared:
         return Compared(peer.name, infeasible=peer.reason)
     peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
     return Compared(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
+
+
+def _otherwise(costs: CostModel, each: Reference) -> Compared:
+    """Return a row of autopar's own stages under another schedule."""
+    name = f"autopar, as {each.name}"
+    if each.found is None:
+        return Compared(name, schedule=each.name, infeasible=each.reason)
+    step_s, candidate = each.found
+    return _compared(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
 
 
 def _own(own: Plan, costs: CostModel) -> Compared:

@@ -83,8 +83,8 @@ class Constraints:
         return min((self.layers, *(rule.most for rule in self.rules)))
 
     @classmethod
-    def of(cls, costs: CostModel, options: PlanOptions) -> Constraints:
-        """Read what the options say of the stages of a model.
+    def of(cls, costs: CostModel, options: PlanOptions, chunks: int = 1) -> Constraints:
+        """Read what the options say of the stages of a model, ``chunks`` of which a device may run.
 
         Raises:
             UsageError: a layer or type of device is unknown, or no stages obey all rules.
@@ -97,7 +97,7 @@ class Constraints:
         if options.max_stages is not None:
             rules.append(Rule(f"--max-stages {options.max_stages}", "counted", most=options.max_stages))
         count = len(costs.devices)
-        rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count))
+        rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count * chunks))
         found = cls(len(names), tuple(sorted(set(costs.kind_of))), tuple(rules))
         if not found._possible():
             raise found._contradiction()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from math import inf
 
 from autopar.planner.durations import Durations
 from autopar.planner.lanes import Lane, Lanes, Part, Passage, Queue
@@ -47,8 +48,12 @@ class Contended:
             for rank in lane.ranks:
                 self.touching[rank].append(lane)
         self.views = views(rows, times, self.wiring)
-        for rank in self.wiring.parts:
-            self.meetings[REDUCE_CODE, times.stage[rank]].missing += 1
+        for replica in self.wiring.parts:
+            self.meetings[REDUCE_CODE, times.stage[replica]].missing += 1
+        self.ended: dict[int, float] = {}
+        """When those replicas' last backwards ended that a view tells."""
+        self.reduced = [-inf] * count
+        """The end of every rank's latest reduction."""
         self.clock, self.position = [times.overhead_s] * count, [0] * count
         self.blocked: list[Queue | None] = [None] * count
         self.work: list[_Work | None] = [None] * count
@@ -104,6 +109,9 @@ class Contended:
             self._begin(work.then.lane, work.then.seconds, work.then)
             self.work[rank] = _Work(work.then.hidden_s, now_s, work.begun_s, None)
             return False
+        own = self.views[rank].ends.get(self.position[rank])
+        if own is not None:
+            self.ended[own] = now_s
         self.work[rank] = None
         if self.spans is not None:
             self.spans[rank][self.position[rank]] = (work.begun_s, now_s)
@@ -113,7 +121,7 @@ class Contended:
 
     def _advance(self, rank: int) -> None:
         """Perform actions until one has to wait; long, since calls would take longer than what they do."""
-        codes, queues, compute_s, _, felt = self.views[rank]
+        codes, queues, seconds, _, felt = self.views[rank]
         clock, spans = self.clock[rank], self.spans
         for at in range(self.position[rank], len(codes)):
             code, queue = codes[at], queues[at]
@@ -121,13 +129,13 @@ class Contended:
             if queue is None:
                 if code in _JOINT:
                     self.clock[rank], self.position[rank] = clock, at
-                    self._meet(rank, code, self.rows[rank][at][1])
+                    self._meet(rank, code, *self.rows[rank][at][1::2])
                     return
                 if at >= felt:
                     self.clock[rank], self.position[rank] = clock, at
-                    self._compute(rank, compute_s[code])
+                    self._compute(rank, seconds[at])
                     return
-                clock += compute_s[code]
+                clock += seconds[at]
             elif code in RECEIVES:
                 if not queue.arrived:
                     self.blocked[rank] = queue
@@ -137,7 +145,7 @@ class Contended:
                     clock = arrived
             else:
                 if queue.lane is None:
-                    self._pass(queue, clock, at)
+                    self._pass(queue, seconds[at], clock, at)
                 elif clock > self.now_s:
                     self.due_s[rank] = clock
                     heappush(self.events, (clock, rank))
@@ -159,21 +167,22 @@ class Contended:
         if clock > self.now_s:
             self._call(rank, clock)
             return
-        part = self.wiring.parts[rank] if self.position[rank] == self.views[rank].last else None
+        own = self.views[rank].ends.get(self.position[rank])
+        part = None if own is None else self.wiring.parts.get(own)
         left_s = seconds if part is None else seconds - part.hidden_s
         self.work[rank] = _Work(left_s, self.now_s, clock, part)
         self.turned[rank] = None
 
-    def _pass(self, queue: Queue, clock: float, at: int) -> None:
+    def _pass(self, queue: Queue, seconds: float, clock: float, at: int) -> None:
         """Send a message that nothing can slow."""
         begun = max(clock, queue.free_s)
-        queue.free_s = begun + queue.seconds
+        queue.free_s = begun + seconds
         queue.at, queue.begun_s = at, begun
         self._deliver(queue, queue.free_s)
 
     def _send(self, queue: Queue, lane: Lane, at: int) -> None:
         queue.busy, queue.at, queue.begun_s = True, at, self.now_s
-        self._begin(lane, queue.seconds, queue)
+        self._begin(lane, self.views[queue.sender].seconds[at], queue)
 
     def _deliver(self, queue: Queue, end_s: float) -> None:
         queue.arrived.append(end_s)
@@ -218,7 +227,7 @@ class Contended:
                 if owner.waiting:
                     self._send(owner, lane, owner.waiting.popleft())
             elif isinstance(owner, Part):
-                self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.rank]], self.now_s)
+                self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.replica]], self.now_s)
             elif isinstance(owner, Meeting):
                 self._part(owner, self.now_s)
 
@@ -280,11 +289,12 @@ class Contended:
             work.since_s, work.pace = now_s, pace
             self._call(rank, now_s + max(0.0, work.left_s) / pace)
 
-    def _meet(self, rank: int, code: int, index: int) -> None:
+    def _meet(self, rank: int, code: int, index: int, own: int) -> None:
         clock = self.clock[rank]
         if code == REDUCE_CODE:
-            ends = clock if rank in self.wiring.parts else clock + self.times.exposed_s[rank]
-            self._token(self.meetings[code, self.times.stage[rank]], ends)
+            ended = self.ended.get(own, clock)
+            ends = ended if own in self.wiring.parts else ended + self.times.exposed_s[own]
+            self._token(self.meetings[code, self.times.stage[own]], ends)
         elif self.wiring.tied[index] is not None and clock > self.now_s:
             self._call(rank, clock)
         else:
@@ -297,7 +307,10 @@ class Contended:
         if meeting.missing:
             return
         if meeting.code == REDUCE_CODE:
-            self._part(meeting, meeting.end_s)
+            # A rank's stages are reduced one after the other.
+            rank = meeting.members[0]
+            own = self.rows[rank][self.position[rank]][3]
+            self._part(meeting, max(meeting.end_s, self.reduced[rank] + self.times.reduce_s[own]))
             return
         lane, seconds = self.wiring.tied[meeting.index], self.times.tied_s[meeting.index]
         if lane is None:
@@ -310,15 +323,19 @@ class Contended:
         for rank in meeting.members:
             if self.spans is not None:
                 self.spans[rank][self.position[rank]] = self._reduction(meeting, rank, end_s)
-            self.clock[rank] = end_s
+            self.clock[rank] = max(self.clock[rank], end_s)
+            if meeting.code == REDUCE_CODE:
+                self.reduced[rank] = end_s
             self.position[rank] += 1
             self.ready.append(rank)
 
     def _reduction(self, meeting: Meeting, rank: int, end_s: float) -> Span:
-        part = self.wiring.parts.get(rank)
         if meeting.code == TIED_CODE:
             return (meeting.end_s, end_s)
+        own, times = self.rows[rank][self.position[rank]][3], self.times
+        part = self.wiring.parts.get(own)
         if part is not None:
             return (part.begun_s, end_s)
-        earliest = self.clock[rank] - self.times.backward_s[rank]
-        return (min(end_s, max(end_s - self.times.reduce_s[rank], earliest)), end_s)
+        last_s = times.last_s or times.backward_s
+        earliest = self.ended.get(own, self.clock[rank]) - last_s[own]
+        return (min(end_s, max(end_s - times.reduce_s[own], earliest)), end_s)

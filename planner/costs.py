@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
-from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
 from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.chunks import plain
 from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
 from autopar.planner.levels import Levels
 from autopar.planner.links import Collective, Level, LinkModel
 from autopar.planner.memory import Held, MemoryModel
+from autopar.planner.moments import rank_peaks
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.planner.sums import StageSums
-from autopar.schedules.buckets import buckets
-from autopar.schedules.route import Route, Routes, shares_of
+from autopar.schedules.buckets import buckets as grouped
+from autopar.schedules.route import Route, shares_of
 
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
+
+_Halves = tuple[list[float], list[float]]
 
 
 class CostModel:
@@ -67,8 +70,9 @@ class CostModel:
         alone = self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
-        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int], float] = {}
+        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
         self._levels: dict[tuple[float, int], Levels] = {}
+        self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = list(cluster.devices)
@@ -173,6 +177,21 @@ class CostModel:
             seconds += sum(again[at + 1] - again[at] - (sums[at + 1] - sums[at]) for at in stage.recompute)
         return seconds
 
+    @property
+    def halved(self) -> bool:
+        """Whether the halves of backwards are known on every kind of device that is planned for."""
+        return all(self.layers[kind].halved for kind in set(self.kind_of))
+
+    def halves_s(self, stage: Placed, replica: int, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
+        ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
+        where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
+        key = (stage.shares[replica], self.adding(micro_batches, ranks), *where)
+        if key not in self._halves:
+            self._halves[key] = self.sums.halves(*key)
+        first, second = self._halves[key]
+        return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
+
     def _level(self, stage: Placed) -> Level:
         return self.links.level(stage.devices)
 
@@ -235,14 +254,22 @@ class CostModel:
         kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
         return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
 
-    def replica_exposed_s(self, stage: Placed, replica: int) -> float:
-        """Return how long after a replica's last backward the reduction of its gradients ends."""
+    def replica_exposed_s(self, stage: Placed, replica: int, *, split: bool = False) -> float:
+        """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
         ranks, level = len(stage.devices), self._level(stage)
         kind = self.kind_of[stage.devices[replica]]
-        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind)
+        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind, split)
 
     def exposed_s(
-        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard = "none", kind: int = 0
+        self,
+        first: int,
+        stop: int,
+        rows: float,
+        ranks: int,
+        level: Level,
+        shard: Shard = "none",
+        kind: int = 0,
+        split: bool = False,
     ) -> float:
         """Return :meth:`replica_exposed_s` of layers ``first:stop``.
 
@@ -251,17 +278,17 @@ class CostModel:
         """
         if ranks == 1:
             return 0.0
-        key = (first, stop, rows, ranks, level, shard, kind)
+        key = (first, stop, rows, ranks, level, shard, kind, split)
         if key not in self._exposed:
             self._exposed[key] = self._exposed_s(*key)
         return self._exposed[key]
 
     def _exposed_s(
-        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int
+        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
     ) -> float:
         if shard in ("gradients", "parameters"):
             return self.sums.scatters(ranks, level)[first]
-        sums = self.layers[kind].backward_sums(rows, 1.0)
+        sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)
         free = 0.0
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         for layer, seconds in self._reduction(first, stop, ranks, level, operation):
@@ -285,49 +312,21 @@ class CostModel:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
 
-    def compute_provenance(self, stage: Placed) -> Provenance:
-        """Return where the times of a stage's forwards and backwards come from."""
-        placed = {(rows, self.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
-        known = (self.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
-        return least_certain(known) or "estimated"
-
-    def communication_provenance(self, candidate: Candidate) -> Provenance | None:
-        """Return where the times of a candidate's messages and reductions come from; none if it has none."""
-        return least_certain((*self._messages_known(candidate), *self._reductions_known(candidate)))
-
-    def _messages_known(self, candidate: Candidate) -> Iterator[Provenance]:
-        known = Routes()
-        for producer, consumer, flow in self.flows.exchanges([stage.stop for stage in candidate.stages]):
-            sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-            sent: set[tuple[float, Level]] = set()
-            for route in known.between(sending, receiving):
-                level = self.links.topology.pair(sending.devices[route.sender], receiving.devices[route.receiver])
-                sent.add((self.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample), level))
-            yield from (self.links.message_provenance(*each) for each in sent)
-
-    def _reductions_known(self, candidate: Candidate) -> Iterator[Provenance]:
-        for stage in candidate.stages:
-            ranks, level = len(stage.devices), self._level(stage)
-            kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
-            for kind in kinds if ranks > 1 else ():
-                for _, size in self._buckets(stage.first, stage.stop):
-                    yield self.links.collective_provenance(kind, size, ranks, level)
-        for index, holders in self.tied_between(candidate.stages):
-            devices = [device for holder in holders for device in candidate.stages[holder].devices]
-            size = self.flows.tied[index].bytes
-            yield self.links.collective_provenance("all_reduce", size, len(devices), self.links.level(devices))
-
     def peak_bytes(self, candidate: Candidate) -> list[int]:
-        """Return the peak memory of every stage's largest replica."""
+        """Return the peak memory of every stage's largest replica, with what else its rank holds."""
+        if not plain(candidate.schedule):
+            return rank_peaks(self.memory, self.kind_of, candidate)
         return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
-        return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
+        limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
+        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
-        return self._stage_peak(candidate, index) - self.limit_bytes(candidate.stages[index].devices)
+        own = self._stage_peak(candidate, index) if plain(candidate.schedule) else self.peak_bytes(candidate)[index]
+        return own - self.limit_bytes(candidate.stages[index].devices)
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
@@ -364,14 +363,14 @@ class CostModel:
         key = (first, stop, ranks, level, kind)
         if key not in self._reductions:
             self._reductions[key] = [
-                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self._buckets(first, stop)
+                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self.buckets(first, stop)
             ]
         return self._reductions[key]
 
-    def _buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
+    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
         sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
-        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in buckets(sizes)]
+        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
         total = self.profile.layers[layer].trainable_bytes

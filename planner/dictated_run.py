@@ -112,7 +112,7 @@ def _common_width(candidate: Candidate, times: Durations) -> int:
 def _narrow(rows: Rows, width: int) -> Rows:
     """Return the program of every stage's first replica, with ranks counted among them; -1 is no rank."""
     return [
-        [(code, index, peer if peer < 0 else peer // width) for code, index, peer in rows[rank]]
+        [(code, index, peer if peer < 0 else peer // width, own // width) for code, index, peer, own in rows[rank]]
         for rank in range(0, len(rows), width)
     ]
 

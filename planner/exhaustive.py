@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard
+from autopar.formats.plan import SHARDS, Division, Shard, shards_of
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
@@ -183,7 +183,7 @@ def _placed(
     first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
     for division in _divisions(costs, frame, width):
         shares = costs.shares(frame.rows, width, division)
-        for shard in _shards(options, width):
+        for shard in shards_of(division, _shards(options, width)):
             for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
                 yield Placed(first, stop, devices, shares, 1, recompute, shard, division)
 
@@ -198,7 +198,7 @@ def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division
 def _shards(options: PlanOptions, width: int) -> Sequence[Shard]:
     if width == 1:
         return ("none",)
-    return ("none", "optimizer", "gradients", "parameters") if options.shard == "auto" else (options.shard,)
+    return SHARDS if options.shard == "auto" else (options.shard,)
 
 
 def _recomputed(

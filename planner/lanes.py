@@ -45,10 +45,10 @@ class Lane:
 class Queue:
     """The messages of an ordered pair of ranks, in the sender's order."""
 
-    __slots__ = ("arrived", "at", "begun_s", "busy", "free_s", "lane", "receiver", "seconds", "sender", "waiting")
+    __slots__ = ("arrived", "at", "begun_s", "busy", "free_s", "lane", "receiver", "sender", "waiting")
 
-    def __init__(self, sender: int, receiver: int, seconds: float, lane: Lane | None) -> None:
-        self.sender, self.receiver, self.seconds, self.lane = sender, receiver, seconds, lane
+    def __init__(self, sender: int, receiver: int, lane: Lane | None) -> None:
+        self.sender, self.receiver, self.lane = sender, receiver, lane
         self.busy, self.at, self.begun_s, self.free_s = False, -1, 0.0, 0.0
         self.waiting: deque[int] = deque()
         """Positions of the sends that wait for the one under way."""
@@ -56,12 +56,12 @@ class Queue:
 
 
 class Part:
-    """One rank's part in its stage's reduction: ``hidden_s`` of it runs during the last backward."""
+    """A replica's part in its stage's reduction: ``hidden_s`` of it runs during the last backward."""
 
-    __slots__ = ("begun_s", "hidden_s", "lane", "rank", "seconds")
+    __slots__ = ("begun_s", "hidden_s", "lane", "replica", "seconds")
 
-    def __init__(self, rank: int, hidden_s: float, seconds: float, lane: Lane) -> None:
-        self.rank, self.hidden_s, self.seconds, self.lane = rank, hidden_s, seconds, lane
+    def __init__(self, replica: int, hidden_s: float, seconds: float, lane: Lane) -> None:
+        self.replica, self.hidden_s, self.seconds, self.lane = replica, hidden_s, seconds, lane
         self.begun_s = 0.0
 
 
@@ -80,24 +80,28 @@ class Lanes:
     def __init__(self, times: Durations, traffic: Traffic, tied: Sequence[Sequence[int]]) -> None:
         """``tied`` are the ranks that hold each parameter shared between stages."""
         self._sharing, self._devices = traffic
+        self._ranks = times.ranks
         self.lanes: list[Lane] = []
         self._known: dict[_Course, Lane] = {}
-        messages = {pair: self._message(*pair, seconds) for pair, seconds in times.message_s.items()}
+        slowest: dict[tuple[int, int], float] = {}
+        for (sender, receiver), seconds in times.message_s.items():
+            pair = self._ranks[sender], self._ranks[receiver]
+            slowest[pair] = max(seconds, slowest.get(pair, 0.0))
+        messages = {pair: self._message(*pair, seconds) for pair, seconds in slowest.items()}
         parts = dict(self._reductions(times))
         joint = [self._collective(ranks, ranks, s) for ranks, s in zip(tied, times.tied_s, strict=True)]
         self._passages = self._crowded([*messages.values(), *parts.values(), *joint])
-        self.queues = {
-            (sender, receiver): Queue(sender, receiver, seconds, self._lane(messages[sender, receiver]))
-            for (sender, receiver), seconds in times.message_s.items()
-        }
-        """By (sender, receiver)."""
+        self.queues = {pair: Queue(*pair, self._lane(course)) for pair, course in messages.items()}
+        """By (sending rank, receiving rank); of messages of several stages, the slowest says where all pass."""
         self.parts: dict[int, Part] = {}
-        """By rank."""
-        for rank, course in parts.items():
-            hidden_s = max(0.0, min(times.reduce_s[rank] - times.exposed_s[rank], times.backward_s[rank]))
-            lane = self._lane(course) if hidden_s + times.exposed_s[rank] > 0 else None
+        """By replica."""
+        last_s = times.last_s or times.backward_s
+        for replica, course in parts.items():
+            exposed_s = times.exposed_s[replica]
+            hidden_s = max(0.0, min(times.reduce_s[replica] - exposed_s, last_s[replica]))
+            lane = self._lane(course) if hidden_s + exposed_s > 0 else None
             if lane is not None:
-                self.parts[rank] = Part(rank, hidden_s, hidden_s + times.exposed_s[rank], lane)
+                self.parts[replica] = Part(replica, hidden_s, hidden_s + exposed_s, lane)
         self.tied = [self._lane(course) for course in joint]
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
@@ -113,13 +117,14 @@ class Lanes:
         return _Course(level, ports, tuple(members))
 
     def _reductions(self, times: Durations) -> Iterator[tuple[int, _Course]]:
-        """Yield (rank, course) for all replicas of stages that have several."""
+        """Yield (replica, course) for all replicas of stages that have several."""
         groups: dict[int, list[int]] = {}
-        for rank, stage in enumerate(times.stage):
-            groups.setdefault(stage, []).append(rank)
+        for replica, stage in enumerate(times.stage):
+            groups.setdefault(stage, []).append(replica)
         for group in groups.values():
-            for rank in group if len(group) > 1 else ():
-                yield rank, self._collective((rank,), group, times.reduce_s[rank])
+            ranks = [self._ranks[replica] for replica in group]
+            for replica, rank in zip(group, ranks, strict=True) if len(group) > 1 else ():
+                yield replica, self._collective((rank,), ranks, times.reduce_s[replica])
 
     def _crowded(self, courses: Sequence[_Course]) -> dict[Port, Passage]:
         """Return the ports where more transfers can meet than the port takes at full speed."""

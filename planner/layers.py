@@ -55,6 +55,20 @@ class LayerCosts:
         """
         return self._summed("backward", rows, adding)
 
+    @property
+    def halved(self) -> bool:
+        """Whether the halves of every layer's backward were measured."""
+        costs = (cost for layer in self.layers for cost in layer.costs)
+        return all(cost.backward_input_s is not None and cost.backward_weight_s is not None for cost in costs)
+
+    def input_sums(self, rows: float) -> list[float]:
+        """Return, for every position, the seconds of the input halves of all layers before it."""
+        return self._summed("input", rows, 0.0)
+
+    def weight_sums(self, rows: float, adding: float) -> list[float]:
+        """Return, for every position, the seconds of the weight halves of all layers before it; ``adding`` as above."""
+        return self._summed("weight", rows, adding)
+
     def recompute_s(self, layer: int, rows: float) -> float:
         """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
         costs = self.layers[layer].costs
@@ -68,6 +82,12 @@ class LayerCosts:
         costs = self.layers[layer].costs
         values = [float(cost.peak_bytes if value == "peak_bytes" else cost.output_bytes) for cost in costs]
         return _up(at_rows(self._sizes[layer], values, rows))
+
+    def pending_at(self, layer: int, rows: float) -> int | None:
+        """Return the bytes that a layer holds from the first half of its backward to the second; None: not measured."""
+        costs = self.layers[layer].costs
+        known = [float(cost.weight_saved_bytes) for cost in costs if cost.weight_saved_bytes is not None]
+        return _up(at_rows(self._sizes[layer], known, rows)) if len(known) == len(costs) else None
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
@@ -107,11 +127,19 @@ class LayerCosts:
 
     def _seconds(self, layer: int, kind: str, rows: float) -> float:
         costs: tuple[Cost, ...] = self.layers[layer].costs
-        fit = self.layers[layer].forward_fit if kind == "forward" else self.layers[layer].backward_fit
+        fit = {"forward": self.layers[layer].forward_fit, "backward": self.layers[layer].backward_fit}.get(kind)
         if fit is not None and not self._sizes[layer][0] <= rows <= self._sizes[layer][-1]:
             return fit.at(rows)
-        values = [cost.forward_s if kind == "forward" else cost.backward_s for cost in costs]
-        return at_rows(self._sizes[layer], values, rows)
+        return at_rows(self._sizes[layer], [_measured_s(cost, kind) for cost in costs], rows)
+
+
+def _measured_s(cost: Cost, kind: str) -> float:
+    """Return what was measured of a layer: its forward, its backward, or one half of that."""
+    if kind == "input":
+        return cost.backward_input_s or 0.0
+    if kind == "weight":
+        return cost.backward_weight_s or 0.0
+    return cost.forward_s if kind == "forward" else cost.backward_s
 
 
 def _up(value: float) -> int:

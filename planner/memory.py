@@ -17,7 +17,7 @@ from autopar.planner.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.layers import LayerCosts
 from autopar.planner.repeats import Repeats
 
-__all__ = ["Held", "MemoryModel", "Parts", "peak_of"]
+__all__ = ["Held", "MemoryModel", "Parts", "messages_of", "peak_of", "state_of"]
 
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""
@@ -73,23 +73,12 @@ class Parts(NamedTuple):
 
 def peak_of(parts: Parts, held: Held) -> Bytes:
     """Return the most bytes that a stage holds, every tensor that it sends read by one stage only."""
-    r = held.replicas
-    kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
-    if held.shard != "none":
-        kept = parts.parameters - (-parts.optimizer // r)
-        update = -(-update // r)
-    if held.shard == "gradients":
-        # The shards from which every step gathers the parameters; and two layers' gradients on their way to theirs.
-        kept, gradients = kept - (-parts.parameters // r), 2 * parts.largest - (-gradients // r)
-    if held.shard == "parameters":
-        kept = -(-(parts.parameters + parts.optimizer) // r)
-        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
-        gradients = 4 * parts.largest - (-gradients // r)
+    kept, gradients, update = state_of(parts, held)
     full = held.warmup - 1
-    messages = _messages(parts, held)
+    messages = messages_of(parts, held)
     begun: Bytes = 0
     sent: Bytes = 0
-    if held.warmup == held.micro_batches and r == 1:
+    if held.warmup == held.micro_batches and held.replicas == 1:
         begun = full * parts.activations + parts.first_peak + parts.lasting
         # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
         full, sent = full - 1, rows_bytes(held.rows, parts.answered)
@@ -99,8 +88,42 @@ def peak_of(parts: Parts, held: Held) -> Bytes:
     return kept + inputs + most
 
 
-def _messages(parts: Parts, held: Held) -> Bytes:
-    """Bytes of messages under way, beside what is in flight."""
+def state_of(parts: Parts, held: Held) -> tuple[Bytes, Bytes, Bytes]:
+    """Return a replica's parameters and optimizer state, its gradients, and what an update holds for a while."""
+    r = held.replicas
+    kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
+    if held.shard != "none":
+        kept, gradients = _sharded(parts, held)
+        update = -(-update // r)
+    return kept, gradients, update
+
+
+def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
+    """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
+    apart = parts.lasting
+    """Parameters that other stages hold, too, are whole everywhere."""
+
+    def part(total: Bytes, whole: Bytes) -> Bytes:
+        return whole - (-(total - whole) // held.replicas)
+
+    most: Bytes = np.maximum(parts.gradients, 1)
+    optimizer = part(parts.optimizer, parts.optimizer * apart // most)
+    if held.shard == "parameters":
+        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
+        kept: Bytes = part(parts.parameters, apart) + optimizer
+        passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
+        return kept, passing
+    # Every step gathers the parameters from parts of them.
+    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // held.replicas)
+    if held.shard == "optimizer":
+        return kept, parts.gradients
+    # Two layers' gradients are on their way to the parts.
+    passing = part(parts.gradients, apart) + 2 * parts.largest
+    return kept, passing
+
+
+def messages_of(parts: Parts, held: Held) -> Bytes:
+    """Return the bytes of messages under way, beside what is in flight."""
     rows, most = held.rows, held.micro_batches
     returned = rows_bytes(rows, parts.returned)
     answered = min(held.lead, most) * rows_bytes(rows, parts.answered)
@@ -135,7 +158,7 @@ class MemoryModel:
     """
 
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
-        self._costs, self._flows, self._updates_at_once = costs, flows, updates_at_once
+        self._costs, self._flows, self.updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
         self._repeats = Repeats.of(costs.layers, flows)
         self._peaks: dict[tuple[int, int, Held], int] = {}
@@ -174,7 +197,7 @@ class MemoryModel:
         """Return what the peak of one stage is made of."""
         if (first, stop) not in self._fixed:
             state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
-            update = (sum if self._updates_at_once else max)(self._updates[first:stop])
+            update = (sum if self.updates_at_once else max)(self._updates[first:stop])
             messages = (areas.at(first, stop) for areas in self._messages)
             largest = max(self._largest[first:stop])
             fixed: list[int] = [*state, largest, self._lasting.at(first, stop), update, *messages]
@@ -189,7 +212,7 @@ class MemoryModel:
         """
         if longest not in self._windows:
             state = [windowed(sums, longest) - shared.window(longest) for sums, shared in self._state]
-            update = np.add if self._updates_at_once else np.maximum
+            update = np.add if self.updates_at_once else np.maximum
             messages = [areas.window(longest) for areas in self._messages]
             lasting = self._lasting.window(longest)
             running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
@@ -237,12 +260,21 @@ class MemoryModel:
 
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
+        return self._own_peak(first, stop, held) + self.further(first, stop, held.rows, cuts)
+
+    def pending(self, first: int, stop: int, rows: float) -> int | None:
+        """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
+        known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
+        return None if None in known else sum(size for size in known if size is not None)
+
+    def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
+        """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""
         extra = 0
         for tensor in self._flows.forked(first, stop):
             if tensor.gradient and tensor.consumers[-1] >= stop:
                 readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
-        return self._own_peak(first, stop, held) + 2 * int(rows_bytes(held.rows, extra))
+        return 2 * int(rows_bytes(rows, extra))
 
     def _own_peak(self, first: int, stop: int, held: Held) -> int:
         """The peak, but for tensors that several later stages read."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from autopar.formats.plan import Division
+from autopar.formats.plan import SHARDS, Division, shards_of
 from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
 from autopar.planner.candidate import Candidate, Family, Placed, within
-from autopar.planner.choices import DIVISIONS, SHARDS
+from autopar.planner.choices import DIVISIONS
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
@@ -135,7 +135,7 @@ class _Pricing:
                 way
                 for division in self.divisions
                 if self._takes(len(devices), division)
-                for shard in (self.shards if len(devices) > 1 else SHARDS[:1])
+                for shard in (shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1])
                 for way in self._levels(
                     Placed(
                         first,

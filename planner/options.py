@@ -7,12 +7,14 @@ from typing import Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
+from autopar.formats.layout import layout_of
 from autopar.formats.plan import Objective, Shard
+from autopar.schedules import SCHEDULES
 
 __all__ = ["PLANNED", "PlanOptions"]
 
 PLANNED = ("gpipe", "1f1b")
-"""Schedules that plans are searched for."""
+"""Schedules whose plans are bounded by tables; those of others are found by trying."""
 
 CANDIDATES = 500
 CANDIDATES_WHEN_EXACT = 100_000
@@ -35,6 +37,8 @@ class PlanOptions:
     bytes_per_s: float | None = None
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
     schedule: str = "auto"
+    chunks: int | None = None
+    """Stages that every device runs in turn, of ``interleaved``; none: what is quickest of a few."""
     micro_batches: int | None = None
     objective: Objective = "step"
     gap: float = 0.02
@@ -76,8 +80,13 @@ class PlanOptions:
             raise UsageError(f"--gap must be 0 or more, found {self.gap}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
-        if self.schedule not in ("auto", *PLANNED):
-            raise UsageError(f"--schedule must be one of auto, {', '.join(PLANNED)}; found {self.schedule!r}")
+        if self.schedule not in ("auto", *SCHEDULES):
+            raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
+        if self.chunks is not None and (self.chunks < 2 or layout_of(self.schedule) != "loop"):
+            wanted = "at least 2" if layout_of(self.schedule) == "loop" else "left out but with --schedule interleaved"
+            raise UsageError(f"--chunks must be {wanted}, found {self.chunks}")
+        if self.schedule in SCHEDULES and self.schedule not in PLANNED and self.solver != "dp":
+            raise UsageError(f"--solver {self.solver} knows {' and '.join(PLANNED)} only, not {self.schedule}")
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
             raise UsageError(f"--objective must be one of {names}; found {self.objective!r}")
@@ -91,7 +100,7 @@ class PlanOptions:
             raise UsageError(f"--shard must be one of auto, {', '.join(get_args(Shard))}; found {self.shard!r}")
         if self.max_stages is not None and self.min_stages > self.max_stages:
             raise UsageError(f"--min-stages {self.min_stages} contradicts --max-stages {self.max_stages}")
-        if self.gpus is not None and self.min_stages > self.gpus:
+        if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":
             raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
 
     @property

@@ -9,13 +9,14 @@ from functools import partial
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Objective, Plan
-from autopar.formats.predicted import Alternative
+from autopar.formats.predicted import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
+from autopar.planner.chunks import chunk_counts, chunked, groups, plain
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.dictated import Dictated, parse
@@ -30,10 +31,12 @@ from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement import pool_of
 from autopar.planner.remedies import any_plan_fits
+from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
 from autopar.planner.search import search
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
+from autopar.planner.trials import Trials
 
 __all__ = ["plan", "simulate"]
 
@@ -72,8 +75,10 @@ def plan(
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    every = families(costs.batch, options)
     _check_stages(costs, options)
+    if options.schedule != "auto" and not plain(options.schedule):
+        return _scheduled(simulator, options, dictated, known)
+    every = families(costs.batch, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
@@ -84,6 +89,34 @@ def plan(
     if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
     return _explained(simulator, every, options, compared, best, lower_bound_s, said)
+
+
+def _scheduled(
+    simulator: Simulator, options: PlanOptions, dictated: Dictated | None, known: Sequence[Candidate]
+) -> Plan:
+    """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
+    costs, least = simulator.costs, usual(options)
+    every = families(costs.batch, least)
+    own = None if dictated is None else dictated_best(simulator, options, dictated)
+    compared = references(simulator, every, least)
+    best, _, _ = _search(simulator, every, least, compared, known)
+    if own is None or dictated is None:
+        own = tried_best(simulator, options, best)
+        bounds = bounds_of(costs, options, own.step_s)
+        notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
+    else:
+        trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
+        shape = shape_of(dictated, options)
+
+        def bound_s(model: CostModel, family: Family, below_s: float) -> float:
+            return min(below_s, trials.bound_s(model, family, shape))
+
+        bounds = stacked(costs, families(costs.batch, options), bound_s, own.step_s)
+        notes = ["the stages were dictated; the lower bound is that of these stages"]
+    assert own.found is not None
+    rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
+    notes += _placement(costs, own.found.candidate, options)
+    return assemble(costs, own.found.candidate, options, bounds.linked_s, rows, notes, bounds)
 
 
 def _explained(
@@ -101,23 +134,48 @@ def _explained(
     assert best.found is not None
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
-    notes = [
-        *said,
-        *_excluded(compared, best.step_s),
-        *_notes(costs, best.found.candidate, best.step_s, lower_bound_s, options),
+    notes, faster = [*said], list[str]()
+    found = best.found
+    if options.schedule == "auto" and options.solver == "dp" and not costs.divisible:
+        better = improve(simulator, options, best)
+        if better is not None and better.found is not None:
+            near.append(Reference(found.candidate.schedule, found, None))
+            found = better.found
+            options_of = replace(options, schedule=found.candidate.schedule)
+            others = bounds_of(costs, options_of, found.step_s)
+            bounds = Bounds(**{name: min(each, getattr(others, name)) for name, each in bounds})
+            lower_bound_s = min(lower_bound_s, others.linked_s)
+        quicker = listed(simulator, options, best, found.step_s)
+        near += quicker
+        faster = [_faster(each, found.step_s) for each in quicker]
+    notes += [
+        *_excluded(compared, found.step_s),
+        *faster,
+        *_notes(costs, found.candidate, found.step_s, lower_bound_s, options),
     ]
     rows = _alternatives(compared, near, None)
-    return assemble(costs, best.found.candidate, options, lower_bound_s, rows, notes, bounds, best.step_s)
+    return assemble(costs, found.candidate, options, lower_bound_s, rows, notes, bounds, found.step_s)
+
+
+def _faster(each: Reference, step_s: float) -> str:
+    assert each.found is not None
+    candidate = each.found.candidate
+    chunks = len(candidate.stages) // len(groups(candidate.stages))
+    flag = f" --chunks {chunks}" if len(chunk_counts(candidate.schedule)) > 1 else ""
+    return (
+        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), with {chunks} stages on every device; "
+        f"--schedule {candidate.schedule}{flag} plans it"
+    )
 
 
 def _check_stages(costs: CostModel, options: PlanOptions) -> None:
     """Refuse more stages than can be."""
     layers, devices = costs.layer_count, len(costs.devices)
-    if options.min_stages > min(layers, devices):
-        raise UsageError(
-            f"--min-stages {options.min_stages}: {layers} layers on {devices} devices make at most "
-            f"{min(layers, devices)} stages"
-        )
+    most, on = min(layers, devices), f" on {devices} devices"
+    if options.schedule != "auto" and chunked(options.schedule):
+        most, on = layers, ""
+    if options.min_stages > most:
+        raise UsageError(f"--min-stages {options.min_stages}: {layers} layers{on} make at most {most} stages")
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -163,7 +221,7 @@ def _check_flows(plan: Plan, costs: CostModel) -> None:
 
 
 def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
-    needed = sum(dictated.widths)
+    needed = sum(dictated.widths if options.schedule == "auto" else shape_of(dictated, options).widths)
     if options.gpus is not None and needed > options.gpus:
         raise UsageError(f"--stages needs {needed} devices, but --gpus is {options.gpus}")
     if options.use_all and options.gpus is not None and needed < options.gpus:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import ceil, prod
 
 from autopar.errors import UsageError
+from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import divisors, families
-from autopar.planner.choices import SHARDS
 from autopar.planner.closest import Known, closest
 from autopar.planner.costs import UNLIMITED_BYTES, CostModel
 from autopar.planner.options import PlanOptions

@@ -277,13 +277,22 @@ class _Search:
 
 
 def tables_of(
-    costs: CostModel, family: Family, options: PlanOptions, pool: Pool, cap_s: float = float("inf")
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    pool: Pool,
+    cap_s: float = float("inf"),
+    *,
+    late: bool = False,
 ) -> SuffixTables | None:
-    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long."""
+    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long.
+
+    ``late`` as of :class:`StageTables`.
+    """
     most = looked_at(costs, pool, family)
     if most > MOST_BOUNDED:
         return None
-    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART)
+    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART, late=late)
     return SuffixTables(stages, options, Capped(stages, cap_s))
 
 

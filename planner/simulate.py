@@ -12,6 +12,7 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.awaited import awaited
 from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate
+from autopar.planner.chunks import chunked, groups, plain
 from autopar.planner.contention import Contended
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations, durations
@@ -19,10 +20,14 @@ from autopar.planner.lanes import Lanes
 from autopar.planner.rows import (
     BACKWARD_CODE,
     FORWARD_CODE,
+    INPUT_CODE,
+    LAST,
     RECEIVES,
     REDUCE_CODE,
     SENDS,
     TIED_CODE,
+    UPDATE_CODE,
+    WEIGHT_CODE,
     Rows,
     compile_rows,
     meetings,
@@ -46,8 +51,19 @@ class _Run:
     """State of one simulation: a list simulation, for every queue is filled by one rank in order."""
 
     def __init__(self, rows: Rows, times: Durations) -> None:
-        self.rows, self.times = rows, times
+        self.rows, self.times, self.ranks = rows, times, times.ranks
         count = len(rows)
+        self.compute_s = {
+            FORWARD_CODE: times.forward_s,
+            BACKWARD_CODE: times.backward_s,
+            INPUT_CODE: times.input_s,
+            WEIGHT_CODE: times.weight_s,
+            UPDATE_CODE: times.update_s,
+        }
+        self.ended = [times.overhead_s] * len(times.stage)
+        """The end of every replica's latest backward."""
+        self.reduced = [-math.inf] * count
+        """The end of every rank's latest reduction."""
         self.clock = [times.overhead_s] * count
         self.position = [0] * count
         self.free: dict[tuple[int, int], float] = {}
@@ -68,17 +84,17 @@ class _Run:
         return max(self.clock)
 
     def _advance(self, rank: int, ready: list[int]) -> None:
-        times, actions, clock = self.times, self.rows[rank], self.clock[rank]
-        forward_s, backward_s = times.forward_s[rank], times.backward_s[rank]
+        actions, clock, ranks, compute_s = self.rows[rank], self.clock[rank], self.ranks, self.compute_s
         record = None if self.events is None else self.events[rank]
         for at in range(self.position[rank], len(actions)):
-            code, index, peer = actions[at]
+            code, index, peer, own = actions[at]
             start = clock
-            if code == FORWARD_CODE:
-                clock += forward_s
-            elif code == BACKWARD_CODE:
-                clock += backward_s
+            if code in compute_s:
+                clock += compute_s[code][own]
+                if code in LAST:
+                    self.ended[own] = clock
             elif code in RECEIVES:
+                peer = ranks[peer]
                 key = (peer, rank)
                 arrived, taken = self.arrivals.get(key), self.taken.get(key, 0)
                 if arrived is None or taken == len(arrived):
@@ -86,10 +102,16 @@ class _Run:
                     break
                 self.taken[key] = taken + 1
                 clock = max(clock, arrived[taken])
-            elif code in SENDS:
+            else:
+                if code not in SENDS:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._meet(code, index, own, ready)
+                    return
+                message_s = self.times.message_s[own, peer]
+                peer = ranks[peer]
                 key = (rank, peer)
                 start = max(clock, self.free.get(key, 0.0))
-                end = self.free[key] = start + times.message_s[key]
+                end = self.free[key] = start + message_s
                 self.arrivals.setdefault(key, []).append(end)
                 if record is not None:
                     record.append((start, end))
@@ -97,34 +119,37 @@ class _Run:
                     self.waits_for[peer] = _NOT_BLOCKED
                     ready.append(peer)
                 continue
-            elif code in (REDUCE_CODE, TIED_CODE):
-                self.clock[rank], self.position[rank] = clock, at
-                self._meet(rank, code, index, ready)
-                return
-            else:
-                clock += times.update_s[rank]
             if record is not None:
                 record.append((start, clock))
         else:
             at = len(actions)
         self.clock[rank], self.position[rank] = clock, at
 
-    def _meet(self, rank: int, code: int, index: int, ready: list[int]) -> None:
-        meeting = self.meetings[code, index if code == TIED_CODE else self.times.stage[rank]]
-        clock = self.clock[rank]
-        meeting.end_s = max(meeting.end_s, clock + (self.times.exposed_s[rank] if code == REDUCE_CODE else 0.0))
+    def _meet(self, code: int, index: int, own: int, ready: list[int]) -> None:
+        times, rank = self.times, self.ranks[own]
+        meeting = self.meetings[code, index if code == TIED_CODE else times.stage[own]]
+        come = self.clock[rank] if code == TIED_CODE else self.ended[own] + times.exposed_s[own]
+        meeting.end_s = max(meeting.end_s, come)
         meeting.missing -= 1
         if meeting.missing:
             return
-        length = self.times.reduce_s[rank] if code == REDUCE_CODE else self.times.tied_s[index]
-        end = meeting.end_s + (length if code == TIED_CODE else 0.0)
+        length = times.reduce_s[own] if code == REDUCE_CODE else times.tied_s[index]
+        # A rank's stages are reduced one after the other.
+        end = meeting.end_s + length if code == TIED_CODE else max(meeting.end_s, self.reduced[rank] + length)
         for member in meeting.members:
             if self.events is not None:
-                earliest = self.clock[member] - (self.times.backward_s[member] if code == REDUCE_CODE else 0.0)
+                earliest = self.clock[member] if code == TIED_CODE else self._begun(member)
                 self.events[member].append((min(end, max(end - length, earliest)), end))
-            self.clock[member] = end
+            self.clock[member] = max(self.clock[member], end)
+            if code == REDUCE_CODE:
+                self.reduced[member] = end
             self.position[member] += 1
             ready.append(member)
+
+    def _begun(self, rank: int) -> float:
+        """Return when the last backward began of the stage that a rank is about to reduce."""
+        own, times = self.rows[rank][self.position[rank]][3], self.times
+        return self.ended[own] - (times.last_s or times.backward_s)[own]
 
 
 def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
@@ -141,7 +166,7 @@ def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
 
 def trace(program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
     """Return the timeline of one step; ``traffic`` as of :func:`run`."""
-    rows = compile_rows(program)
+    rows = compile_rows(program, times)
     if traffic and traffic.sharing:
         contended = Contended(rows, times, traffic, tracing=True)
         contended.go()
@@ -205,16 +230,19 @@ class Simulator:
         key = candidate._replace(stages=stages)
         if self._latest is None or self._latest[0] != key:
             times = durations(self.costs, candidate)
-            laid = _Laid(times, awaited(candidate, times), self._tied(candidate), self._traffic(candidate, times))
+            needed = awaited(candidate, times) if plain(candidate.schedule) else times
+            laid = _Laid(times, needed, self._tied(candidate), self._traffic(candidate, times))
             self._latest = key, laid
         return self._latest[1]
 
     def _alone_s(self, candidate: Candidate, laid: _Laid) -> float:
         """Return the seconds of a step that nothing slows."""
+        times = laid.times
+        if not plain(candidate.schedule):
+            return run(self.rows_of(candidate), times)
         step_s = self._at_once(candidate, laid.needed, laid.tied)
         if step_s is not None:
             return step_s
-        times = laid.times
         pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in laid.needed.message_s}
         return run(self._rows_of(candidate, pairs), times)
 
@@ -242,11 +270,14 @@ class Simulator:
         """Return where a candidate's ranks stand, if anything can slow them there."""
         if not self.sharing:
             return None
-        traffic = Traffic(self.sharing, tuple(device for stage in candidate.stages for device in stage.devices))
+        devices = dict.fromkeys(device for stage in candidate.stages for device in stage.devices)
+        traffic = Traffic(self.sharing, tuple(devices))
         ranks: dict[int, list[int]] = {}
-        for rank, stage in enumerate(times.stage):
+        for rank, stage in zip(times.ranks, times.stage, strict=True):
             ranks.setdefault(stage, []).append(rank)
-        tied = [[rank for stage in holders for rank in ranks[stage]] for holders in self._tied(candidate)]
+        tied = [
+            list(dict.fromkeys(rank for stage in holders for rank in ranks[stage])) for holders in self._tied(candidate)
+        ]
         return traffic if Lanes(times, traffic, tied).lanes else None
 
     def rows_of(self, candidate: Candidate) -> Rows:
@@ -264,7 +295,8 @@ class Simulator:
         )
         tied = tuple(holders for _, holders in self.costs.tied_between(stages))
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
-        key = (candidate.micro_batches, candidate.schedule, shape, flows, tied)
+        layout = groups(stages) if chunked(candidate.schedule) else ()
+        key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)
         if key not in self._rows:
             rows = rows_of(skeleton(candidate, flows, tied))
             self._kept += sum(map(len, rows))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.formats.predicted import Bounds
 from autopar.planner.candidate import Family
+from autopar.planner.chunks import halves
 from autopar.planner.costs import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement import pool_of
@@ -23,10 +24,13 @@ def least_bound_s(options: PlanOptions) -> Least:
 
     def least(costs: CostModel, family: Family, below_s: float) -> float:
         pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)
-        tables = tables_of(costs, family, options, pool, below_s)
-        if tables is None:
-            return work_s(costs, family)
-        return min(below_s, costs.profile.step_overhead_s + tables.least_s)
+        found = work_s(costs, family)
+        for late in (False, True) if halves(family.schedule) else (False,):
+            tables = tables_of(costs, family, options, pool, below_s, late=late)
+            if tables is None:
+                return work_s(costs, family)
+            found = max(found, min(below_s, costs.profile.step_overhead_s + tables.least_s))
+        return found
 
     return least
 

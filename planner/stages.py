@@ -20,6 +20,7 @@ from autopar.planner.areas import Area, Areas, Counts
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice, choices
+from autopar.planner.chunks import halves
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.links import Collective, Level
@@ -77,16 +78,30 @@ class Spans(NamedTuple):
 
 
 class StageTables:
-    """Prices all stages; ``apart`` tells every width and length apart."""
+    """Prices all stages; ``apart`` tells every width and length apart.
+
+    Of backwards in halves there are two views, and each bounds the step. Either all of a stage's work counts, and
+    nobody waits for it; or, with ``late``, what others wait for counts, and behind the last of that one weight half.
+    The first stage's may be whole.
+    """
 
     def __init__(
-        self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions, *, apart: bool = True
+        self,
+        costs: CostModel,
+        pool: Pool,
+        family: Family,
+        options: PlanOptions,
+        *,
+        apart: bool = True,
+        late: bool = False,
     ) -> None:
         self.costs, self.pool, self.family, self.apart = costs, pool, family, apart
         self.layers = costs.layer_count
+        self._halved, self._late = halves(family.schedule), late
         self.places = Places(costs, pool)
         self._next: dict[int, Next] = {}
         self._alone_s: dict[int, Numbers] = {}
+        self._sure: Counts | None = None
         self.room = Room(costs, family, pool)
         self.choices = {kind: choices(costs, options, self.room.binding(kind), apart=apart) for kind in pool.kinds}
         self.longest = self.layers if apart else self.room.reach(self.choices)
@@ -168,6 +183,23 @@ class StageTables:
         """Return the most micro-batches in flight on one stage that fit; 0 where none does."""
         each = self.ways[way]
         return int(self.room.depth(each.choice, each.kind, each.width, limit)[first, self._column(stop - first)])
+
+    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> Counts:
+        """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory."""
+        if self._sure is None:
+            limits = {
+                kind: min(self.costs.limits_bytes[at] for at in self.pool.all_of(kind)) for kind in self.pool.kinds
+            }
+            # Variants of a way stand elsewhere, and hold the same.
+            alike = {(each.kind, each.number, each.width): each for each in self.ways}
+            depths = {
+                key: self.room.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
+                for key, each in alike.items()
+            }
+            self._sure = np.stack([depths[each.kind, each.number, each.width] for each in self.ways])
+        columns = np.searchsorted(self.lengths, lengths, side="right") - 1
+        found: Counts = self._sure[ways, first, columns]
+        return found
 
     def link(self, way: int, first: int, stop: int, state: int) -> LinkTerms:
         """Return the least transfers behind one stage.
@@ -251,6 +283,11 @@ class StageTables:
         forward = self._over(self.costs.sums.forward(rows, *where))
         sums = self.costs.sums.backward(rows, adding, frozenset(), *where)
         backward = self._over(sums)
+        if self._halved:
+            first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
+            halved = first if self._late else first + second
+            halved[0] = np.minimum(halved[0], backward[0])
+            backward = halved
         if choice.recomputes:
             order = self.room.ordered(kind)
             every = self.costs.sums.backward(rows, adding, self.costs.every_layer, *where)
@@ -260,6 +297,18 @@ class StageTables:
 
     def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
         """From below: reductions at the best rate of any size, as far as they outlast the last backward."""
+        return self._reducing(choice, kind, width, level) + self._weighing(choice, kind, width, level)
+
+    def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
+        """Return the seconds of the weight half behind the last that others wait for."""
+        if not (self._halved and self._late):
+            return 0.0
+        rows, where = min(self.room.shares(choice, width)), (choice.shard, width, level, kind)
+        seconds = self._over(self.costs.sums.halves(rows, 0.0, frozenset(), *where)[1])
+        seconds[0] = 0.0
+        return seconds
+
+    def _reducing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)
         if width == 1:
@@ -275,7 +324,11 @@ class StageTables:
         tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
         operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
-        hidden = 0.0 if costs.divisible else self._over(costs.layers[kind].backward_sums(rows, 1.0), self._ends)
+        # Halves hide no more than the larger of all that a backward may be.
+        hiding = [costs.layers[kind].backward_sums(rows, 1.0)]
+        if self._halved:
+            hiding.append(costs.layers[kind].weight_sums(rows, 1.0))
+        hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
 
@@ -321,7 +374,7 @@ class StageTables:
             np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, levels) for count, rows in fullest])
             for sizes in (forth, back)
         ]
-        return LinkTerms(forth > 0, back > 0, *quickest, *busy)
+        return LinkTerms(forth > 0, (back > 0) & (self._late or not self._halved), *quickest, *busy)
 
     def _passing(self, width: int, division: Division, most: int) -> Queues:
         rows, count = self.family.micro_batch_size, self.family.micro_batches

@@ -83,6 +83,32 @@ class StageSums:
             self._sums[key] = sums
         return self._sums[key]
 
+    def halves(
+        self,
+        rows: float,
+        adding: float,
+        recompute: frozenset[int] = frozenset(),
+        shard: Shard = "none",
+        ranks: int = 1,
+        level: Level = "node",
+        kind: int = 0,
+    ) -> tuple[list[float], list[float]]:
+        """Return :meth:`backward` of backwards in two halves: of the inputs', and of the weights'.
+
+        The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
+        sharded ones are reduced of.
+        """
+        layers = self._costs[kind]
+        first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)
+        if recompute:
+            again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(first) - 1))
+            first = [before + more for before, more in zip(first, accumulate(again, initial=0.0), strict=True)]
+        if shard == "parameters":
+            first = self._hidden(first, self.gathers(ranks, level), level)
+        if shard in ("gradients", "parameters"):
+            second = self._hidden(second, self.scatters(ranks, level), level)
+        return first, second
+
     def _hidden(self, sums: Sequence[float], moved: Sequence[float], level: Level) -> list[float]:
         """Sums over layers that communicate while they compute."""
         both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))

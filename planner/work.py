@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.candidate import Family
+from autopar.planner.chunks import halves
 from autopar.planner.costs import CostModel
 
 __all__ = ["layers_work_s", "work_s"]
@@ -34,6 +35,15 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
         adding = costs.adding(family.micro_batches, width)
         for rows, replicas in Counter(costs.shares(family.micro_batch_size, width)).items():
             total += replicas * np.diff(costs.sums.forward(rows, kind=kind))
-            total += replicas * np.diff(costs.sums.backward(rows, adding, kind=kind))
+            total += replicas * _backwards_s(costs, family, rows, adding, kind)
         least = np.minimum(least, total)
     return least * family.micro_batches * (1 - ROUNDING)
+
+
+def _backwards_s(costs: CostModel, family: Family, rows: float, adding: float, kind: int) -> npt.NDArray[np.float64]:
+    """Return the seconds of every layer's backward; where some may be whole and some in halves, the fewest."""
+    whole: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.backward(rows, adding, kind=kind)))
+    if not halves(family.schedule):
+        return whole
+    both: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.halves(rows, adding, kind=kind))).sum(axis=0)
+    return np.minimum(whole, both)

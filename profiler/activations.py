@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["SavedStorages"]
+__all__ = ["SavedStorages", "storage_key"]
 
 
 class SavedStorages:
@@ -23,7 +23,7 @@ class SavedStorages:
 
     def __init__(self, layer: str, excluded: Iterable[torch.Tensor]) -> None:
         self._layer = layer
-        self._excluded = {_key(tensor) for tensor in excluded}
+        self._excluded = {storage_key(tensor) for tensor in excluded}
         self._bytes: dict[int, int] = {}
         # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
         self._held: list[torch.UntypedStorage] = []
@@ -35,7 +35,7 @@ class SavedStorages:
             yield
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self._excluded and key not in self._bytes and tensor.untyped_storage().nbytes():
             self._bytes[key] = tensor.untyped_storage().nbytes()
             self._held.append(tensor.untyped_storage())
@@ -45,11 +45,12 @@ class SavedStorages:
         """Return bytes by name: a storage of an input or output has its name, others are ``layer#0``, ``#1`` ..."""
         names: dict[int, str] = {}
         for name, tensor in (*inputs.items(), *outputs.items()):
-            names.setdefault(_key(tensor), name)
+            names.setdefault(storage_key(tensor), name)
         own = (f"{self._layer}#{index}" for index in range(len(self._bytes)))
         return {names.get(key) or next(own): size for key, size in self._bytes.items()}
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tensors of one storage have in common."""
     # Not the address of the bytes: fake and meta tensors have none.
     return int(tensor.untyped_storage()._cdata)

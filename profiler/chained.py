@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from autopar.capture import Layer
 from autopar.profiler.clock import Time, clock_of
-from autopar.profiler.halves import Halves
-from autopar.profiler.passes import Inputs, LayerPass
+from autopar.profiler.passes import Inputs, LayerPass, SplitPass
 from autopar.profiler.precision import Computing
 
 __all__ = ["Chained", "Times"]
 
+_P = TypeVar("_P", bound=LayerPass)
 Times = Sequence[tuple[Layer, Time, Time]]
 """A layer with two times; those of one step, in the order of the layers."""
 
@@ -46,7 +47,7 @@ class Chained:
         self._forget_gradients()
         passes = []
         for layer in self.layers:
-            passes.append(self._pass(layer, tape))
+            passes.append(self._pass(layer, tape, LayerPass))
             clock.time(passes[-1].forward)
             tape.add(passes[-1].outputs)
         while passes:
@@ -62,11 +63,11 @@ class Chained:
         tape = _Tape(given)
         self._forget_gradients()
         for layer in self.layers:
-            work = self._pass(layer, tape)
+            work = self._pass(layer, tape, LayerPass)
             self._seeded(work)
             tape.add(work.outputs)
         for layer in reversed(self.layers):
-            work = self._pass(layer, tape)
+            work = self._pass(layer, tape, LayerPass)
             clock.time(partial(self._seeded, work))
             tape.end(work)
             work.backward()
@@ -82,21 +83,19 @@ class Chained:
         self._forget_gradients()
         passes, halves = [], []
         for layer in self.layers:
-            passes.append(self._pass(layer, tape))
+            passes.append(self._pass(layer, tape, SplitPass))
             passes[-1].forward()
-            Halves.own_outputs(passes[-1])
             tape.add(passes[-1].outputs)
         while passes:
-            work = passes.pop()
-            tape.end(work)
-            halves.append(Halves(work))
-            inputs.time(halves[-1].input)
+            halves.append(passes.pop())
+            tape.end(halves[-1])
+            inputs.time(halves[-1].backward_input)
         for half in halves:
-            weights.time(half.weight)
+            weights.time(half.backward_weight)
         return list(zip(self.layers, reversed(inputs.times()), reversed(weights.times()), strict=True))
 
-    def _pass(self, layer: Layer, tape: _Tape) -> LayerPass:
-        return LayerPass(layer, tape.given, self._loss, self._computing, tape.read(layer))
+    def _pass(self, layer: Layer, tape: _Tape, kind: type[_P]) -> _P:
+        return kind(layer, tape.given, self._loss, self._computing, tape.read(layer))
 
     def _seeded(self, work: LayerPass) -> None:
         """Run a forward that draws what it drew the last time."""

@@ -36,6 +36,8 @@ class Costs:
     timings: dict[tuple[str, int], Timing] = field(default_factory=dict)
     """By kind and micro-batch size."""
     peaks: dict[tuple[str, int], int] = field(default_factory=dict)
+    pending: dict[tuple[str, int], int] = field(default_factory=dict)
+    """What is held between the halves of a backward."""
     optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory({}, {}, at_once=False))
     """By kind."""
     updates: dict[tuple[str, tuple[int, ...]], Update] = field(default_factory=dict)
@@ -125,6 +127,7 @@ def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:
         output_bytes=found.output_bytes[layer.name],
         backward_input_s=_seconds(timing.backward_input) if timing.backward_input else None,
         backward_weight_s=_seconds(timing.backward_weight) if timing.backward_weight else None,
+        weight_saved_bytes=costs.pending.get((layer.fingerprint, size)),
         recompute_s=_seconds(timing.recompute),
         forward_launch_s=_launch_s(timing.forward),
         backward_launch_s=_launch_s(timing.backward),

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.capture import Layer, LayerGraph
+from autopar.capture.halves import Halves
 from autopar.errors import CaptureError
-from autopar.profiler.activations import SavedStorages
+from autopar.profiler.activations import SavedStorages, storage_key
 from autopar.profiler.precision import Computing, as_it_is
 
-__all__ = ["Inputs", "LayerPass", "LayerRecording", "Recording", "record", "record_layer"]
+__all__ = ["Inputs", "LayerPass", "LayerRecording", "Recording", "SplitPass", "record", "record_layer"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,44 @@ class LayerPass:
         self.prepare_backward()
         self.outputs = {}
         self.backward()
+
+
+class SplitPass(LayerPass):
+    """One forward of a layer, and its backward in two halves.
+
+    A layer none of whose inputs carries a gradient has no first half, one without trained parameters no second: the
+    other is the whole backward.
+    """
+
+    def forward(self) -> None:
+        self._halves = Halves()
+        with self._halves.recording():
+            super().forward()
+
+    def backward_input(self) -> None:
+        """Compute the gradients of the inputs, and add them to those that are there."""
+        leaves = [tensor for tensor in self.inputs.values() if tensor.requires_grad]
+        edges = [get_gradient_edge(root) for root in self.roots.values()]
+        found = self._halves.input(edges, list(self.gradients.values()), leaves)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self.roots, self.gradients = {}, {}
+
+    def backward_weight(self) -> None:
+        """Compute the gradients of the parameters, or add to them."""
+        self._halves.weight()
+
+    def pending_bytes(self) -> int:
+        """Run as far as the first half; return the bytes that are held for the second, parameters excluded."""
+        self.forward()
+        self.prepare_backward()
+        self.outputs = {}
+        self.backward_input()
+        module = self.layer.module
+        excluded = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        found = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self._halves.pending()}
+        return sum(size for key, size in found.items() if key not in excluded)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from autopar.profiler.costs import Costs, describe_layers, describe_tensors, des
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer_memory import optimizer_memory
 from autopar.profiler.options import ProfileOptions, Progress
-from autopar.profiler.passes import Inputs, LayerPass, Recording, record, record_layer
+from autopar.profiler.passes import Inputs, LayerPass, Recording, SplitPass, record, record_layer
 from autopar.profiler.peak import peak_bytes
 from autopar.profiler.pinned import pinned
 from autopar.profiler.precision import Computing, computing
@@ -162,7 +162,7 @@ class _Survey:
             self._costs.recordings[size] = found
             given[size] = _missing(chain, found, size)
             for layer in self._firsts.values():
-                self._measure_peak(layer, found.inputs[layer.name])
+                self._measure_bytes(layer, found.inputs[layer.name])
             found.inputs.clear()
             if self._enough(len(given), forward_s):
                 break
@@ -172,13 +172,18 @@ class _Survey:
         """Tell whether larger sizes are left to the line that three make: a few steps would outlast all patience."""
         return sizes >= 3 and 3 * forward_s > self._options.budget_s
 
-    def _measure_peak(self, layer: Layer, inputs: Inputs) -> None:
-        """Measure the peak of a layer that is not compiled: what counts storages sees only operators."""
+    def _measure_bytes(self, layer: Layer, inputs: Inputs) -> None:
+        """Measure the peak of a layer that is not compiled, for what counts storages sees only operators; and what it
+        holds between the halves of its backward.
+        """
         for parameter in layer.module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         work = LayerPass(layer, inputs, self._graph.outputs, self._context)
         self._costs.peaks[layer.fingerprint, inputs.rows] = peak_bytes(work.whole, self._device)
         layer.module.zero_grad(set_to_none=True)
+        if not self._options.compile:
+            halved = SplitPass(layer, inputs, self._graph.outputs, self._context)
+            self._costs.pending[layer.fingerprint, inputs.rows] = halved.pending_bytes()
 
     def _time(self, chain: Chained, given: Mapping[int, Inputs], budget_s: float) -> None:
         # The backward of a compiled layer is one operator, which nothing splits.
@@ -226,7 +231,7 @@ class _Survey:
                 found.saved[other.name] = renamed(one.saved, layer, other)
                 found.output_bytes[other.name] = one.output_bytes
                 found.made |= {names[name]: what for name, what in one.made.items()}
-            self._measure_peak(layer, given[size])
+            self._measure_bytes(layer, given[size])
             if self._enough(len(given), forward_s):
                 break
         # All layers have the same sizes: those that no kind was too slow for.

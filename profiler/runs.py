@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, read_text
-from autopar.schedules import SCHEDULES
 
 __all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
 
 COLUMNS = ("step_s", "batch", "model", "devices", "stages", "micro_batches", "schedule", "recompute", "cluster")
+PRICED = ("gpipe", "1f1b")
+"""Schedules of one stage per device and of whole backwards, as a run is described here."""
 _REQUIRED = ("step_s", "batch")
 _SHORTEST_S, _LONGEST_S = 1e-6, 86_400.0
 _MOST = 2**31 - 1
@@ -91,7 +92,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
             raise FileError(f"{at}, column {name}: {text!r} is not {what}") from error
 
     count = "a whole number from 1 up"
-    names = ", ".join(SCHEDULES)
+    names = ", ".join(PRICED)
     found = MeasuredRun(
         at=at,
         step_s=cell("step_s", _seconds, "the seconds of a step, between a microsecond and a day", None),
@@ -100,7 +101,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
         devices=cell("devices", _devices, f"a whole number from 1 to {MOST_RANKS}", 1),
         stages=cells.get("stages") or "1",
         micro_batches=cell("micro_batches", _count, count, 1),
-        schedule=cell("schedule", _one_of(*SCHEDULES), f"one of {names}", "1f1b"),
+        schedule=cell("schedule", _one_of(*PRICED), f"one of {names}", "1f1b"),
         recompute=cell("recompute", _one_of("none", "full"), "one of none, full", "none") == "full",
         cluster=cells.get("cluster") or None,
     )

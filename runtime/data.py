@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import cast
 
 import torch
 
 from autopar.capture.batch import named_tensors, row_count, slice_rows
+from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
-from autopar.errors import FileError, ModelError
+from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.runtime.seeds import seed_data
+from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 
-__all__ = ["ShareLoader", "sample_order"]
+__all__ = [
+    "ShareLoader",
+    "check_inputs",
+    "sample_count",
+    "sample_order",
+    "split_rows",
+    "steps_of_epoch",
+    "steps_per_epoch",
+]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -22,42 +32,122 @@ def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
 
 
+def sample_count(model: UserModel, seed: int) -> int:
+    """Return how many samples a run's dataset has."""
+    seed_data(seed, "dataset")
+    return model.sample_count(model.dataset())
+
+
+def steps_per_epoch(samples: int, batch: int, last: Last) -> int:
+    """Return the mini-batches of an epoch; an incomplete last one counts if it is filled up.
+
+    >>> steps_per_epoch(100, 14, "drop"), steps_per_epoch(100, 14, "pad"), steps_per_epoch(98, 14, "pad")
+    (7, 8, 7)
+    """
+    return -(-samples // batch) if last == "pad" else samples // batch
+
+
+def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> int:
+    """Return the steps in which a run goes through its dataset once.
+
+    Raises:
+        FileError: the dataset has too few samples for one.
+    """
+    found = steps_per_epoch(samples, plan.batch, last)
+    if not found:
+        remedy = "plan with a smaller --batch, or pass --last pad" if samples else "give it samples"
+        raise FileError(f"{model.spec}: the dataset has {samples} samples, a mini-batch takes {plan.batch}; {remedy}")
+    return found
+
+
+def split_rows(
+    plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
+    (stage, *_), replica = stages_of(plan, rank)
+    start, own = plan.stages[stage].row_starts[replica], mine(plan, rank)
+    stop, size = start + plan.stages[stage].rows[replica], plan.micro_batch_size
+    return [
+        {name: values[name][m * size + start : m * size + stop].to(device) for name in names} if m in own else {}
+        for m in range(plan.micro_batches)
+    ]
+
+
+def check_inputs(values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+    """Refuse inputs of other shapes or types than the model was captured with.
+
+    Raises:
+        TrainingError: names the tensor, what was expected and what was found.
+    """
+    for spec in specs:
+        value = values.get(spec.name)
+        if value is None:
+            raise TrainingError(f"the batch has no {spec.name}; it has {', '.join(values) or 'nothing'}")
+        found, expected = tuple(value.shape[1:]), spec.shape(0)[1:]
+        if found != expected or value.dtype != spec.dtype:
+            raise TrainingError(
+                f"{spec.name} is {value.dtype} of shape {found} per sample, the model was captured with {spec.dtype} "
+                f"of shape {expected}; pad samples to one shape"
+            )
+
+
 class ShareLoader:
     """Loads, for one rank, the model inputs that its layers read.
 
-    An incomplete last mini-batch of an epoch is dropped. Data sets may draw random numbers: see ``docs/seeds.md``.
+    An incomplete last mini-batch of an epoch is dropped, or filled up with the epoch's first samples. Data sets may
+    draw random numbers: see ``docs/seeds.md``.
     """
 
-    def __init__(self, model: UserModel, plan: Plan, rank: int, names: tuple[str, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: UserModel,
+        plan: Plan,
+        rank: int,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        last: Last = "drop",
+    ) -> None:
         """Open the dataset, if any input is read at all.
+
+        Args:
+            model: the user's file.
+            plan: how a mini-batch is divided.
+            rank: whose share is loaded.
+            specs: the model inputs that its layers read.
+            device: where they go.
+            last: what becomes of an epoch's last mini-batch.
 
         Raises:
             FileError: the dataset has fewer samples than a mini-batch.
         """
-        self._model, self._plan, self._names, self._device = model, plan, names, device
+        self._model, self._plan, self._specs, self._device = model, plan, specs, device
+        self._rank = rank
         (stage, *_), replica = stages_of(plan, rank)
         self._start = plan.stages[stage].row_starts[replica]
         self._stop = self._start + plan.stages[stage].rows[replica]
         self._mine = mine(plan, rank)
         seed_data(plan.seed, "dataset")
-        self._dataset = model.dataset() if names else None
-        self._samples = len(cast(Sized, self._dataset)) if names else 0
+        self._dataset = model.dataset() if specs else None
+        self.samples = len(cast(Sized, self._dataset)) if specs else 0
+        """In the dataset; 0 where it is not read."""
+        self._steps = steps_of_epoch(model, self.samples, plan, last) if specs else 0
         self._epoch, self._order = -1, torch.empty(0)
-        if self._dataset is not None and self._samples < plan.batch:
-            raise FileError(f"{model.spec}: the dataset has {self._samples} samples, a mini-batch takes {plan.batch}")
 
     def load(self, step: int) -> list[dict[str, torch.Tensor]]:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
 
         Raises:
             ModelError: reading a sample or ``collate`` failed.
+            TrainingError: samples have other shapes than those that the model was captured with.
         """
         plan = self._plan
         if self._dataset is None:
             return [{} for _ in range(plan.micro_batches)]
-        epoch, index = divmod(step, self._samples // plan.batch)
+        epoch, index = divmod(step, self._steps)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, sample_order(self._samples, plan.seed, epoch)
+            order = sample_order(self.samples, plan.seed, epoch)
+            repeats = -(-self._steps * plan.batch // self.samples)
+            self._epoch, self._order = epoch, order.repeat(repeats)
         loaded: list[dict[str, torch.Tensor]] = []
         for micro_batch in range(plan.micro_batches):
             if micro_batch not in self._mine:
@@ -65,7 +155,11 @@ class ShareLoader:
                 continue
             first = index * plan.batch + micro_batch * plan.micro_batch_size
             values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
-            loaded.append({name: values[name].to(self._device) for name in self._names})
+            try:
+                check_inputs(values, self._specs)
+            except TrainingError as error:
+                raise TrainingError(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
+            loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
         return loaded
 
     def _share(self, picked: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:

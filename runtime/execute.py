@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from autopar.capture.halves import Halves
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
@@ -40,8 +38,6 @@ from autopar.schedules.expand import stages_of
 
 __all__ = ["Executor", "StepRecord"]
 
-_UNRECORDED = nullcontext()
-
 
 @dataclass
 class StepRecord:
@@ -59,6 +55,23 @@ class StepRecord:
     """Whether scaled gradients were not finite: nothing was updated."""
     times_s: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of every action of the program."""
+
+
+def _recomputable(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
+
+    While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    following: Action | None = None
+    for position in reversed(range(len(actions))):
+        action = actions[position]
+        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
+            if following and following.kind in (BACKWARD, INPUT_BACKWARD):
+                found[position] = following.stage, following.micro_batch
+        elif action.kind not in (SEND, SEND_GRADIENT):
+            following = action
+    return found
 
 
 class Executor:
@@ -105,6 +118,8 @@ class Executor:
         self._share = replica if placed.division == "split" else 0
         self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in BACKWARDS}
         self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
+        early = _recomputable(self._actions).items()
+        self._early = {at: (stage, index) for at, (stage, index) in early if plan.stages[stage].recompute}
         sends = {i: action for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
         self._last_send = {action[:3]: i for i, action in sends.items()}
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
@@ -136,7 +151,7 @@ class Executor:
         self._mailbox.begin_step()
         self._began.clear()
         note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
-        passing = self._passing
+        passing, early = self._passing, self._early
         marks = [mark()]
         for position, perform in enumerate(self._performs):
             if position not in passing:
@@ -144,6 +159,9 @@ class Executor:
             try:
                 if position in due:
                     post(position)
+                if position in early:
+                    self._flights[early[position]].recompute()
+                    self._began[position] = mark()
                 perform()
             except Exception as error:
                 raise self._placed(error, self._actions[position]) from error
@@ -177,6 +195,8 @@ class Executor:
         if kind in BACKWARDS:
             run = self._last_backward if position == self._last[stage] else self._backward
             return partial(run, kind, stage, micro_batch)
+        if position in self._early:
+            return partial(self._recompute_and_receive, position, self._early[position])
         if kind in (RECEIVE, RECEIVE_GRADIENT):
             return partial(self._mailbox.receive, position)
         if kind in (SEND, SEND_GRADIENT):
@@ -195,20 +215,17 @@ class Executor:
             value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
-        halves = Halves() if (INPUT_BACKWARD, index, micro_batch) in self._split else None
-        with halves.recording() if halves else _UNRECORDED:
-            values = {**self._inputs[micro_batch], **received}
-            outputs = stage.forward(self._rows, values, partial(self._seed, micro_batch))
-        # The receiver expects the planned type; under autocast, a device may have made another than was profiled.
-        sent = {spec.name: outputs[spec.name].to(spec.dtype) for spec in stage.sent}
-        outputs |= sent
+        split = (INPUT_BACKWARD, index, micro_batch) in self._split
+        values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
+        outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
         weight *= self._scale.value if self._scale is not None else 1.0
-        self._flights[index, micro_batch] = Flight(stage, received, outputs, weight, halves)
+        self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
 
     def _seed(self, micro_batch: int, layer: str) -> None:
         number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
@@ -219,7 +236,8 @@ class Executor:
         place = index, micro_batch
         flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
         if kind == WEIGHT_BACKWARD:
-            flight.backward_weight()
+            with self._reducer.weight_backward(index):
+                flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
@@ -233,6 +251,12 @@ class Executor:
         """Send one peer's part of some tensors, and let go of them after the last peer's."""
         tensors = self._outgoing.pop(key) if last else self._outgoing[key]
         self._mailbox.send(position, tensors)
+
+    def _recompute_and_receive(self, position: int, place: tuple[int, int]) -> None:
+        """Recompute, while its gradient is on its way, what the backward behind this receive needs first."""
+        self._flights[place].recompute()
+        self._began[position] = self._clock.mark()
+        self._mailbox.receive(position)
 
     def _finish_reduction(self, position: int, index: int) -> None:
         # It began while the last backward ran.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.capture.halves import Halves
+from autopar.runtime.passes import Pass
 from autopar.runtime.stage import Stage
 
 __all__ = ["Flight"]
@@ -18,57 +18,57 @@ class Flight:
     def __init__(
         self,
         stage: Stage,
+        passes: Sequence[Pass],
         received: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
         weight: float,
-        halves: Halves | None = None,
     ) -> None:
         """Keep what the backward starts from and ends at.
 
         Args:
             stage: whose forward it was.
+            passes: its segments'.
             received: the tensors that it began with; where a gradient goes back, they are leaves.
             outputs: what it made.
             weight: the loss's gradient.
-            halves: what recorded the forward, where its backward is split.
         """
-        self._halves = halves
-        self._returned = [spec for spec in stage.received if spec.gradient]
-        self._leaves = [received[spec.name] for spec in self._returned]
+        self._ahead, self._behind = list(passes), list[Pass]()
+        self._leaves = {spec.name: received[spec.name] for spec in stage.received if spec.gradient}
         self.awaited = [spec.name for spec in stage.sent if spec.gradient and outputs[spec.name].requires_grad]
         """Names of the tensors whose gradients the backward needs."""
-        self._roots = [outputs[name] for name in self.awaited]
-        self._loss = outputs[stage.loss[0]] if stage.loss else None
+        self._loss = {name: outputs[name] for name in stage.loss[:1]}
         self._weight = weight
+
+    def recompute(self) -> None:
+        """Run the last segment forward again, if it is to be: while the gradients are awaited, it costs no time."""
+        self._ahead[-1].recompute()
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run backward from the gradients of ``awaited``; return those of the received tensors by name."""
-        roots, starts = self._begin(gradients)
-        if roots:
-            torch.autograd.backward(roots, starts)
-        return self._named([leaf.grad for leaf in self._leaves])
+        given = self._given(gradients)
+        while self._ahead:
+            self._ahead.pop().backward(given)
+        return self._returned()
 
     def backward_input(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the half of the backward that others wait for; return the gradients of the received tensors by name."""
-        assert self._halves is not None
-        found = self._halves.input(*self._begin(gradients), self._leaves)
-        self._roots, self._loss = [], None
-        return self._named(found)
+        given = self._given(gradients)
+        while self._ahead:
+            self._behind.append(self._ahead.pop())
+            self._behind[-1].backward_input(given)
+        return self._returned()
 
     def backward_weight(self) -> None:
         """Run the other half, which makes the parameters' gradients."""
-        assert self._halves is not None
-        self._halves.weight()
+        for each in self._behind:
+            each.backward_weight()
 
-    def _begin(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what the backward starts from, and the gradients there."""
-        roots, starts = list(self._roots), list(gradients)
-        if self._loss is not None:
-            roots.append(self._loss)
-            starts.append(torch.full_like(self._loss, self._weight))
-        return roots, starts
+    def _given(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
+        loss = {name: torch.full_like(each, self._weight) for name, each in self._loss.items()}
+        return {**dict(zip(self.awaited, gradients, strict=True)), **loss}
 
-    def _named(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _returned(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the received tensors, zeros where the stage did not make use of one."""
-        found = zip(self._returned, self._leaves, gradients, strict=True)
-        return {spec.name: torch.zeros_like(leaf) if each is None else each for spec, leaf, each in found}
+        leaves, self._leaves = self._leaves, {}
+        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}

@@ -21,8 +21,10 @@ class ForwardFlops:
         self.total = 0
         """Multiplications and additions so far."""
 
-    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Run a layer forward, and count."""
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]], again: bool) -> Sequence[torch.Tensor]:
+        """Run a layer forward, and count if it is the first time."""
+        if again:
+            return run()
         with FlopCounterMode(display=False) as counter:
             outputs = run()
         self.total += counter.get_total_flops()

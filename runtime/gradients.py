@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from autopar.runtime.transport import Pending, Transport
 from autopar.schedules.buckets import buckets
+
+if TYPE_CHECKING:
+    from autopar.runtime.sharded import ShardedStage
 
 __all__ = ["Reducer"]
 
@@ -67,12 +71,14 @@ class Reducer:
 
     Parameters that only this rank holds accumulate as autograd does it. Those of a replicated stage lie in buckets,
     reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
-    ranks has a bucket of its own, reduced among all ranks that hold it.
+    ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide what they hold
+    reduce their gradients themselves.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
+        sharded: Mapping[int, ShardedStage],
         replicas: tuple[int, ...],
         shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
@@ -82,7 +88,8 @@ class Reducer:
         """Lay the gradients out.
 
         Args:
-            stages: every layer's parameters, in layer order, of each stage of the rank.
+            stages: every layer's parameters, in layer order, of each stage of the rank that is not sharded.
+            sharded: the others.
             replicas: the ranks of these stages, this one among them.
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
@@ -90,7 +97,7 @@ class Reducer:
             rank: which rank this is.
         """
         self._rank = rank
-        self._replicas, self._transport, self._mark = replicas, transport, mark
+        self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
         seen = {id(parameter) for parameter, _ in shared.values()}
         self._plain: list[torch.nn.Parameter] = []
         self._stages: dict[int, _Stage] = {}
@@ -119,13 +126,25 @@ class Reducer:
         self._touched.clear()
         for stage in self._stages.values():
             stage.begin()
+        for sharded in self._sharded.values():
+            sharded.begin_step()
 
     def begin_last_backward(self, index: int) -> None:
         """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
-        self._stages[index].last_backward = True
+        if index in self._sharded:
+            self._sharded[index].begin_last_backward()
+        else:
+            self._stages[index].last_backward = True
+
+    def weight_backward(self, index: int) -> AbstractContextManager[None]:
+        """Return the context of the second half of a backward."""
+        return self._sharded[index].weight_backward() if index in self._sharded else nullcontext()
 
     def finish(self, index: int) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
+        if index in self._sharded:
+            self._sharded[index].finish()
+            return None
         stage = self._stages[index]
         while stage.unreduced:
             self._launch(stage)
@@ -146,14 +165,18 @@ class Reducer:
                 parameter.grad.mul_(factor)
         for bucket in self._all_buckets():
             bucket.buffer.mul_(factor)
+        for sharded in self._sharded.values():
+            for part in sharded.gradients():
+                part.mul_(factor)
 
     def owned(self) -> list[torch.Tensor]:
-        """Return gradients for a norm over all ranks: every one of the model is owned by one rank."""
+        """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
         owned = [bucket for bucket, ranks in self._shared.values() if self._rank == ranks[0]]
         if self._rank == self._replicas[0]:
             owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
         parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None] + divided
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.

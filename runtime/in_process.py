@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from autopar.errors import UsageError
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.transport import Pending
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = ["Exchange", "InProcessTransport"]
+
+_Key = tuple[tuple[int, ...], bool, int]
+"""Of a reduction: its ranks, whether it is apart, and the how manieth of those it is."""
 
 
 class Exchange:
@@ -21,7 +28,7 @@ class Exchange:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.queues: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self.reductions: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = defaultdict(dict)
+        self.reductions: dict[_Key, dict[int, torch.Tensor]] = defaultdict(dict)
         self.broken = False
 
     def break_off(self) -> None:
@@ -37,7 +44,7 @@ class InProcessTransport:
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
         self._posted: dict[int, deque[_Receive]] = defaultdict(deque)
-        self._count: dict[tuple[int, ...], int] = defaultdict(int)
+        self._count: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""
@@ -52,10 +59,14 @@ class InProcessTransport:
         self._posted[peer].append(receive)
         return receive
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Refuse: threads of one process have no mesh."""
+        raise UsageError(f"ranks {ranks} of one process cannot shard; train with processes")
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""
-        key = (ranks, self._count[ranks])
-        self._count[ranks] += 1
+        key = (ranks, apart, self._count[ranks, apart])
+        self._count[ranks, apart] += 1
         with self._exchange.changed:
             self._exchange.reductions[key][self._rank] = tensor.detach().clone()
             self._exchange.changed.notify_all()
@@ -89,11 +100,11 @@ class _Receive:
 
 
 class _Reduce:
-    def __init__(self, exchange: Exchange, key: tuple[tuple[int, ...], int], tensor: torch.Tensor) -> None:
+    def __init__(self, exchange: Exchange, key: _Key, tensor: torch.Tensor) -> None:
         self._exchange, self._key, self._tensor = exchange, key, tensor
 
     def wait(self) -> None:
-        ranks, _ = self._key
+        ranks = self._key[0]
         with self._exchange.changed:
             parts = self._exchange.reductions[self._key]
             _wait(self._exchange, lambda: len(parts) == len(ranks), f"no reduction among ranks {ranks}")

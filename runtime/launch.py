@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from autopar.capture.source import load
+from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
@@ -21,9 +21,10 @@ from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
+from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.scope import check_scope
-from autopar.runtime.settings import TrainSettings
+from autopar.runtime.scope import check_offload, check_scope
+from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.worker import RankResult, TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -49,10 +50,14 @@ class RunOptions:
     settings: TrainSettings = field(default_factory=TrainSettings)
     program: Path | None = None
     """File of the program to run; by default what the plan expands to."""
+    epochs: int | None = None
+    """Times to go through the dataset, in place of ``steps``."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"--steps must be at least 1, found {self.steps}")
+        if self.epochs is not None and self.epochs < 1:
+            raise UsageError(f"--epochs must be at least 1, found {self.epochs}")
         if not self.timeout_s > 0:
             raise UsageError(f"--timeout must be positive, found {self.timeout_s}")
 
@@ -77,15 +82,18 @@ def run(
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
     check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
     program = _program(plan, options)
     _check_devices(plan)
     user_model = load(model, options.data)
+    steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
-            _arguments(plan, program, model, scratch.path, options),
+            _arguments(plan, program, model, scratch.path, options, steps),
             ranks=len(plan.devices),
             timeout_s=options.timeout_s,
             describe=_describe(plan, program),
@@ -102,12 +110,14 @@ def join(plan: Plan, model: str, options: RunOptions, progress: StepProgress | N
         AutoparError: as :func:`run`, on every rank.
     """
     check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
     program = _program(plan, options)
     with joined_from_environment(plan.device_type, options.timeout_s, len(plan.devices)) as context:
         scratch = Scratch("run") if context.leads_host else None
         try:
-            shared = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
-            result = train(context, _arguments(plan, program, model, shared, options))
+            shared, steps = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
+            result = train(context, _arguments(plan, program, model, shared, options, steps))
             gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
         finally:
             if scratch is not None:
@@ -123,20 +133,31 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     return program
 
 
-def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> Path:
-    """Let one rank of every host prepare the workspace; a failure there is raised on all ranks alike."""
+def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
+    if options.epochs is None:
+        return options.steps
+    samples = sample_count(model, plan.seed)
+    return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
+
+
+def _prepare_host(
+    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
+) -> tuple[Path, int]:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
     said: dict[str, object] = {}
     if folder is not None:
         try:
-            Workspace(folder).prepare(load(model, options.data), plan, options.weights)
-            said = {"folder": str(folder)}
+            user_model = load(model, options.data)
+            Workspace(folder).prepare(user_model, plan, options.weights)
+            said = {"folder": str(folder), "steps": _steps(user_model, plan, options)}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
     for item in heard:
         if "failure" in item:
             raise Failure(**item["failure"]).as_error()
-    return Path(heard[context.rank - context.local_rank]["folder"])
+    leader = heard[context.rank - context.local_rank]
+    return Path(leader["folder"]), int(leader["steps"])
 
 
 def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions) -> Outcome:
@@ -144,10 +165,23 @@ def _conclude(plan: Plan, program: Program, results: list[RankResult], options: 
     if options.save is not None:
         write_weights_index(plan, results, options.save)
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
     return outcome_of(plan, program, results, initial, notes)
 
 
-def _arguments(plan: Plan, program: Program, model: str, folder: Path, options: RunOptions) -> TrainArguments:
+def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
+    """Say what becomes of samples that do not fill a mini-batch."""
+    left = samples % plan.batch
+    if not left:
+        return []
+    if last == "drop":
+        return [f"an epoch leaves out {left} of {samples} samples, which do not fill a mini-batch (--last drop)"]
+    return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (--last pad)"]
+
+
+def _arguments(
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int
+) -> TrainArguments:
     save = None
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
@@ -158,7 +192,7 @@ def _arguments(plan: Plan, program: Program, model: str, folder: Path, options: 
         model=model,
         data=None if options.data is None else str(options.data),
         workspace=str(folder),
-        steps=options.steps,
+        steps=steps,
         save=save,
         settings=options.settings.as_dict(),
     )

@@ -18,8 +18,9 @@ from autopar.formats.spent import Spent
 from autopar.formats.timeline import Timeline
 from autopar.ranks.context import backend_of
 from autopar.runtime import weights
+from autopar.runtime.saving import shard_name
 from autopar.runtime.steps import Steps
-from autopar.runtime.worker import RankResult, shard_name
+from autopar.runtime.worker import RankResult
 from autopar.schedules.holding import in_flight
 
 __all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]

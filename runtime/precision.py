@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
@@ -25,7 +26,7 @@ def autocast_of(precision: Precision, device: torch.device) -> Callable[[], Abst
     return lambda: torch.autocast(device.type, dtype)
 
 
-def crossing_specs(plan: Plan, graph: LayerGraph) -> list[TensorSpec]:
+def crossing_specs(plan: Plan, graph: LayerGraph | EvaluationGraph) -> list[TensorSpec]:
     """Return the tensors that layers of the model make and others read, of the types that they have in the plan.
 
     The graph knows the types that the model has without autocast; those with it were found when it was profiled.

@@ -1,42 +1,34 @@
-"""Recompute: a layer that keeps its inputs only, and runs forward again before its backward.
+"""Recompute: layers that keep their inputs only, and run forward again before their backward.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; the second run is torch's own checkpointing.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The first run is one with gradients, whose graph
+saves nothing, so that operators are chosen as in the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["recomputed"]
-
-Outputs = Sequence[torch.Tensor]
+__all__ = ["called_again", "forgetting"]
 
 
-def recomputed(run: Callable[..., Outputs], inputs: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Outputs:
-    """Run a layer now, and once more when its backward needs what it would have kept.
+def forgetting() -> AbstractContextManager[object]:
+    """Return a context for a forward that saves nothing for a backward."""
+    return saved_tensors_hooks(lambda tensor: None, _forgotten)
 
-    Args:
-        run: the layer's forward; seeds its own random numbers, so that both runs draw the same.
-        inputs: its tensors.
-        buffers: what it may update in place; the second run leaves them as it finds them.
-    """
-    runs = 0
 
-    def forward(*tensors: torch.Tensor) -> Outputs:
-        nonlocal runs
-        runs += 1
-        if runs == 1:
-            return run(*tensors)
-        before = [buffer.clone() for buffer in buffers]
-        try:
-            return run(*tensors)
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise AssertionError("a layer that is recomputed has not been")
 
-    result: Outputs = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+def called_again(module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Run a layer's module once more; what it updates in place, as batch statistics, is updated once only."""
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    arguments = (rows, *inputs)
+    result: Sequence[torch.Tensor]
+    result = torch.func.functional_call(module, copies, arguments) if copies else module(*arguments)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,17 +13,21 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import CaptureError, ModelError, TrainingError
+from autopar.errors import AutoparError, CaptureError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Pending
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["rehearse", "rehearse_model"]
 
@@ -104,6 +109,8 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
+    except AutoparError:
+        raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
@@ -127,7 +134,7 @@ class _SilentJob(Job):
     update_of = _UnreadUpdate
 
     def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         rows = self.plan.stages[min(self.stages)].rows[self.replica]
         specs = [graph.tensor(name) for name in self.inputs]
@@ -158,8 +165,13 @@ class _Silence:
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         return _Holding(tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         return _Holding(tensor)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        raise UsageError(
+            "replicas that shard meet while they compute, which no rehearsal shows; plan with --shard none"
+        )
 
 
 class _Holding:

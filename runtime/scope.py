@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 
-__all__ = ["check_scope"]
+__all__ = ["check_offload", "check_scope"]
 
 
 def check_scope(plan: Plan) -> None:
@@ -18,9 +18,15 @@ def check_scope(plan: Plan) -> None:
         raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without --divisible")
-    for index, stage in enumerate(plan.stages):
-        if stage.shard != "none":
-            raise UsageError(
-                f"stage {index} shards its {stage.shard} among {stage.replicas} replicas, which `autopar run` does not "
-                "do yet; plan with --shard none"
-            )
+
+
+def check_offload(plan: Plan) -> None:
+    """Refuse to keep in the host's memory what is there already, or what no replicas divide.
+
+    Raises:
+        UsageError: names which, and what to do.
+    """
+    if plan.device_type == "cpu":
+        raise UsageError("--cpu-offload: the plan is for CPUs, whose memory is the host's already; leave it out")
+    if all(stage.shard == "none" for stage in plan.stages):
+        raise UsageError("--cpu-offload: no stage of the plan is sharded; plan with --shard parameters")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.errors import AutoparError, TrainingError
-from autopar.runtime.recompute import recomputed
+from autopar.errors import TrainingError
+from autopar.runtime.passes import Pass
+from autopar.runtime.segment import Watch, segments_of
 
-__all__ = ["Stage", "Watch"]
-
-Watch = Callable[[str, Callable[[], Sequence[torch.Tensor]]], Sequence[torch.Tensor]]
-"""Called with a layer's name and what runs it forward; returns what that returns."""
+__all__ = ["Stage"]
 
 
 class Stage:
@@ -40,7 +37,6 @@ class Stage:
             autocast: makes the context that forwards run in.
             recompute: layers that run forward again before their backward.
         """
-        self._autocast, self._recompute = autocast, frozenset(recompute)
         self.layers = list(layers)
         mine = {layer.name for layer in layers}
         made = {name for layer in layers for name in layer.outputs}
@@ -49,65 +45,52 @@ class Stage:
         self.received = tuple(spec for spec in tensors if spec.name in read - made and spec.name not in model_inputs)
         self.sent = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
         self.loss = tuple(name for name in loss if name in made)
-        self.watch: Watch | None = None
-        self._drop = self._last_uses()
+        wanted = {*(spec.name for spec in self.sent), *self.loss}
+        self._segments = segments_of(layers, wanted, autocast, recompute)
 
     def forward(
-        self, rows: int, values: dict[str, torch.Tensor], seed: Callable[[str], None]
-    ) -> dict[str, torch.Tensor]:
+        self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
         """Run the layers on one share of a micro-batch.
 
         Args:
             rows: samples in the share.
-            values: the model inputs and received tensors that the layers read.
+            values: the model inputs and received tensors that the layers read; those whose gradient goes back are
+                leaves.
             seed: called with the name of every layer that draws random numbers, just before it runs.
+            split: whether the backward comes in two halves.
 
         Returns:
-            The tensors that are sent, and the loss outputs.
+            The tensors that are sent and the loss outputs; and what the backward needs, by segment.
 
         Raises:
             TrainingError: a layer failed; names it.
         """
-        values = dict(values)
-        for layer, drop in zip(self.layers, self._drop, strict=True):
-            try:
-                inputs = [values[name] for name in layer.inputs]
-                if self.watch is None:
-                    outputs = self._run(layer, rows, inputs, seed)
-                else:
-                    outputs = self.watch(layer.name, partial(self._run, layer, rows, inputs, seed))
-            except (AutoparError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise TrainingError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
-            values.update(zip(layer.outputs, outputs, strict=True))
-            for name in drop:
-                del values[name]
-        return values
+        known, passes = dict(values), list[Pass]()
+        for segment in self._segments:
+            passes.append(Pass(segment, rows, known, seed, split=split))
+            known.update(passes[-1].forward())
+            for name in segment.done:
+                del known[name]
+        return known, passes
 
-    def _run(
-        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], seed: Callable[[str], None]
-    ) -> Sequence[torch.Tensor]:
-        def run(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            if layer.random:
-                seed(layer.name)
-            with self._autocast():
-                outputs: Sequence[torch.Tensor] = layer.module(rows, *tensors)
-            return outputs
+    def watch(self, watch: Watch | None) -> None:
+        """Have layers run by ``watch`` from now on, or again by themselves."""
+        for segment in self._segments:
+            segment.watch = watch
 
-        if layer.name not in self._recompute:
-            return run(*inputs)
-        return recomputed(run, inputs, [buffer for _, buffer in layer.module.named_buffers()])
+    def sendable(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is sent of a share's outputs, in the types that receivers expect.
 
-    def _last_uses(self) -> list[list[str]]:
-        """For every layer, the names that no later layer reads and nobody is sent: they are let go after it."""
-        kept = {spec.name for spec in self.sent} | set(self.loss)
-        drops: list[list[str]] = []
-        alive = set(self.inputs) | {spec.name for spec in self.received}
-        for index, layer in enumerate(self.layers):
-            alive |= set(layer.outputs)
-            later = {name for after in self.layers[index + 1 :] for name in after.inputs}
-            gone = sorted(alive - later - kept)
-            drops.append(gone)
-            alive -= set(gone)
-        return drops
+        Raises:
+            TrainingError: a tensor has another shape than they expect; names it.
+        """
+        for spec in self.sent:
+            found, expected = tuple(outputs[spec.name].shape), spec.shape(rows)
+            if found != expected:
+                raise TrainingError(
+                    f"tensor {spec.name} has shape {found}, the plan sends {expected}; shapes must not change between "
+                    "steps"
+                )
+        # Under autocast, a device may have made another type than was profiled.
+        return {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in self.sent}

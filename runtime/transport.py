@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GroupTransport", "Pending", "Transport"]
 
@@ -34,8 +37,14 @@ class Transport(Protocol):
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Begin to fill a contiguous tensor with the next message of ``peer``."""
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Begin to replace a tensor by its sum over ``ranks``, in place."""
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """Begin to replace a tensor by its sum over ``ranks``, in place.
+
+        Reductions of the same ranks begin in the same order on all of them; those ``apart`` have an order of their own.
+        """
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of some ranks that reduce together, this one among them."""
 
 
 class _Work:
@@ -58,16 +67,19 @@ class _Work:
 class GroupTransport:
     """Tensors move through torch.distributed: gloo between CPU processes, NCCL between GPUs."""
 
-    def __init__(self, context: RankContext, groups: Iterable[tuple[int, ...]]) -> None:
+    def __init__(
+        self, context: RankContext, groups: Iterable[tuple[int, ...]], apart: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order."""
         patience = timedelta(seconds=context.timeout_s)
-        self._groups = {ranks: dist.new_group(list(ranks), timeout=patience) for ranks in groups}
+        self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
+        self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
         everyone = list(range(context.size))
         self._up = self._down = dist.new_group(everyone, timeout=patience)
         if context.device.type == "cuda":
             # NCCL runs one communicator's operations in order: opposite directions need one each.
             self._down = dist.new_group(everyone, timeout=patience)
-        self._rank = context.rank
+        self._rank, self._device_type = context.rank, context.device.type
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
@@ -86,9 +98,15 @@ class GroupTransport:
         except RuntimeError as error:
             raise PeerLostError(_first_line(error)) from error
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
-        return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))
+        return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks, apart], async_op=True))
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """See :class:`Transport`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._groups[ranks, False], self._device_type)
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,9 +59,8 @@ class Update:
             _check_steps(self.optimizer, model)
         self._reducer, self._transport, self._everyone = reducer, transport, everyone
         self._device, self._counts, self._clip_norm, self._scale = device, counts, clip_norm, scale
-        watches = isinstance(self._scheduler, ReduceLROnPlateau)
-        # A rank without parameters has no scheduler, and takes part all the same.
-        self._watches = bool(self._sum([float(watches)])[0]) if model.schedules else False
+        self._watches: bool | None = None if model.schedules else False
+        """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -79,6 +78,9 @@ class Update:
 
     def _agree(self, record: StepRecord) -> tuple[float, bool]:
         """Return what all gradients are to be multiplied by, and whether they are to be applied."""
+        if self._watches is None:
+            # A rank without parameters has no scheduler, and takes part all the same.
+            self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
         normed = self._clip_norm is not None or self._scale is not None
         if not (self._counts or normed or self._watches):
             return 1.0, True

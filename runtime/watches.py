@@ -35,7 +35,7 @@ class Watches:
         if timed:
             self._times.begin_step()
         for stage in self._job.stages.values():
-            stage.watch = self._times if timed else self._flops if counted else None
+            stage.watch(self._times if timed else self._flops if counted else None)
 
     def end_step(self, step: int, times_s: Sequence[tuple[float, float]]) -> None:
         """Take in when the actions of a step ran."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,10 +14,10 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups
+from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
 from autopar.runtime.memory import PeakMemory
+from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import GroupTransport
 from autopar.runtime.watches import Watches
@@ -24,7 +25,7 @@ from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["RankResult", "TrainArguments", "build", "shard_name", "train"]
+__all__ = ["RankResult", "TrainArguments", "build", "train"]
 
 RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
@@ -70,6 +71,8 @@ class RankResult(TypedDict):
     forward_flops: int
     """Of all forwards of a step, where the device's peak is known."""
     peak_flops_per_s: float | None
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
     saved: dict[str, list[str]]
     """Stage -> names of the tensors that this rank wrote of it."""
 
@@ -125,6 +128,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         layers_s=watches.layers_s(),
         forward_flops=watches.forward_flops(),
         peak_flops_per_s=watches.peak_flops_per_s,
+        samples=job.samples,
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 
@@ -142,7 +146,8 @@ def build(
     torch.set_num_threads(plan.threads)
     program = program or expand(plan)
     check(program, plan)
-    transport = GroupTransport(context, reduction_groups(plan))
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    transport = GroupTransport(context, reduction_groups(plan), apart)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
@@ -160,24 +165,10 @@ def _common_origin(context: RankContext) -> float:
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
-    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads."""
-    if folder is None or job.replica != 0:
+    if folder is None:
         return {}
-    first: dict[str, int] = {}
-    for stage, placed in enumerate(job.plan.stages):
-        for layer in map(graph.layer, placed.layers):
-            for name in (*layer.parameters.values(), *layer.buffers.values()):
-                first.setdefault(name, stage)
-    saved = {}
-    for index in job.stages:
-        state = {name: tensor for name, tensor in job.state().items() if first[name] == index}
-        if index == 0:
-            state |= workspace.read(workspace.names() - first.keys())
-        weights.write(Path(folder) / shard_name(index, len(job.plan.stages)), state)
-        saved[str(index)] = sorted(state)
-    return saved
 
+    def unread(read: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        return workspace.read(workspace.names().difference(read))
 
-def shard_name(stage: int, stages: int) -> str:
-    """Return the file name of a stage's trained weights."""
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+    return write_stages(job, graph, unread, Path(folder))

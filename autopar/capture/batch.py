@@ -11,7 +11,16 @@ from torch import nn
 
 from autopar.errors import ModelError
 
-__all__ = ["StepModule", "loss_outputs", "model_arguments", "named_tensors", "rebuild", "row_count", "slice_rows"]
+__all__ = [
+    "Opaque",
+    "StepModule",
+    "loss_outputs",
+    "model_arguments",
+    "named_tensors",
+    "rebuild",
+    "row_count",
+    "slice_rows",
+]
 
 
 def named_tensors(batch: object) -> dict[str, torch.Tensor]:
@@ -119,9 +128,9 @@ class StepModule(nn.Module):
     def __init__(self, model: nn.Module, template: object, loss: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model = model
-        self.template = _Opaque(template)
-        self.loss = _Opaque(loss)
-        self.replaced = _Opaque({})
+        self.template = Opaque(template)
+        self.loss = Opaque(loss)
+        self.replaced = Opaque({})
         """Of the last forward: by path, tensors that were attributes of modules before it, and no longer are."""
         self.names = tuple(named_tensors(template))
 
@@ -157,7 +166,7 @@ def _held(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from _held(item, f"{path}[{key!r}]")
 
 
-class _Opaque:
+class Opaque:
     """Hides a value from ``nn.Module``, which would make a loss that is a module a part of this one."""
 
     def __init__(self, value: Any) -> None:  # noqa: ANN401

@@ -15,7 +15,7 @@ from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
 from autopar.errors import CaptureError
 
-__all__ = ["Values", "build_layers", "tensor_specs"]
+__all__ = ["Values", "build_layers", "spec_of", "tensor_specs"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,19 @@ class Values:
     constants: Mapping[str, torch.Tensor]
 
 
-def build_layers(graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], values: Values) -> list[Layer]:
-    """Build one graph module per segment."""
+def build_layers(
+    graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], values: Values, results: Sequence[str] = ()
+) -> list[Layer]:
+    """Build one graph module per segment; ``results`` names what the graph gives, if that is no loss."""
     names = _crossing_names(graph, segments)
-    loss = ["loss"] if len(_loss_nodes(graph)) == 1 else ["loss_sum", "loss_count"]
+    loss = ["loss"] if len(_results(graph)) == 1 else ["loss_sum", "loss_count"]
+    last = list(results) or loss
     return [
-        _Builder(graph, inputs, values, names, part).build(loss if part is segments[-1] else []) for part in segments
+        _Builder(graph, inputs, values, names, part).build(last if part is segments[-1] else []) for part in segments
     ]
 
 
-def _loss_nodes(graph: fx.Graph) -> list[fx.Node]:
+def _results(graph: fx.Graph) -> list[fx.Node]:
     output: Any = next(node for node in graph.nodes if node.op == "output")
     return list(output.args[0])
 
@@ -52,6 +55,11 @@ def _crossing_names(graph: fx.Graph, segments: Sequence[Segment]) -> dict[str, s
                 made_in = owner.get(argument.name)
                 if made_in is not None and made_in is not part:
                     crossing[argument.name] = f"{made_in.name}:{argument.name}"
+    for node in _results(graph):
+        # What the graph gives leaves its last layer, wherever it is made.
+        made_in = owner.get(node.name)
+        if made_in is not None and made_in is not segments[-1]:
+            crossing[node.name] = f"{made_in.name}:{node.name}"
     return {node.name: crossing[node.name] for node in graph.nodes if node.name in crossing}
 
 
@@ -70,28 +78,28 @@ class _Builder:
     parameters: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
-    def build(self, loss: Sequence[str]) -> Layer:
-        """Build the layer; ``loss`` names the loss outputs if this is the last one."""
+    def build(self, results: Sequence[str]) -> Layer:
+        """Build the layer; ``results`` names what the graph gives if this is the last one."""
         chosen = set(self.part.nodes)
         nodes = [node for node in self.source.nodes if node.name in chosen]
         self.rows = self.graph.placeholder("rows")
-        read = self._inputs(nodes, chosen, _loss_nodes(self.source) if loss else [])
+        read = self._inputs(nodes, chosen, _results(self.source) if results else [])
         for node, name in read:
             self.copies[node] = self.graph.placeholder(f"input_{_identifier(name)}")
             self.copies[node].meta = dict(node.meta)
         for node in nodes:
             self.copies[node] = self.graph.node_copy(node, self._argument)
         sent = [node for node in nodes if node.name in self.crossing and node.name in self.part.owned]
-        results = [self.copies[node] for node in sent]
-        if loss:
-            results += [self._argument(node) for node in _loss_nodes(self.source)]
-        self.graph.output(tuple(results))
+        given = [self.copies[node] for node in sent]
+        if results:
+            given += [self._argument(node) for node in _results(self.source)]
+        self.graph.output(tuple(given))
         module = fx.GraphModule(self.attributes, self.graph, class_name="Layer")
         return Layer(
             name=self.part.name,
             modules=self.part.modules,
             inputs=tuple(name for _, name in read),
-            outputs=(*(self.crossing[node.name] for node in sent), *loss),
+            outputs=(*(self.crossing[node.name] for node in sent), *results),
             parameters=self.parameters,
             buffers=self.buffers,
             random=self.part.random,
@@ -99,10 +107,12 @@ class _Builder:
             module=module,
         )
 
-    def _inputs(self, nodes: Sequence[fx.Node], chosen: set[str], loss: Sequence[fx.Node]) -> list[tuple[fx.Node, str]]:
+    def _inputs(
+        self, nodes: Sequence[fx.Node], chosen: set[str], results: Sequence[fx.Node]
+    ) -> list[tuple[fx.Node, str]]:
         """Return what is read from outside: tensors of the batch, then crossing tensors, each in graph order."""
         read = {argument for node in nodes for argument in node.all_input_nodes}
-        read |= set(loss)
+        read |= set(results)
         batch = [
             (n, self.inputs.tensors[n.name]) for n in self.source.nodes if n in read and n.name in self.inputs.tensors
         ]
@@ -213,11 +223,14 @@ def tensor_specs(
     for name, (producer, node) in {**known, **made}.items():
         consumers = tuple(layer.name for layer in layers if name in layer.inputs)
         if consumers:
-            specs.append(_spec(name, producer, consumers, node.meta["val"], inputs.symbol))
+            specs.append(spec_of(name, producer, consumers, node.meta["val"], inputs.symbol))
     return specs
 
 
-def _spec(name: str, producer: str | None, consumers: tuple[str, ...], value: torch.Tensor, symbol: str) -> TensorSpec:
+def spec_of(
+    name: str, producer: str | None, consumers: tuple[str, ...], value: torch.Tensor, symbol: str
+) -> TensorSpec:
+    """Describe a tensor of a graph that has the batch as one dimension."""
     dim = batch_dim(value, symbol)
     assert dim is not None
     sizes = tuple(int(size) for index, size in enumerate(value.shape) if index != dim)

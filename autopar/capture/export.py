@@ -30,7 +30,18 @@ from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
 from autopar.errors import AutoparError, CaptureError, ModelError
 
-__all__ = ["Exported", "assemble", "capture", "capture_module", "placeholders", "unchanged", "with_gradients"]
+__all__ = [
+    "Exported",
+    "assemble",
+    "capture",
+    "capture_module",
+    "export_rows",
+    "placeholders",
+    "sorted_inputs",
+    "told_apart",
+    "unchanged",
+    "with_gradients",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +97,13 @@ def capture_module(
     step = StepModule(model, batch, loss).train()
     with unchanged(model):
         if layers is not None:
-            with _told_apart("running the modules of layers(model)"):
+            with told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers)
         try:
             with faked(model) if hollow else contextlib.nullcontext() as mode:
                 refuse_backward_hooks(model)
                 _settled(step, tensors, mode)
-                program = _export(step, tensors)
+                program = export_rows(step, tensors)
         except CaptureError:
             declared = _declared(model, batch, loss)
             if declared is None:
@@ -130,7 +141,7 @@ def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTe
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     masks = general_masks() if mode else contextlib.nullcontext()
     kept = without_fakes(step) if mode else contextlib.nullcontext()
-    with unchanged(step), kept, masks, _told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
+    with unchanged(step), kept, masks, told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
         )
@@ -159,7 +170,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told_apart(what: str) -> Iterator[None]:
+def told_apart(what: str) -> Iterator[None]:
     """Run the user's code as it is, so that the user's mistakes are told from those of capturing."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -173,7 +184,12 @@ def _told_apart(what: str) -> Iterator[None]:
         raise ModelError(f"{line}: {what} raised {type(error).__name__}: {_first_line(error)}") from error
 
 
-def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Export a module that takes the tensors of a batch; the number of rows stays free.
+
+    Raises:
+        CaptureError: it cannot be exported; names the construct, file and line.
+    """
     try:
         return _exported(step, tensors)
     except Exception as error:
@@ -185,7 +201,7 @@ def _export(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedPr
         raise CaptureError(place + _explain(error)) from error
 
 
-def _exported(step: StepModule, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+def _exported(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
     shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
     with _quiet(), general_masks():
         return torch.export.export(
@@ -235,22 +251,24 @@ def _first_line(error: BaseException) -> str:
 
 
 def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+    inputs, values = sorted_inputs(program, model, list(tensors))
+    segments = segment(program.graph, inputs, model)
+    if not segments or not segments[-1].owned:
+        raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
+    graph = assemble(Exported(program, inputs, segments), list(tensors), values)
+    return with_gradients(graph, gradient_flow(graph))
+
+
+def sorted_inputs(program: ExportedProgram, model: nn.Module, tensors: Sequence[str]) -> tuple[Inputs, Values]:
+    """Return what the placeholders of an exported model are, and the tensors behind them."""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
     attributes: dict[str, object] = dict(_all_parameters(model))
     attributes |= dict(model.named_buffers(remove_duplicate=False))
     canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
-    inputs = placeholders(program, list(tensors), canonical)
-    segments = segment(program.graph, inputs, model)
-    if not segments or not segments[-1].owned:
-        raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
-    values = Values(
-        dict(model.named_parameters()),
-        dict(model.named_buffers()),
-        {node: program.constants[target] for node, target in inputs.constants.items()},
-    )
-    graph = assemble(Exported(program, inputs, segments), list(tensors), values)
-    return with_gradients(graph, gradient_flow(graph))
+    inputs = placeholders(program, tensors, canonical)
+    constants = {node: program.constants[target] for node, target in inputs.constants.items()}
+    return inputs, Values(dict(model.named_parameters()), dict(model.named_buffers()), constants)
 
 
 def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:

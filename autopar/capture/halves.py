@@ -33,7 +33,7 @@ class Halves:
     >>> halves = Halves()
     >>> with halves.recording():
     ...     y = layer(x)
-    >>> (gradient,) = halves.input([y], [torch.ones_like(y)], [x])
+    >>> (gradient,) = halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
     >>> gradient is not None, layer.weight.grad
     (True, None)
     >>> halves.weight()
@@ -51,21 +51,20 @@ class Halves:
         return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 
     def input(
-        self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+        self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Run the first half.
 
         Args:
-            roots: what the backward starts from; the second half does not need them.
+            roots: what the backward starts from.
             gradients: theirs.
             leaves: tensors without history. Where none can be reached nothing runs: the second half is all.
 
         Returns:
             The leaves' gradients, none where the backward does not reach them; ``.grad`` is left alone.
         """
-        edges = [get_gradient_edge(root) for root in roots]
-        frontier = frontier_of(edges, [get_gradient_edge(leaf).node for leaf in leaves])
-        self._starts = [(edges[index], gradients[index]) for index in frontier.outer]
+        frontier = frontier_of(roots, [get_gradient_edge(leaf).node for leaf in leaves])
+        self._starts = [(roots[index], gradients[index]) for index in frontier.outer]
         if not frontier.reached:
             return [None] * len(leaves)
         operators = [
@@ -73,7 +72,7 @@ class Halves:
         ]
         wanted = [*map(get_gradient_edge, leaves), *frontier.shared]
         try:
-            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=bool(operators), allow_unused=True)
+            found = torch.autograd.grad(roots, wanted, gradients, retain_graph=bool(operators), allow_unused=True)
         finally:
             for operator in operators:
                 operator.unwatch()
@@ -91,7 +90,7 @@ class Halves:
         starts, self._starts = self._starts, []
         if starts:
             torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
-        self._saved = _Saved()
+        self._saved.let_all_go()
 
     def pending(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that are kept between the halves; parameters that the second reads are among them."""
@@ -130,10 +129,16 @@ class _Saved:
         return box.tensor
 
     def let_go(self) -> None:
+        """Free what the second half does not need."""
         for box in self._boxes:
             if box.read and not box.read_again:
                 box.tensor = None
         self._boxes = [box for box in self._boxes if box.tensor is not None]
+
+    def let_all_go(self) -> None:
+        """Free the rest: autograd holds the boxes for as long as any operator behind them lives."""
+        while self._boxes:
+            self._boxes.pop().tensor = None
 
     def kept(self) -> Iterator[torch.Tensor]:
         return (box.tensor for box in self._boxes if box.tensor is not None)

@@ -21,7 +21,7 @@ A boundary is legal where it separates none of these:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,7 @@ from autopar.capture.effects import Storages, draws_random_numbers, tensor_argum
 from autopar.capture.joined import joined
 from autopar.errors import CaptureError
 
-__all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment"]
+__all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment", "segment_like"]
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
@@ -89,6 +89,42 @@ def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment,
     groups = _merge(len(nodes.owned), _starts(units), _forbidden(nodes))
     groups = joined(nodes.owned, groups, units, inputs.parameters)
     return tuple(_describe(nodes, groups, units, finder))
+
+
+def segment_like(
+    graph: fx.Graph, inputs: Inputs, model: nn.Module, layers: Sequence[Sequence[str]]
+) -> tuple[Segment, ...]:
+    """Cut another graph of the same model where the calls of its layers' modules begin.
+
+    Args:
+        graph: the other graph.
+        inputs: its placeholders.
+        model: the model.
+        layers: the modules of every layer, as :class:`Segment` has them.
+
+    Returns:
+        Segments of the layers' names; layers of which the graph has nothing are left out.
+
+    Raises:
+        CaptureError: a boundary is not legal in this graph; names the layer behind it.
+    """
+    nodes, finder = _Nodes(graph, inputs), _Units(model)
+    units = [finder.of(node) for node in nodes.owned]
+    place = {unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules}
+    current, numbers = 0, []
+    for unit in units:
+        current = max(current, place.get(unit, current)) if unit is not None else current
+        numbers.append(current)
+    count = len(numbers)
+    edges = [0, *(at for at in range(1, count) if numbers[at] != numbers[at - 1]), count]
+    for low, high in _forbidden(nodes):
+        crossed = [edge for edge in edges if low < edge <= high]
+        if crossed:
+            name = layers[numbers[crossed[0]]][0]
+            raise CaptureError(f"the model cannot be cut before {name} in evaluation as it is in training")
+    groups = [(low, high) for low, high in pairwise(edges) if low < high]
+    found = _describe(nodes, groups, units, finder)
+    return tuple(replace(part, name=layers[numbers[low]][0]) for (low, _), part in zip(groups, found, strict=True))
 
 
 def _refuse_lost_writes(nodes: _Nodes) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = ["StorageTracker"]
 
@@ -15,7 +15,8 @@ __all__ = ["StorageTracker"]
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every storage made while it is active, until it is freed.
 
-    Fake tensors count as real ones do, if parameters and inputs are fake as well.
+    Fake tensors count as real ones do, if parameters and inputs are fake as well; of tensors that several ranks hold
+    together, this one's part; and storages that change their size as large as they are.
 
     >>> with StorageTracker() as tracker:
     ...     a = torch.ones(4)
@@ -29,7 +30,26 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive_bytes = self.peak_bytes = 0
-        self._seen: set[int] = set()
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        """Count from now on."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result: torch.UntypedStorage = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._count(storage._cdata, storage.nbytes())
+            return result
+
+        # No operator changes a storage's size: torch's FSDP2 lets go of gathered parameters that way.
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *raised: object) -> None:
+        """Count no more."""
+        del torch.UntypedStorage.resize_
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -46,17 +66,18 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.alive_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-        weakref.finalize(storage, self._remove, key, size)
+        key = storage._cdata
+        if key not in self._sizes:
+            self._count(key, storage.nbytes())
+            weakref.finalize(storage, self._remove, key)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.alive_bytes -= size
+    def _count(self, key: int, size: int) -> None:
+        self.alive_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+
+    def _remove(self, key: int) -> None:
+        self.alive_bytes -= self._sizes.pop(key)
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -65,6 +86,9 @@ def _identity(tensor: torch.Tensor) -> int:
 
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
+        outer: Any = value
+        if is_traceable_wrapper_subclass(outer):
+            return _tensors([getattr(outer, name) for name in outer.__tensor_flatten__()[0]])
         return [value]
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in _tensors(item)]

@@ -48,7 +48,7 @@ def command(
     plan_command.command(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")
     run_command.command(
-        files["plan.json"], steps, report=files["report.json"], trace=traces["measured"], overwrite=True
+        plan=files["plan.json"], steps=steps, report=files["report.json"], trace=traces["measured"], overwrite=True
     )
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
     simulate_command.command(files["plan.json"], trace=traces["predicted"], overwrite=True)

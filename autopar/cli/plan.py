@@ -27,7 +27,16 @@ def command(
     cluster: ClusterName = None,
     memory: Memory = None,
     batch: Batch = None,
-    schedule: Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")] = "auto",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="auto, gpipe, 1f1b; interleaved, zb-v or dualpipe-v (several stages on every device); zb-h1 or zb-h2. "
+            "The zb ones and dualpipe-v have backwards in two halves."
+        ),
+    ] = "auto",
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on every device, of --schedule interleaved; default: the best of 2 to 4.")
+    ] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step; default: the best.")] = None,
     bandwidth: Bandwidth = None,
     objective: Annotated[
@@ -47,11 +56,15 @@ def command(
     shard: Annotated[
         str,
         typer.Option(
-            help="What replicas divide: none, optimizer, gradients, parameters, or auto. `run` does none yet."
+            help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
         ),
     ] = "none",
     stages: Annotated[
-        str | None, typer.Option(help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names.")
+        str | None,
+        typer.Option(
+            help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; with "
+            "several stages on every device, replicas repeat."
+        ),
     ] = None,
     min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
     max_stages: Annotated[int | None, typer.Option(help="At most this many pipeline stages.")] = None,
@@ -93,6 +106,7 @@ def command(
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
         schedule=schedule,
+        chunks=chunks,
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
         gap=gap,
@@ -147,7 +161,6 @@ def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
     console = Console(stderr=True)
     render(plan, console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
-    runs = runs and all(stage.shard == "none" for stage in plan.stages)
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
     console.print(f"Written: {output}; {then}", highlight=False, markup=False)
     if as_json:

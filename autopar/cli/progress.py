@@ -16,8 +16,11 @@ LINE_EVERY_S = 2.0
 
 
 @contextmanager
-def steps_progress(steps: int, *, quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
-    """Yield what to call with (step, loss): a bar on a terminal, a line now and then elsewhere."""
+def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
+    """Yield what to call with (step, loss): a bar on a terminal, a line now and then elsewhere.
+
+    How many steps there are may not be known.
+    """
     if quiet:
         yield lambda step, loss: None
     elif sys.stderr.isatty():
@@ -29,14 +32,15 @@ def steps_progress(steps: int, *, quiet: bool = False) -> Iterator[Callable[[int
         yield _lines(steps)
 
 
-def _lines(steps: int) -> Callable[[int, float], None]:
+def _lines(steps: int | None) -> Callable[[int, float], None]:
     said_s = -LINE_EVERY_S
 
     def say(step: int, loss: float) -> None:
         nonlocal said_s
         if step + 1 == steps or time.monotonic() - said_s >= LINE_EVERY_S:
             said_s = time.monotonic()
-            sys.stderr.write(f"step {step + 1}/{steps}: loss {loss:.4f}\n")
+            of = "" if steps is None else f"/{steps}"
+            sys.stderr.write(f"step {step + 1}{of}: loss {loss:.4f}\n")
 
     sys.stderr.write("starting ranks\n")
     return say

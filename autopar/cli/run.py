@@ -20,6 +20,6 @@ def command(asked: Training) -> None:
     from autopar.cli.progress import steps_progress
     from autopar.runtime.launch import run
 
-    with steps_progress(asked.steps) as progress:
+    with steps_progress(asked.known_steps) as progress:
         outcome = run(chosen, model, asked.run_options(chosen), progress)
     conclude(asked, outcome)

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_REPORT = Path("report.json")
+DEFAULT_STEPS = 20
 
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 
@@ -44,7 +45,19 @@ class Training:
     """What commands that train are asked: arguments and options, under their names."""
 
     plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json")
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train.", min=1)] = 20
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps to train; default: 20.", min=1)] = None
+    epochs: Annotated[
+        int | None,
+        typer.Option("--epochs", help="Train so many times through the dataset, in place of --steps.", min=1),
+    ] = None
+    last: Annotated[
+        str,
+        typer.Option(
+            "--last",
+            help="What becomes of samples at an epoch's end that do not fill a mini-batch: drop leaves them out, pad "
+            "fills it up with the epoch's first ones, which then count twice.",
+        ),
+    ] = "drop"
     seed: Annotated[
         int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)
     ] = None
@@ -65,6 +78,22 @@ class Training:
         float | None,
         typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
     ] = None
+    cpu_offload: Annotated[
+        bool,
+        typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
+    ] = False
+    deferred_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--deferred-batch-norm", help="Update running statistics once per mini-batch, by all its micro-batches."
+        ),
+    ] = False
+    sync_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
+        ),
+    ] = False
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -86,6 +115,19 @@ class Training:
     ] = 300.0
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False
     as_json: AsJson = False
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps to train; None where the dataset decides.
+
+        Raises:
+            UsageError: both steps and epochs are asked for.
+        """
+        if self.epochs is None:
+            return self.steps or DEFAULT_STEPS
+        if self.steps is not None:
+            raise UsageError(f"--epochs {self.epochs} and --steps {self.steps} contradict each other; give one")
+        return None
 
     @property
     def reports(self) -> Reports:
@@ -115,9 +157,18 @@ class Training:
         from autopar.runtime.launch import RunOptions
         from autopar.runtime.settings import TrainSettings
 
-        settings = TrainSettings(clip_norm=self.clip_norm, time_layers=self.update_profile)
+        settings = TrainSettings(
+            clip_norm=self.clip_norm,
+            deferred_batch_norm=self.deferred_batch_norm,
+            sync_batch_norm=self.sync_batch_norm,
+            cpu_offload=self.cpu_offload,
+            time_layers=self.update_profile,
+            last=self.last,  # type: ignore[arg-type]  # checked there
+        )
         data = data_of(chosen, self.plan)
-        return RunOptions(self.steps, self.weights, self.save, self.timeout_s, data, settings, self.program)
+        steps = self.steps or DEFAULT_STEPS
+        places = (self.weights, self.save, self.timeout_s, data)
+        return RunOptions(steps, *places, settings, self.program, self.epochs)
 
 
 def taking(act: Callable[[Training], None]) -> Callable[..., None]:

@@ -23,7 +23,7 @@ def command(asked: Training) -> None:
         from autopar.cli.progress import steps_progress
         from autopar.runtime.launch import join
 
-        with steps_progress(asked.steps, quiet=os.environ.get("RANK") != "0") as progress:
+        with steps_progress(asked.known_steps, quiet=os.environ.get("RANK") != "0") as progress:
             outcome = join(chosen, model, asked.run_options(chosen), progress)
     except UsageError:
         # Every rank finds the same mistake: one of them says it.

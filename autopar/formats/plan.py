@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -23,6 +24,7 @@ from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = [
+    "SHARDS",
     "Crossing",
     "Division",
     "FileReference",
@@ -32,6 +34,7 @@ __all__ = [
     "Shard",
     "SharedParameter",
     "Stage",
+    "shards_of",
     "turns",
 ]
 
@@ -41,6 +44,7 @@ Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 
@@ -51,6 +55,17 @@ def turns(division: Division, replicas: int, replica: int, micro_batches: int) -
     (range(0, 5), range(1, 5, 2))
     """
     return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
+
+
+def shards_of(division: Division, asked: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
+    """Return what replicas may divide of what is asked.
+
+    Those that take turns are at different micro-batches, and may not wait for each other in the course of one.
+
+    >>> shards_of("round-robin")
+    ('none', 'optimizer')
+    """
+    return tuple(shard for shard in asked if division == "split" or shard in ("none", "optimizer"))
 
 
 class FileReference(Record):
@@ -213,6 +228,8 @@ class Plan(Document):
                 fault(f"{at}.recompute", f"layer {other!r} is not in this stage")
             if stage.shard != "none" and stage.replicas == 1:
                 fault(f"{at}.shard", f"{stage.shard!r} needs several replicas")
+            if stage.shard not in shards_of(stage.division):
+                fault(f"{at}.shard", f"{stage.shard!r} has replicas wait for each other in every layer, not take turns")
             self._check_depth(stage, before, at)
             before = stage
         if self.weight_policy == "stash" and (self.schedule, self.micro_batches) != ("1f1b", 1):

@@ -133,6 +133,8 @@ class Cost(Record):
     """The half of a split backward that makes the inputs' gradients; halves take longer together than the whole."""
     backward_weight_s: Seconds | None = None
     """The half that makes the parameters' gradients."""
+    weight_saved_bytes: Bytes | None = None
+    """What is held from the first half to the second: of what was saved, and the gradients that arrived."""
     recompute_s: Seconds | None = None
     """What a backward that runs the forward again, with the random numbers of the first time, takes beyond
     ``backward_s``."""

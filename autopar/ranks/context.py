@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
 
-__all__ = ["RankContext", "backend_of", "joined", "joined_from_environment"]
+__all__ = ["RankContext", "backend_of", "device_of", "joined", "joined_from_environment", "patience"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def joined(
     report: Callable[[dict[str, object]], None],
 ) -> Iterator[RankContext]:
     """Join ``size`` ranks of this host through a file that all of them name; leave when done."""
-    device = _device(device_type, rank)
+    device = device_of(device_type, rank)
     dist.init_process_group(
         backend_of(device_type),
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
-        timeout=_patience(timeout_s),
+        timeout=patience(timeout_s),
     )
     try:
         yield RankContext(rank, size, rank, size, device, timeout_s, board, report)
@@ -110,9 +110,9 @@ def joined_from_environment(device_type: str, timeout_s: float, size: int) -> It
         raise UsageError(f"the number of ranks started is {started}, {trouble} the {size} that the plan needs")
     if rank >= size:
         raise UsageError(f"RANK is {rank}, and WORLD_SIZE {size}: ranks count from 0")
-    device = _device(device_type, local_rank)
+    device = device_of(device_type, local_rank)
     try:
-        dist.init_process_group(backend_of(device_type), timeout=_patience(timeout_s))
+        dist.init_process_group(backend_of(device_type), timeout=patience(timeout_s))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TrainingError(f"rank {rank} could not join the others at {address}: {error}") from error
@@ -129,12 +129,17 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _patience(timeout_s: float) -> timedelta:
-    """The default group serves setting up; training has groups of its own."""
+def patience(timeout_s: float) -> timedelta:
+    """Return the default group's timeout: it serves setting up, training has groups of its own."""
     return timedelta(seconds=max(timeout_s, SET_UP_S))
 
 
-def _device(device_type: str, local_rank: int) -> torch.device:
+def device_of(device_type: str, local_rank: int) -> torch.device:
+    """Return a rank's device, and make it the current one.
+
+    Raises:
+        UsageError: the host has no such device.
+    """
     if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -40,13 +40,17 @@ def render(plan: Plan, console: Console) -> None:
     count = len(plan.stages)
     devices = len(plan.devices)
     wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
+    chunks = len(plan.groups[0])
+    shared = f", {chunks} on each" if chunks > 1 else ""
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
-        f"device{'s' if devices > 1 else ''}, {plan.schedule}{_policy(plan)}, "
+        f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{_policy(plan)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
     )
     console.print(title, highlight=False, markup=False)
     console.print(_stages(plan))
+    if chunks > 1:
+        console.print("peak memory is that of all stages of a device", highlight=False)
     if any(stage.types for stage in plan.stages):
         console.print(_kinds(plan), highlight=False, markup=False)
     console.print(_prediction(plan))

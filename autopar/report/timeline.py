@@ -1,4 +1,7 @@
-"""Gantt pictures of timelines: one row per rank, computation above, messages in thin strips below."""
+"""Gantt pictures of timelines: one row per rank, computation above, messages in thin strips below.
+
+Of a rank with several stages, the later ones are lighter.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopar.formats.program import BACKWARD, FORWARD, UPDATE
+from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.formats.spent import spent
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.report.quantity import duration, percentage
 from autopar.report.table import fill, new_table
@@ -24,12 +28,22 @@ _LANE = "#f4f5f7"
 _COLOURS = {
     FORWARD: "#4f86c6",
     BACKWARD: "#f0a63c",
+    INPUT_BACKWARD: "#e5803f",
+    WEIGHT_BACKWARD: "#c8b24a",
     UPDATE: "#8b93a1",
     "send": "#3a9d7c",
     "receive": "#9a6fb8",
     "reduce": "#d1495b",
 }
-_NAMES = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "update"}
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_BACKWARD: "backward, input half",
+    WEIGHT_BACKWARD: "backward, weight half",
+    UPDATE: "update",
+}
+_SPENT = ((FORWARD,), BACKWARDS, (UPDATE,))
+"""Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
 
 # Heights in units of one timeline's row: the lane of computation, then three strips, then air.
@@ -91,14 +105,14 @@ def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
 
 def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step."""
-    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">bubble")
+    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
     table = new_table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
     rows = []
-    for row in _rows([timeline], [""]):
-        spent = {kind: sum(e.end_s - e.start_s for e in row.events if e.action.kind == kind) for kind in _NAMES}
-        idle = row.end_s - sum(spent.values())
-        times = [duration(seconds) for seconds in (*spent.values(), max(0.0, idle))]
-        rows.append((str(row.rank), _stages(row.events), *times))
+    for row, where in zip(_rows([timeline], [""]), spent(timeline), strict=True):
+        computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
+        blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.idle_s
+        times = [duration(seconds) for seconds in (*computed, *blocked)]
+        rows.append((str(row.rank), _listed(row.events), *times))
     fill(table, rows)
     console.print(table)
     console.print(f"bubble: {percentage(timeline.bubble())} of the ranks' time", highlight=False)
@@ -142,17 +156,29 @@ def _sheet(rows: list[_Row], end_s: float) -> _Sheet:
 def _draw_row(sheet: _Sheet, row: _Row) -> None:
     end_ms = sheet.axes.get_xlim()[1]
     sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
+    stages = _stages(row.events)
     for kind in _NAMES:
-        blocks = [event for event in row.events if event.action.kind == kind]
-        _bars(sheet, blocks, row.top, _COMPUTE, _COLOURS[kind], edge="white")
-        if kind != UPDATE:
-            _numbers(sheet, blocks, row.top, "white" if kind == FORWARD else _INK)
+        for chunk, stage in enumerate(stages):
+            blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
+            _bars(sheet, blocks, row.top, _COMPUTE, _shade(_COLOURS[kind], chunk / len(stages)), edge="white")
+            if kind != UPDATE:
+                _numbers(sheet, blocks, row.top, "white" if kind == FORWARD and chunk == 0 else _INK)
     for index, track in enumerate(_STRIPS):
         strip = [event for event in row.events if track_of(event.action.kind) == track]
         top = row.top + _COMPUTE + _GAP + index * (_STRIP + _GAP)
         _bars(sheet, strip, top, _STRIP, _COLOURS[track])
     end = row.end_s * 1e3
     sheet.axes.plot([end, end], [row.top - _OVER, row.top + _LANE_HEIGHT + _OVER], color=_INK, linewidth=1.4, zorder=4)
+
+
+def _shade(colour: str, share: float) -> str:
+    """Return a colour that is lightened by a share: the later of a rank's stages are lighter.
+
+    >>> _shade("#4f86c6", 0.0), _shade("#4f86c6", 0.5)
+    ('#4f86c6', '#a7c2e2')
+    """
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{int(part + (255 - part) * share):02x}" for part in parts)
 
 
 def _bars(sheet: _Sheet, events: list[Event], top: float, height: float, colour: str, edge: str = "none") -> None:
@@ -209,7 +235,7 @@ def _label_rows(sheet: _Sheet, rows: list[_Row]) -> None:
     pairs = max(1, len({row.label for row in rows}))
     for index in range(0, len(rows), pairs):
         group = rows[index : index + pairs]
-        stages = _stages([event for row in group for event in row.events])
+        stages = _listed([event for row in group for event in row.events])
         middle = (group[0].top + group[-1].top + _COMPUTE) / 2
         _margin(sheet, -64 if group[0].label else -8, middle, f"rank {group[0].rank}\nstage {stages}", size)
 
@@ -235,8 +261,12 @@ def _drawn(rows: Iterable[_Row]) -> list[str]:
     return [key for key in _COLOURS if key in present]
 
 
-def _stages(events: list[Event]) -> str:
-    return ", ".join(map(str, sorted({event.action.stage for event in events})))
+def _stages(events: list[Event]) -> list[int]:
+    return sorted({event.action.stage for event in events})
+
+
+def _listed(events: list[Event]) -> str:
+    return ", ".join(map(str, _stages(events)))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
@@ -11,6 +11,7 @@ from autopar.formats.program import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
+    KINDS,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -32,8 +33,13 @@ class ProgramError(FileError):
     """A program is incomplete, exceeds its in-flight depth, or would deadlock."""
 
 
-def check(program: Program, plan: Plan) -> None:
+def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     """Refuse a program that does not carry out its plan.
+
+    Args:
+        program: what ranks would do.
+        plan: what they should.
+        kinds: of actions that are asked for; without backwards, nothing is kept for them.
 
     Raises:
         ProgramError: names the rank and the action.
@@ -46,8 +52,8 @@ def check(program: Program, plan: Plan) -> None:
         for rank in {message.sender, message.receiver}:
             own[rank].append(message)
     for rank, actions in enumerate(program.ranks):
-        _check_complete(rank, actions, plan, own[rank])
-        for stage, depth in in_flight(actions).items():
+        _check_complete(rank, actions, plan, own[rank], kinds)
+        for stage, depth in in_flight(actions).items() if BACKWARD in kinds else ():
             allowed = plan.stages[stage].warmup
             if depth > allowed:
                 where = f"rank {rank} (stage {stage})"
@@ -55,13 +61,16 @@ def check(program: Program, plan: Plan) -> None:
     _check_flow(program)
 
 
-def _check_complete(rank: int, actions: RankProgram, plan: Plan, flowing: list[Message]) -> None:
+def _check_complete(
+    rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
+) -> None:
     """Every action that the plan asks of the rank is there once, and its own order makes sense.
 
     ``flowing`` are the messages that the rank sends or receives.
     """
     found = Counter(actions)
-    before = _prerequisites(rank, plan, flowing, found)
+    asked = _prerequisites(rank, plan, flowing, found).items()
+    before = {after: earlier for after, earlier in asked if after.kind in kinds}
     expected = Counter(dict.fromkeys(before, 1))
     expected.update({action for earlier in before.values() for action in earlier if action not in before})
     for action in sorted(expected.keys() | found.keys()):

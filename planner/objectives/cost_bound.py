@@ -19,9 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Shard
+from autopar.formats.plan import SHARDS, Shard
 from autopar.planner.candidate import Family
-from autopar.planner.choices import SHARDS
 from autopar.planner.costs import CostModel
 from autopar.planner.memory import Held, peak_of
 from autopar.planner.options import PlanOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Objective
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions
 
 __all__ = ["check_flags"]
 
@@ -12,6 +12,7 @@ _FLAGS = {
     "batch": "--batch",
     "memory_bytes": "--memory",
     "schedule": "--schedule",
+    "chunks": "--chunks",
     "micro_batches": "--micro-batches",
     "stages": "--stages",
     "min_stages": "--min-stages",
@@ -56,3 +57,5 @@ def check_flags(options: PlanOptions) -> None:
                 f"{flag} does not go with --objective {options.objective}, which {_WHY[options.objective]}; "
                 f"leave out {flag}"
             )
+    if options.objective == "cost" and options.schedule not in ("auto", *PLANNED):
+        raise UsageError(f"--objective cost searches {' and '.join(PLANNED)} only, not {options.schedule}")

@@ -10,6 +10,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Objective, Plan
 from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import Profile
+from autopar.planner import provenance
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
@@ -88,8 +89,8 @@ def _predicted(
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        compute=tuple(map(costs.compute_provenance, stages)),
-        communication=costs.communication_provenance(candidate),
+        compute=tuple(provenance.computed(costs, stage) for stage in stages),
+        communication=provenance.communicated(costs, candidate),
     )
 
 

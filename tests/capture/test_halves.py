@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.capture.halves import Halves
+from autopar.capture.storages import StorageTracker
 
 
 class Parts(nn.Module):
@@ -177,7 +179,7 @@ def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str,
         with halves.recording():
             outputs = forward(run, split, x, kind == "cast")
         gradients = starts(outputs)
-        found = halves.input(outputs, gradients, x[:leaves])
+        found = halves.input([get_gradient_edge(output) for output in outputs], gradients, x[:leaves])
         for one, other in zip(found, expected[micro_batch], strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
@@ -191,3 +193,37 @@ def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str,
     assert [p.grad is None for p in whole.parameters()] == [p.grad is None for p in split.parameters()]
     for name, parameter in whole.named_parameters():
         assert parameter.grad is None or torch.equal(parameter.grad, split.get_parameter(name).grad), name
+
+
+def test_between_the_halves_nothing_is_alive_but_what_the_second_needs() -> None:
+    model, x = Parts(torch.float64), torch.randn(64, 4, dtype=torch.float64, requires_grad=True)
+    halves = Halves()
+    with StorageTracker() as tracker:
+        with halves.recording():
+            y = model.two(F.gelu(torch.tanh(model.one(x))))
+        row_bytes = x.nbytes
+        # Of tanh its result, of gelu its argument, which is the same, and its result; and what the last layer makes.
+        assert tracker.alive_bytes == 3 * row_bytes
+        edge, gradient = get_gradient_edge(y), torch.ones_like(y)
+        del y
+        (found,) = halves.input([edge], [gradient], [x])
+        # What the layers multiply by (the first one's is older), and what arrived at them; and the gradient.
+        held = {id(tensor.untyped_storage()): tensor for tensor in halves.pending() if tensor.shape == x.shape}
+        assert len(held) == 4
+        assert tracker.alive_bytes == 4 * row_bytes
+        del gradient, edge, held
+        halves.weight()
+        made = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        assert tracker.alive_bytes == row_bytes + made
+        assert found is not None
+
+
+def test_of_a_parameter_that_is_used_twice_the_second_half_only_adds_the_gradient() -> None:
+    model, x = Parts(torch.float64), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    halves = Halves()
+    with halves.recording():
+        y = model.one(model.two(model.one(x)))
+    halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
+    shapes = sorted(tuple(tensor.shape) for tensor in halves.pending())
+    # The gradients of the first layer's weight and bias; argument, transposed weight and gradient of the second's.
+    assert shapes == sorted([(4, 4), (4,), (3, 4), (4, 4), (3, 4)])

@@ -16,6 +16,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
 from autopar.formats.units import parse_bandwidth, parse_bytes
+from autopar.schedules.expand import expand
+from autopar.schedules.saved import read_program
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
 
@@ -44,6 +46,20 @@ def test_plan_writes_a_plan_that_simulate_predicts_alike(run: Run) -> None:
     assert code == 0
     assert json.loads(out)["step_s"] == plan.predicted.step_s
     assert Timeline.load("trace.json").end_s == pytest.approx(plan.predicted.step_s, abs=1e-8)
+
+
+def test_simulate_writes_the_program_that_is_run(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--min-stages", "2")[0] == 0
+    code, _, err = run("simulate", "--program", "program.json")
+    assert code == 0
+    assert "Written: program.json" in err
+    plan = Plan.load("plan.json")
+    assert read_program(Path("program.json"), plan) == expand(plan)
+    code, _, err = run("simulate", "--program", "program.json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "program.json exists" in err
+    code, _, err = run("simulate", "--program", "p.json", "--trace", "p.json", "--overwrite")
+    assert (code, err.count("\n")) == (2, 1)
 
 
 def test_a_plan_of_freely_divided_micro_batches_is_simulated_as_it_was_priced(run: Run) -> None:

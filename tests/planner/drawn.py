@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+from autopar.formats.plan import shards_of
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs import CostModel
 from autopar.planner.durations import Durations
@@ -56,7 +57,8 @@ def _varied(rng: random.Random, stage: Placed, rows: int, micro_batches: int) ->
         stage = stage._replace(shard=rng.choice(["none", "none", "optimizer", "gradients", "parameters"]))
         if width <= micro_batches and rng.random() < 0.3:
             turned = -(-stage.warmup // width)
-            stage = stage._replace(division="round-robin", shares=(rows,) * width, warmup=turned)
+            shard = stage.shard if stage.shard in shards_of("round-robin") else "optimizer"
+            stage = stage._replace(division="round-robin", shares=(rows,) * width, warmup=turned, shard=shard)
     return stage
 
 

@@ -136,7 +136,7 @@ class Fluid:
     def _compute(self, rank: int, kind: str, at: int) -> None:
         times = self.times
         seconds = {"F": times.forward_s, "B": times.backward_s, "U": times.update_s}[kind][rank]
-        after = [KINDS[code] for code, _, _ in self.rows[rank][at + 1 :]]
+        after = [KINDS[code] for code, *_ in self.rows[rank][at + 1 :]]
         hidden = 0.0
         if kind == "B" and "A" in after and "B" not in after:
             hidden = max(0.0, min(times.reduce_s[rank] - times.exposed_s[rank], seconds))

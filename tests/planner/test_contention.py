@@ -139,8 +139,8 @@ def _pairs(count: int, message_s: float) -> tuple[Rows, Durations]:
         column.extend([0.0] * 2 * count)
     times.forward_s[:count] = [1.0] * count
     times.message_s.update({(rank, rank + count): message_s for rank in range(count)})
-    sending = [[(0, 0, -1), (2, 0, rank + count)] for rank in range(count)]
-    return sending + [[(3, 0, rank), (0, 0, -1)] for rank in range(count)], times
+    sending = [[(0, 0, -1, rank), (2, 0, rank + count, rank)] for rank in range(count)]
+    return sending + [[(3, 0, rank, rank + count), (0, 0, -1, rank + count)] for rank in range(count)], times
 
 
 def _two_nodes(count: int, shared_by: int, overlaps: tuple[Overlap, ...] = ()) -> tuple[Sharing, tuple[int, ...]]:
@@ -178,7 +178,7 @@ def test_computing_takes_longer_while_its_device_receives_and_no_longer() -> Non
         column.extend([0.0, 0.0])
     times.forward_s[:] = [0.5, 1.0]
     times.message_s[0, 1] = 0.4
-    rows: Rows = [[(0, 0, -1), (2, 0, 1)], [(0, 0, -1), (3, 0, 0), (1, 0, -1)]]
+    rows: Rows = [[(0, 0, -1, 0), (2, 0, 1, 0)], [(0, 0, -1, 1), (3, 0, 0, 1), (1, 0, -1, 1)]]
     sharing, devices = _two_nodes(1, 1, (Overlap(level="network", compute=2.0, communication=1.0),))
     assert run(rows, times, Traffic(sharing, devices)) == pytest.approx(1.2)
     sharing, devices = _two_nodes(1, 1, (Overlap(level="network", compute=1.0, communication=2.0),))

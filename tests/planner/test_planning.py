@@ -134,7 +134,10 @@ def test_dictated_stages_are_priced_and_kept() -> None:
         ({"gpus": 1, "min_stages": 2}, "--min-stages 2 needs as many devices, but --gpus is 1"),
         ({"gpus": 0}, "--gpus must be at least 1, found 0"),
         ({"gpus": 2, "gap": -1.0}, "--gap must be 0 or more"),
-        ({"gpus": 2, "schedule": "zigzag"}, "--schedule must be one of auto, gpipe, 1f1b; found 'zigzag'"),
+        (
+            {"gpus": 2, "schedule": "zigzag"},
+            "dualpipe-v; found 'zigzag'",
+        ),
         ({"gpus": 8, "solver": "exhaustive"}, "--solver exhaustive: more than"),
     ],
     ids=str,

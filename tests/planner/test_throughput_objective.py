@@ -218,7 +218,7 @@ def test_reductions_are_those_of_the_cost_models_buckets() -> None:
         prices = StashCosts(costs)
         for first in range(costs.layer_count):
             for stop in range(first + 1, costs.layer_count + 1):
-                buckets = sum(size for _, size in costs._buckets(first, stop))
+                buckets = sum(size for _, size in costs.buckets(first, stop))
                 assert prices.reduced_bytes[first, stop] == buckets, seed
 
 

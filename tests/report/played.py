@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import random
 
+from autopar.formats.layout import group_of, layout_of
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
-from autopar.formats.program import BACKWARD, FORWARD, RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    SEND,
+    SEND_GRADIENT,
+    WEIGHT_BACKWARD,
+    Action,
+)
 from autopar.formats.timeline import Origin, Timeline
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
@@ -17,9 +28,13 @@ _SENT = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
 
 
 def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1b") -> Plan:
-    """Return a plan with one stage per width, of one layer each."""
-    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), 1, micro_batches).values()))
-    first = [sum(widths[:stage]) for stage in range(len(widths))]
+    """Return a plan of groups of the given widths, with stages of one layer each; a vee has two stages per group."""
+    groups, layout = len(widths), layout_of(schedule)
+    count = groups * (2 if layout == "vee" else 1)
+    depths = next(iter(SCHEDULES[schedule].warmups(groups, count // groups, micro_batches).values()))
+    held = [group_of(layout, stage, groups) for stage in range(count)]
+    first = [sum(widths[:group]) for group in held]
+    widths = tuple(widths[group] for group in held)
     stages = tuple(
         Stage(
             layers=(f"layer{stage}",),
@@ -63,12 +78,14 @@ def play(
         for rank, program in enumerate(programs):
             while position[rank] < len(program):
                 action = program[position[rank]]
-                length = {FORWARD: 1.0, BACKWARD: 2.0}.get(action.kind, 0.2) * unit_s
+                length = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_BACKWARD: 1.0, WEIGHT_BACKWARD: 1.0}.get(
+                    action.kind, 0.2
+                ) * unit_s
                 length *= 1 + jitter * noise.random()
                 start = clock[rank]
                 if action.kind in _SENT:
-                    back = (plan_stage(plan, rank), action.micro_batch, rank)
-                    sent = arrival.get(Action(_SENT[action.kind], action.peer_stage, back[1], back[2], back[0]))
+                    back = (action.micro_batch, rank, action.stage)
+                    sent = arrival.get(Action(_SENT[action.kind], action.peer_stage, *back))
                     if sent is None:
                         break
                     start, end = sent - length, sent
@@ -83,8 +100,3 @@ def play(
                 position[rank] += 1
                 moved = True
     return timeline
-
-
-def plan_stage(plan: Plan, rank: int) -> int:
-    """Return the stage of a rank."""
-    return next(index for index, stage in enumerate(plan.stages) if rank in stage.devices)

@@ -15,7 +15,13 @@ from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
 from autopar.report.timeline import draw, draw_over, render
 
-SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((1, 2, 1), 8, "gpipe"), ((2,) * 8, 64, "1f1b")]
+SHAPES = [
+    ((1,), 1, "gpipe"),
+    ((2, 1), 4, "1f1b"),
+    ((1, 2, 1), 8, "gpipe"),
+    ((2,) * 8, 64, "1f1b"),
+    ((1, 2, 1), 6, "zb-v"),
+]
 
 
 def _bars(figure: Figure) -> int:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.plan import Crossing, Plan, Shard, SharedParameter, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
@@ -29,12 +29,14 @@ def dictate(
     turns: Sequence[int] = (),
     recompute: bool = False,
     chunks: int = 1,
+    shard: Shard = "none",
 ) -> Plan:
     """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where.
 
     Of ``chunks`` stages per group of devices, ``widths`` and ``shares`` are by group.
 
-    The replicas of stages ``turns`` take whole micro-batches in turn; with ``recompute``, all layers are recomputed.
+    The replicas of stages ``turns`` take whole micro-batches in turn; with ``recompute``, all layers are recomputed;
+    with ``shard``, every stage of several replicas is sharded.
     """
     names = [layer.name for layer in graph.layers]
     groups, stages = len(widths), len(widths) * chunks
@@ -62,6 +64,7 @@ def dictate(
                 warmup=depth,
                 division="round-robin" if index in turns else "split",
                 recompute=mine if recompute else (),
+                shard=shard if width > 1 else "none",
             )
         )
     return Plan(

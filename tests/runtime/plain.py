@@ -49,17 +49,19 @@ def train(
     steps: int = 5,
     seed: int = 0,
     model_seed: int | None = None,
+    deferred: bool = False,
 ) -> Trained:
     """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
 
     ``shares_of`` says, for a module's name, how its stage divides a micro-batch: batch statistics and random numbers
-    are per share, as the design says.
+    are per share, as the design says. ``deferred`` running statistics are those that torch takes of whole mini-batches.
     """
     source = load_file(file)
     torch.manual_seed(seed if model_seed is None else model_seed)
     model: nn.Module = source.model().train()
     moment = {"step": 0, "micro_batch": 0}
-    _divide_batch_norms(model, shares_of)
+    seen: list[Callable[[int], None]] = []
+    _divide_batch_norms(model, shares_of, seen if deferred else None)
     for name in random_layers:
         _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment)
     optimizer = source.optimizer(model.parameters())
@@ -72,6 +74,8 @@ def train(
         picked = order[step * micro_batches * rows : (step + 1) * micro_batches * rows].split(rows)
         batches = [torch.utils.data.default_collate([data[i] for i in part.tolist()]) for part in picked]
         total = _accumulate(model, source, batches, moment)
+        for track in seen:
+            track(micro_batches)
         losses.append(total)
         if step == 0:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -103,11 +107,42 @@ def _accumulate(model: nn.Module, source: ModuleType, batches: Sequence[object],
     return total
 
 
-def _divide_batch_norms(model: nn.Module, shares_of: Callable[[str], Sequence[int]]) -> None:
-    """Normalise every share by its own statistics; the running ones are those of the first share."""
+def _divide_batch_norms(
+    model: nn.Module, shares_of: Callable[[str], Sequence[int]], deferred: list[Callable[[int], None]] | None
+) -> None:
+    """Normalise every share by its own statistics; the running ones are those of the first share, or deferred."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.forward = _divided_norm(module, shares_of(name))  # type: ignore[method-assign]
+            shares = shares_of(name)
+            if deferred is not None:
+                module.forward, track = _deferred_norm(module, shares)  # type: ignore[method-assign]
+                deferred.append(track)
+            elif len(shares) > 1:
+                module.forward = _divided_norm(module, shares)  # type: ignore[method-assign]
+
+
+def _deferred_norm(
+    module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int]
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[int], None]]:
+    """Keep what is normalised, and have torch's own layer look at all of it in the end, call by call."""
+    seen: list[torch.Tensor] = []
+    own = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.detach().clone())
+        weights = module.weight, module.bias
+        return torch.cat(
+            [F.batch_norm(part, None, None, *weights, True, 0.0, module.eps) for part in x.split(list(shares))]
+        )
+
+    def track(micro_batches: int) -> None:
+        calls = len(seen) // micro_batches
+        with torch.no_grad():
+            for call in range(calls):
+                own(torch.cat(seen[call::calls]))
+        seen.clear()
+
+    return forward, track
 
 
 def _divided_norm(module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int]) -> Callable[..., torch.Tensor]:

@@ -18,6 +18,8 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.sharded import whole
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
 
@@ -46,6 +48,17 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     return int(tracker.peak_bytes)
 
 
+def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
+    """Train one step; return the norm of all gradients."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    settings = TrainSettings(clip_norm=arguments["clip_norm"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    record = job.step(0)
+    job.finish()
+    return float(record.gradient_norm or 0.0)
+
+
 @cache
 def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
     """Load a model and its graph once a process; every job puts its own weights into the layers."""
@@ -59,10 +72,10 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
         record = job.step(step)
         records.append(record)
         if step == 0:
-            gradients = {name: p.grad for name, p in job.parameters.items() if p.grad is not None}
+            gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}
             _write(folder / f"gradients-{rank}", gradients)
     job.finish()
-    _write(folder / f"parameters-{rank}", job.parameters)
+    _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})
     _write(folder / f"buffers-{rank}", job.buffers)
     return records
 

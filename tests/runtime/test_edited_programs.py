@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "schedules"))
 from edits import edited
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans("everything"), seed=st.integers(0, 2**16))
 def test_actions_moved_about_train_alike(plan: Plan, seed: int) -> None:
     equals_plain("everything", plan, edited(plan, seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,10 @@ from threads import train_in_threads
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
+from autopar.formats.layout import chunks_of, layout_of
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import stages_of
 
 MODELS = Path(__file__).parent / "models"
@@ -49,9 +52,10 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
     """Any cuts, widths, shares, depths and schedule for a model."""
     model, graph, _ = captured(name)
     layers = len(graph.layers)
-    groups = draw(st.integers(1, min(4, layers)))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
-    chunks = draw(st.integers(1, min(3, layers // groups))) if schedule == "interleaved" else 1
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    layout = layout_of(schedule)
+    groups = draw(st.integers(1, min(4, layers // (chunks_of(layout) or 1))))
+    chunks = chunks_of(layout) or draw(st.integers(1, min(3, layers // groups)))
     stages = groups * chunks
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
     rows = draw(st.integers(1, 5))
@@ -64,21 +68,19 @@ def plans(draw: st.DrawFn, name: str) -> Plan:
         shares.append([after - before for before, after in zip([0, *edges], [*edges, rows], strict=True)])
     micro_batches = draw(st.integers(1, 5))
     warmup: list[int] | None = None
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "zb-h1", "zb-h2"):
         warmup = sorted(draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages)), reverse=True)
     return dictate(graph, model, widths, micro_batches, rows, schedule, warmup, cuts, shares, chunks=chunks)
 
 
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
-    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
-    layer_of = {module: layer.name for layer in graph.layers for module in layer.modules}
     random = [layer.name for layer in graph.layers if layer.random]
     truth = plain.train(
         MODELS / f"{name}.py",
         plan.micro_batches,
         plan.micro_batch_size,
-        lambda module: stage_of[layer_of[module]].shares,
+        lambda module: _shares_of(graph, plan, module),
         random,
         steps=STEPS,
     )
@@ -94,6 +96,15 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
                 torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
             for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not _replicas(plan, rank) else ():
                 torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
+
+
+def _shares_of(graph: LayerGraph, plan: Plan, module: str) -> Sequence[int]:
+    """Return how the stage that a module is in divides a micro-batch."""
+    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {each: layer.name for layer in graph.layers for each in layer.modules}
+    while module not in layer_of:
+        module = module.rpartition(".")[0]
+    return stage_of[layer_of[module]].shares
 
 
 def _replicas(plan: Plan, rank: int) -> int:

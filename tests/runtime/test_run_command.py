@@ -22,6 +22,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.runtime.weights import read
+from autopar.schedules.expand import expand
 
 MODELS = Path(__file__).parent / "models"
 Run = subprocess.CompletedProcess[str]
@@ -105,14 +106,35 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
     assert plan.predicted.step_s == 0
 
 
+def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
+    text = expand(plan_for(here, [1, 1])).dumps()
+    early = text.replace("SG0@1>0@0 R1@1<0@0", "R1@1<0@0 SG0@1>0@0")
+    assert early != text
+    (here / "p.json").write_text(early)
+    done = autopar("run", "--steps", "1", "--program", "p.json", "--trace", "t.json", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == ["the program of p.json was run, not the plan's own"]
+    performed = [str(event.action) for event in Timeline.load(here / "t.json") if event.rank == 1]
+    assert performed.index("SG0@1>0@0") == performed.index("R1@1<0@0") + 1
+    (here / "p.json").write_text(text.replace("S0@0>1@1 ", ""))
+    refused = autopar("run", "--steps", "1", "--program", "p.json")
+    assert refused.returncode == 4
+    assert last_line(refused) == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
+
+
 def test_torchrun_starts_the_same_ranks(here: Path) -> None:
-    plan_for(here, [1, 1])
-    local = autopar("run", "--steps", "3")
+    # Mini-batches of 48 of the 64 samples.
+    plan_for(here, [1, 1], rows=24)
+    local = autopar("run", "--epochs", "1", "--last", "pad")
     assert local.returncode == 0, local.stderr
-    expected = Report.load(here / "report.json").loss
-    started = torchrun(2, "plan.json", "--steps", "3", "--report", "other.json")
+    report = Report.load(here / "report.json")
+    assert len(report.loss) == 2
+    assert report.notes == ("the last mini-batch of an epoch repeats 32 of its 64 samples (--last pad)",)
+    started = torchrun(2, "plan.json", "--epochs", "1", "--report", "other.json")
     assert started.returncode == 0, started.stderr
-    assert Report.load(here / "other.json").loss == expected
+    other = Report.load(here / "other.json")
+    assert other.loss == report.loss[:1]
+    assert other.notes == ("an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)",)
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
@@ -209,6 +231,8 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
 
     refused(4, r"no-plan.json: no such plan file", "no-plan.json")
     refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
+    refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
+    refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
     refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
     refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")

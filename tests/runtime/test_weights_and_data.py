@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from autopar.capture.source import load
 from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
+from autopar.runtime.stage import Stage
 
 MODELS = Path(__file__).parent / "models"
 
@@ -55,8 +57,9 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
     graph = capture(model, model.build(0))
     plan = dictate(graph, model, [3, 1], 2, 7, seed=5)
     device = torch.device("cpu")
-    loaders = [ShareLoader(model, plan, 0, i, ("batch.0",), device) for i in range(3)]
-    whole = ShareLoader(model, plan, 1, 0, ("batch.0", "batch.1"), device)
+    inputs, targets = (graph.tensor(name) for name in ("batch.0", "batch.1"))
+    loaders = [ShareLoader(model, plan, rank, [inputs], device) for rank in range(3)]
+    whole = ShareLoader(model, plan, 3, [inputs, targets], device)
     data = model.dataset()
     # 100 samples make 7 mini-batches of 14; the last 2 are dropped.
     for step, epoch, first in ((0, 0, 0), (6, 0, 84), (7, 1, 0), (15, 2, 14)):
@@ -67,14 +70,48 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
         assert torch.equal(torch.cat(rows), expected)
         assert torch.equal(torch.cat([m["batch.0"] for m in whole.load(step)]), expected)
     assert not torch.equal(sample_order(100, 5, 0), sample_order(100, 5, 1))
-    assert ShareLoader(model, plan, 1, 0, (), device).load(3) == [{}, {}]
+    assert ShareLoader(model, plan, 3, (), device).load(3) == [{}, {}]
+
+
+def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch() -> None:
+    model = load(str(MODELS / "dropout.py"))
+    graph = capture(model, model.build(0))
+    data, inputs = model.dataset(), graph.tensor("batch.0")
+    for rows, steps in ((7, 8), (60, 1)):
+        # 100 samples make 8 mini-batches of 14, 12 samples twice; or one of 120, 20 samples twice.
+        plan = dictate(graph, model, [1], 2, rows, seed=5)
+        loader = ShareLoader(model, plan, 0, [inputs], torch.device("cpu"), "pad")
+        for epoch in (0, 1):
+            order = sample_order(100, 5, epoch).tolist()
+            taken = (order * 2)[: steps * 2 * rows]
+            loaded = [loader.load(epoch * steps + step) for step in range(steps)]
+            found = torch.cat([part["batch.0"] for parts in loaded for part in parts])
+            assert torch.equal(found, torch.stack([data[index][0] for index in taken]))
 
 
 def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
     model = load(str(MODELS / "dropout.py"))
-    plan = dictate(capture(model, model.build(0)), model, [1], 2, 51)
-    with pytest.raises(FileError, match=r"dropout.py: the dataset has 100 samples, a mini-batch takes 102"):
-        ShareLoader(model, plan, 0, 0, ("batch.0",), torch.device("cpu"))
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, [1], 2, 51)
+    said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass --last pad"
+    with pytest.raises(FileError, match=said):
+        ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
+
+
+def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
+    model = load(str(MODELS / "dropout.py"))
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, [1, 1], 2, 3)
+    longer = torch.utils.data.TensorDataset(torch.randn(9, 7, dtype=torch.float64), torch.zeros(9, dtype=torch.long))
+    other = replace(model, functions={**model.functions, "dataset": lambda: longer})
+    said = r"rank 0 \(step 0, micro-batch 0\): batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)"
+    with pytest.raises(TrainingError, match=said):
+        ShareLoader(other, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
+    layers = [graph.layer(name) for name in plan.stages[0].layers]
+    stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
+    (sent,) = stage.sent
+    with pytest.raises(TrainingError, match=rf"tensor {sent.name} has shape \(3, 9\), the plan sends \(3, 8\)"):
+        stage.sendable(3, {sent.name: torch.zeros(3, 9)})
 
 
 DRAWN = """
@@ -121,16 +158,17 @@ def collate(samples):
 def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "drawn.py").write_text(text)
     model = load(str(tmp_path / "drawn.py"))
-    plan = dictate(capture(model, model.build(0)), model, [1, 2], 2, 5, shares=[[5], [2, 3]])
-    places = {(0, 0): "batch.0", (1, 0): "batch.1", (1, 1): "batch.1"}
-    loaders = {place: ShareLoader(model, plan, *place, (name,), torch.device("cpu")) for place, name in places.items()}
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, [1, 2], 2, 5, shares=[[5], [2, 3]])
+    names, device = ["batch.0", "batch.1", "batch.1"], torch.device("cpu")
+    loaders = [ShareLoader(model, plan, rank, [graph.tensor(name)], device) for rank, name in enumerate(names)]
     seen = []
     # The last of four steps begins the second epoch.
     for step in range(4):
-        parts = {place: loader.load(step) for place, loader in loaders.items()}
+        parts = [loader.load(step) for loader in loaders]
         for m in range(2):
-            inputs = parts[0, 0][m]["batch.0"]
-            targets = torch.cat([parts[1, replica][m]["batch.1"] for replica in range(2)])
+            inputs = parts[0][m]["batch.0"]
+            targets = torch.cat([part[m]["batch.1"] for part in parts[1:]])
             assert torch.equal(inputs.sum(1, keepdim=True), targets)
             seen.append(inputs)
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))

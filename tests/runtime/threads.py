@@ -7,20 +7,28 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from rank_jobs import keep
 
+from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.transport import Transport
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+
+Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)
 
 
 def train_in_threads(
@@ -39,10 +47,31 @@ def train_in_threads(
     Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
     is run in place of the plan's own.
     """
+    losses: dict[int, list[float]] = {}
+
+    def act(job: Job, transport: Transport) -> None:
+        kept = keep(job, job.rank, steps, folder)
+        losses[job.rank] = [record.loss for record in kept]
+        if records is not None:
+            records[job.rank] = kept
+
+    act_in_threads(plan, graph, model, state, act, settings, program)
+    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def act_in_threads(
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    act: Callable[[Job, Transport], None],
+    settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
+) -> None:
+    """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
     check(program, plan)
-    exchange = Exchange()
-    losses: dict[int, list[float]] = {}
+    exchange, drawing = Exchange(), threading.Lock()
     errors: list[BaseException] = []
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -51,24 +80,35 @@ def train_in_threads(
     def work(rank: int) -> None:
         try:
             transport = InProcessTransport(exchange, rank)
-            device = torch.device("cpu")
-            place = (rank, _own(graph), model, read, transport, device)
-            job = Job(plan, program, *place, lambda step, position: None, settings)
-            kept = keep(job, rank, steps, folder)
-            losses[rank] = [record.loss for record in kept]
-            if records is not None:
-                records[rank] = kept
+            place = (rank, own(graph), model, read, transport, torch.device("cpu"))
+            with drawing:
+                job = Job(plan, program, *place, lambda step, position: None, settings)
+            act(job, transport)
         except BaseException as error:
             errors.append(error)
             exchange.break_off()
 
-    _together(len(plan.devices), work)
+    # Layers that draw nothing may meet in a reduction.
+    random = any(layer.random for layer in graph.layers)
+    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
+    load = _one_at_a_time(ShareLoader.load, drawing)
+    with patch.object(Segment, "run", run), patch.object(ShareLoader, "load", load):
+        _together(len(plan.devices), work)
     if errors:
         raise errors[0]
-    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
 
 
-def _own(graph: LayerGraph) -> LayerGraph:
+def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+    """Let no two threads seed and use the one generator of random numbers that they share at once."""
+
+    def alone(*arguments: object, **options: object) -> object:
+        with lock:
+            return run(*arguments, **options)
+
+    return alone
+
+
+def own(graph: LayerGraph) -> LayerGraph:
     """Copy a graph, so that a rank may put its own weights into it."""
     layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
     return dataclasses.replace(graph, layers=tuple(layers))

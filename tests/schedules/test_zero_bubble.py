@@ -30,6 +30,14 @@ def test_a_group_idles_as_long_as_the_paper_says(schedule: str, times: Times, gr
         assert max(found.idle_s) == pytest.approx(CASES[schedule](groups, *times), abs=1e-9)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+def test_interleaved_idles_for_one_of_its_stages_passes_per_group_behind(groups: int, chunks: int) -> None:
+    for rounds in (1, 2, 5):
+        found = timed(orders("interleaved", groups, chunks, rounds * groups), groups * chunks, Times(10, 12, 9))
+        assert max(found.idle_s) == (groups - 1) * 31
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
 def test_zb_v_does_not_idle_where_forward_and_halves_take_equally_long(groups: int) -> None:
     for micro_batches in (2 * groups, 2 * groups + 1, 32):

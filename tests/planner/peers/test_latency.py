@@ -104,7 +104,7 @@ def test_no_simulated_pipeline_takes_less_and_most_are_in_the_order_of_their_lat
             for candidate in everything(costs, options)
             if all(len(stage.devices) == 1 for stage in candidate.stages)
             and tuple(stage.warmup for stage in candidate.stages)
-            in warmups(len(candidate.stages), candidate.micro_batches).values()
+            in warmups(len(candidate.stages), 1, candidate.micro_batches).values()
         ]
         compared += len(timed)
         for index, (estimate, simulated) in enumerate(timed):

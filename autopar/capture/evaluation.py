@@ -1,0 +1,159 @@
+"""Evaluation: the same layers as they compute in evaluation mode, up to the loss or to the model's own outputs.
+
+The model is exported a second time, in evaluation mode, and cut where the calls of the training layers' modules begin,
+so that every stage evaluates with the parameters that it trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from autopar.capture.batch import Opaque, StepModule, model_arguments, named_tensors, rebuild
+from autopar.capture.build import build_layers, spec_of, tensor_specs
+from autopar.capture.export import export_rows, sorted_inputs, told_apart, unchanged
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.hollow import faked, is_hollow
+from autopar.capture.segment import batch_dim, segment_like
+from autopar.errors import CaptureError, ModelError
+
+__all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationGraph:
+    """Layers in evaluation mode, under the names of the training layers that they are cut like."""
+
+    layers: tuple[Layer, ...]
+    """Those of which anything is left: a layer of nothing but dropout is not among them."""
+    tensors: tuple[TensorSpec, ...]
+    """Every tensor that a layer reads, model inputs first."""
+    inputs: tuple[str, ...]
+    """Names of all tensors of a batch."""
+    results: tuple[str, ...]
+    """Names of what the last layer gives: the loss outputs, or the model's."""
+    specs: tuple[TensorSpec, ...] = ()
+    """Of the model's outputs."""
+
+
+def capture_evaluation(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
+) -> EvaluationGraph:
+    """Capture a model with its loss in evaluation mode, cut like ``trained``.
+
+    Raises:
+        ModelError: the model raises in evaluation mode.
+        CaptureError: it cannot be captured in this mode, or not be cut so.
+    """
+    step = StepModule(model, batch, loss)
+    program = _exported(model, step, batch, trained)
+    return _cut(program, model, step.names, trained, trained.outputs)
+
+
+def capture_prediction(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
+) -> EvaluationGraph:
+    """Capture a model without its loss in evaluation mode, cut like ``trained``.
+
+    Outputs without the samples as one dimension (a loss among them) are left out.
+
+    Raises:
+        ModelError: as :func:`capture_evaluation`; or no output is left.
+        CaptureError: as :func:`capture_evaluation`.
+    """
+    step = _OutputModule(model, batch, has_loss=loss is not None)
+    program = _exported(model, step, batch, trained)
+    inputs, _ = sorted_inputs(program, model, step.names)
+    end: Any = next(node for node in program.graph.nodes if node.op == "output")
+    named = zip(step.outputs.value, end.args[0], strict=True)
+    kept = {name: node for name, node in named if batch_dim(node.meta.get("val"), inputs.symbol) is not None}
+    if not kept:
+        raise ModelError("the model's forward returns no tensor that has the samples as one dimension")
+    end.args = (tuple(kept.values()),)
+    specs = [spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items()]
+    return _cut(program, model, step.names, trained, tuple(kept), tuple(specs))
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; every module has its own mode again at the end of the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _exported(model: nn.Module, step: nn.Module, batch: object, trained: LayerGraph) -> ExportedProgram:
+    if not trained.portable:
+        raise CaptureError(
+            "the model's layers are listed, not captured, and cannot be cut in evaluation mode; save the weights and "
+            "evaluate the plain model"
+        )
+    tensors = named_tensors(batch)
+    hollow = is_hollow(model)
+    with evaluating(model), unchanged(model), faked(model) if hollow else contextlib.nullcontext():
+        step.eval()
+        if not hollow:
+            # An ordinary forward meets the user's mistakes.
+            with told_apart("the model's forward in evaluation mode"), torch.no_grad():
+                step(*(tensor.clone() for tensor in tensors.values()))
+        return export_rows(step, tensors)
+
+
+def _cut(
+    program: ExportedProgram,
+    model: nn.Module,
+    tensors: Sequence[str],
+    trained: LayerGraph,
+    results: tuple[str, ...],
+    specs: tuple[TensorSpec, ...] = (),
+) -> EvaluationGraph:
+    inputs, values = sorted_inputs(program, model, tensors)
+    segments = segment_like(program.graph, inputs, model, [(layer.name, *layer.modules) for layer in trained.layers])
+    if not segments:
+        raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
+    layers = build_layers(program.graph, inputs, segments, values, results)
+    read = tensor_specs(program.graph, inputs, segments, layers)
+    return EvaluationGraph(tuple(layers), tuple(read), tuple(tensors), results, specs)
+
+
+class _OutputModule(nn.Module):
+    """A model without its loss: from the tensors of a batch, in order, to the tensors that its forward returns."""
+
+    def __init__(self, model: nn.Module, template: object, *, has_loss: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(named_tensors(template))
+        self.outputs = Opaque(())
+        """Of the last forward: the tensors' names."""
+        self._call = Opaque((template, has_loss))
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        template, has_loss = self._call.value
+        batch = rebuild(template, dict(zip(self.names, tensors, strict=True)))
+        positional, named = model_arguments(self.model, batch, has_loss)
+        found = dict(_leaves(self.model(*positional, **named), ""))
+        self.outputs.value = tuple(found)
+        return tuple(found.values())
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an output by path, such as ``logits`` or ``hidden.0``; that of a lone one is ``output``."""
+    prefix = f"{path}." if path else ""
+    if isinstance(value, torch.Tensor):
+        yield path or "output", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{prefix}{index}")

@@ -1,0 +1,53 @@
+"""Ranks of a user's own script: joined as torchrun started them, as the script did, or a single one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from autopar.errors import UsageError
+from autopar.ranks.context import RankContext, backend_of, device_of, joined_from_environment, patience
+
+__all__ = ["joined_in_script"]
+
+
+@contextmanager
+def joined_in_script(device_type: str, timeout_s: float, size: int) -> Iterator[RankContext]:
+    """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
+
+    Raises:
+        UsageError: there is another number of ranks, or the script's group cannot carry what training does.
+    """
+    if dist.is_initialized():
+        yield _of_script(device_type, timeout_s, size)
+    elif "WORLD_SIZE" in os.environ:
+        with joined_from_environment(device_type, timeout_s, size) as context:
+            yield context
+    elif size > 1:
+        raise UsageError(
+            f"the plan needs {size} ranks, and this process is alone; start the script with "
+            f"torchrun --nproc-per-node {size}"
+        )
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
+        try:
+            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s)
+        finally:
+            dist.destroy_process_group()
+
+
+def _of_script(device_type: str, timeout_s: float, size: int) -> RankContext:
+    rank, started = dist.get_rank(), dist.get_world_size()
+    if started != size:
+        raise UsageError(f"the script's process group has {started} ranks, the plan needs {size}")
+    carried = dist.get_backend_config()
+    if not all(f"{kind}:" in carried for kind in ("cpu", device_type)):
+        wanted = backend_of(device_type)
+        raise UsageError(f"the script's process group has the backend {carried}; initialise it with {wanted!r}")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    return RankContext(rank, size, local_rank, local_size, device_of(device_type, local_rank), timeout_s)

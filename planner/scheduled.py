@@ -1,0 +1,220 @@
+"""Scheduled: plans of schedules that are found by trying, asked for by name or as an improvement on what was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.layout import group_of, layout_of
+from autopar.formats.predicted import Bounds
+from autopar.planner.alternatives import Reference, try_stages
+from autopar.planner.candidate import Candidate, Family, families
+from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
+from autopar.planner.costs import CostModel
+from autopar.planner.dictated import Dictated
+from autopar.planner.judge import Best
+from autopar.planner.options import PlanOptions
+from autopar.planner.shapes import Shape
+from autopar.planner.shortfall import explain
+from autopar.planner.simulate import Simulator
+from autopar.planner.stack import least_bound_s, stacked
+from autopar.planner.trials import Trials
+from autopar.planner.work import work_s
+from autopar.schedules import SCHEDULES
+
+__all__ = ["bounds_of", "dictated_best", "improve", "listed", "otherwise", "shape_of", "tried_best", "usual"]
+
+ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
+"""Simulated of a schedule that is asked for."""
+ACTIONS_BESIDE = 40_000
+"""Simulated of each schedule that is tried beside what was found."""
+MOST_SEEDS, SEEDS_BESIDE = 8, 2
+COUNTS_BESIDE = 1
+"""Micro-batch counts that are tried beside what was found, on either side."""
+
+
+def usual(options: PlanOptions) -> PlanOptions:
+    """Return the options of the search that trials begin with."""
+    least = min(options.min_stages, options.gpus or options.min_stages)
+    return replace(options, schedule="1f1b", chunks=None, min_stages=least)
+
+
+def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
+    """Return the best plan of the schedule that the options name; ``found`` are the best ones of `1f1b`.
+
+    Raises:
+        UsageError: the profile lacks what the schedule needs.
+        InfeasibleError: none fits the memory.
+    """
+    costs = simulator.costs
+    _check_halves(costs, options.schedule)
+    trials = Trials(simulator, options.schedule, options, _order(costs, found))
+    chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
+    starts = trials.starts(families(costs.batch, options), _seeds(found, MOST_SEEDS), chunks)
+    best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
+    if best.found is None:
+        raise _infeasible(costs, options, best)
+    return best
+
+
+def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated) -> Best:
+    """Return the best plan of the dictated stages under the schedule that the options name.
+
+    Raises:
+        UsageError: the profile lacks what the schedule needs, or the stages do not suit it.
+        InfeasibleError: none fits the memory.
+    """
+    costs, shape = simulator.costs, shape_of(dictated, options)
+    _check_halves(costs, options.schedule)
+    trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
+    every = [(family, shape) for family in families(costs.batch, options)]
+    broken = trials.broken(every[0][0], shape)
+    if broken is not None:
+        raise UsageError(f"--stages contradicts {broken.text}")
+    best = trials.run_all(every)
+    if best.found is None and best.closest is None:
+        raise UsageError(
+            f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
+        )
+    if best.found is None:
+        raise _infeasible(costs, options, best)
+    return best
+
+
+def shape_of(dictated: Dictated, options: PlanOptions) -> Shape:
+    """Return dictated stages as groups of devices.
+
+    Raises:
+        UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
+    """
+    cuts, widths = dictated
+    if not chunked(options.schedule):
+        return Shape(cuts, widths)
+    asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)
+    for chunks in range(2, len(cuts) + 1) if asked is None else (asked,):
+        groups = len(cuts) // chunks
+        if groups * chunks == len(cuts) and groups > 0:
+            wanted = [widths[group_of(layout_of(options.schedule), at, groups)] for at in range(len(cuts))]
+            if tuple(wanted) == widths:
+                return Shape(cuts, widths[:groups])
+    how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
+    raise UsageError(
+        f"--stages: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
+        f"{', '.join(map(str, widths))} replicas"
+    )
+
+
+def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
+    """Return what bounds all plans of the schedule that the options name, on any stages.
+
+    Layers of a rank's stages are not contiguous; of such schedules only their work is a bound.
+    """
+    every = families(costs.batch, options)
+    if not chunked(options.schedule):
+        return stacked(costs, every, least_bound_s(options), step_s)
+    return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
+
+
+def improve(simulator: Simulator, options: PlanOptions, best: Best) -> Best | None:
+    """Return plans of a zero-bubble schedule of which one is quicker than the best; None where none is found.
+
+    Of those with one stage a rank, which send what `1f1b` sends.
+    """
+    found: Best | None = None
+    for schedule in SCHEDULES if simulator.costs.halved else ():
+        if not plain(schedule) and not chunked(schedule):
+            step_s = (found or best).step_s
+            tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
+            if tried.step_s < step_s:
+                found = tried
+    return found
+
+
+def listed(simulator: Simulator, options: PlanOptions, best: Best, step_s: float) -> list[Reference]:
+    """Return plans, with several stages a rank, that are quicker than ``step_s``; ``best`` are those of `1f1b`."""
+    found = []
+    for schedule in SCHEDULES:
+        if chunked(schedule) and (simulator.costs.halved or not halves(schedule)):
+            tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
+            if tried.found is not None and tried.step_s < step_s:
+                found.append(Reference(_named(tried.found.candidate), tried.found, None))
+    return found
+
+
+def _named(candidate: Candidate) -> str:
+    """Return a schedule's name, and how many stages a rank runs where it may be several numbers."""
+    chunks = len(candidate.stages) // len(groups(candidate.stages))
+    return candidate.schedule + (f" with {chunks} chunks" if len(chunk_counts(candidate.schedule)) > 1 else "")
+
+
+def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> list[Reference]:
+    """Return a plan of several stages under every other schedule, with as many micro-batches on the same devices.
+
+    Stages are its own, or, where a rank runs several, two balanced ones on every group of devices.
+    """
+    costs, found = simulator.costs, []
+    shape = Shape(tuple(stage.stop for stage in own.stages), tuple(len(stage.devices) for stage in own.stages))
+    order = tuple(device for stage in own.stages for device in stage.devices)
+    for schedule in SCHEDULES if len(own.stages) > 1 and not chunked(own.schedule) else ():
+        if schedule == own.schedule or (halves(schedule) and not costs.halved):
+            continue
+        family = Family(own.micro_batches, own.micro_batch_size, schedule)
+        if plain(schedule):
+            best = try_stages(simulator, [family], options, *shape, order=order)
+        else:
+            trials = Trials(simulator, schedule, options, order)
+            best = trials.run_all(trials.laid(family, shape, chunk_counts(schedule)[:1]))
+        if best.found is not None:
+            found.append(Reference(schedule, best.found, None))
+        elif best.closest is not None:
+            found.append(Reference(schedule, None, explain(costs, best.closest[1])))
+    return found
+
+
+def _beside(simulator: Simulator, options: PlanOptions, best: Best, below_s: float) -> Best:
+    """Try a schedule on the shapes of the best plans, and on balanced ones of as many groups."""
+    assert best.found is not None
+    costs, own = simulator.costs, best.found.candidate
+    seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
+    every = families(costs.batch, options)
+    at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
+    near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
+    trials = Trials(simulator, options.schedule, options, _order(costs, best))
+    starts = trials.beside(near, seeds, chunk_counts(options.schedule))
+    return trials.run(starts, ACTIONS_BESIDE, below_s)
+
+
+def _seeds(best: Best, most: int) -> list[Candidate]:
+    """Return the quickest plans, one of every number of stages."""
+    every = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
+    return [found.candidate for _, found in every[:most]]
+
+
+def _order(costs: CostModel, best: Best) -> tuple[int, ...]:
+    """Return the devices in the order in which the best plan's stages take them, idle ones last."""
+    stages = best.found.candidate.stages if best.found is not None else ()
+    used = [device for stage in stages for device in stage.devices]
+    return tuple(dict.fromkeys((*used, *range(len(costs.devices)))))
+
+
+def _check_halves(costs: CostModel, schedule: str) -> None:
+    if halves(schedule) and not costs.halved:
+        raise UsageError(
+            f"--schedule {schedule} has backwards in two halves, which the profile does not hold for every layer; "
+            "measure them with `autopar profile`, or choose gpipe, 1f1b or interleaved"
+        )
+
+
+def _infeasible(costs: CostModel, options: PlanOptions, best: Best) -> InfeasibleError:
+    if best.closest is None:
+        return InfeasibleError(
+            f"no plan of {options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices obeys "
+            "all options; ask for fewer --chunks or fewer constraints of stages"
+        )
+    candidate = best.closest[1]
+    return InfeasibleError(
+        f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes closest "
+        f"({candidate.text()} with {candidate.micro_batches} micro-batches); try --schedule auto, --recompute auto, "
+        "more --micro-batches or more devices"
+    )

@@ -1,0 +1,269 @@
+"""Trials: plans of schedules that no table bounds, found by balanced shapes, moves and simulation.
+
+Of schedules whose ranks run several stages, or whose backwards are in halves, shapes are priced by their own lower
+bounds and simulated in the order of these; then cuts, devices and micro-batch counts are moved as long as that helps.
+A count of simulated actions ends it, so that the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from math import comb
+
+from autopar.formats.plan import SHARDS
+from autopar.planner.candidate import Candidate, Family, Placed, divisors, with_depths
+from autopar.planner.chunks import groups
+from autopar.planner.constraints import Constraints, Rule
+from autopar.planner.costs import CostModel
+from autopar.planner.judge import Best
+from autopar.planner.levels import Span
+from autopar.planner.options import PlanOptions
+from autopar.planner.rank_bounds import least_s
+from autopar.planner.shapes import Shape, balanced, moved, placed, widths_of
+from autopar.planner.simulate import Simulator
+from autopar.schedules import SCHEDULES
+
+__all__ = ["Trials"]
+
+Start = tuple[Family, Shape]
+MOST_PARTS = 16
+"""In which a rank's recomputation is tried."""
+
+FEW_GROUPS, MOST_GROUPS = 8, 64
+"""Groups of which every number is tried, and most."""
+MOST_EDGES = 1024
+FEW_CUTS = 12
+"""Ways to cut the layers up to which all are tried."""
+KEPT = 4
+"""Plans from which moves are tried."""
+
+
+class Trials:
+    """The search of one schedule's plans."""
+
+    def __init__(self, simulator: Simulator, schedule: str, options: PlanOptions, order: Sequence[int]) -> None:
+        """Prepare; groups take devices in the given ``order``."""
+        self.simulator, self.costs, self.schedule = simulator, simulator.costs, schedule
+        self.options, self.order = options, order
+        self.best = Best()
+        self.left = 0
+        """Actions that may yet be simulated."""
+        self.count = 0
+        self._constraints: dict[int, Constraints] = {}
+        self._tried: set[Start] = set()
+
+    def run(self, starts: Iterable[Start], actions: int, below_s: float = float("inf")) -> Best:
+        """Return the best plans that the starts and moves from them lead to.
+
+        Only what may be quicker than ``below_s`` is simulated, until about so many ``actions`` were.
+        """
+        self.left = actions
+        priced = sorted(((self._bound_s(*start), start) for start in dict.fromkeys(starts)), key=lambda each: each[0])
+        known: list[tuple[float, Start]] = []
+        for bound_s, start in priced:
+            if bound_s >= min(below_s, self.best.step_s) or self._over:
+                break
+            step_s = self._judge(*start)
+            if step_s is not None:
+                known.append((step_s, start))
+        known.sort(key=lambda each: each[0])
+        # The quickest of every number of groups and of stages: moves change neither.
+        kept: dict[tuple[int, int], tuple[float, Start]] = {}
+        for step_s, start in known:
+            kept.setdefault((len(start[1].widths), len(start[1].cuts)), (step_s, start))
+        for step_s, start in dict.fromkeys((*kept.values(), *known[:KEPT])):
+            self._climb(step_s, start, below_s)
+        return self.best
+
+    def run_all(self, starts: Iterable[Start]) -> Best:
+        """Return the best plans of some shapes, all of them simulated."""
+        for start in starts:
+            if self._serves(start[0], start[1].widths):
+                self._judge(*start)
+        return self.best
+
+    def laid(self, family: Family, shape: Shape, chunks: Sequence[int]) -> Iterator[Start]:
+        """Yield a shape, or, of several stages a rank, balanced ones of its groups."""
+        if 1 in chunks:
+            yield family, shape
+            return
+        for chunk in chunks:
+            edges = self._of(chunk).edges(MOST_EDGES)
+            if len(shape.widths) * chunk < len(edges) and self._serves(family, shape.widths):
+                yield family, balanced(self.costs, family, shape.widths, chunk, edges)
+
+    def beside(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
+        """Yield the shapes of candidates, or, of several stages a rank, balanced ones of as many groups."""
+        if 1 in chunks:
+            yield from self._shapes_of(families, seeds)
+            return
+        for count in dict.fromkeys(len(seed.stages) for seed in seeds):
+            yield from self._balanced(families, count, chunks)
+
+    def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
+        """Yield the shapes of candidates, and balanced ones of several numbers of groups, in every family."""
+        devices = len(self.order)
+        counts = {len(seed.stages) for seed in seeds} | set(range(1, min(FEW_GROUPS, devices) + 1))
+        counts |= {devices // each for each in range(1, devices + 1)}
+        for count in sorted(counts):
+            yield from self._balanced(families, count, chunks)
+        yield from self._shapes_of(families, seeds if 1 in chunks else ())
+
+    def _balanced(self, families: Sequence[Family], count: int, chunks: Sequence[int]) -> Iterator[Start]:
+        devices = len(self.order)
+        for chunk in chunks if count <= min(MOST_GROUPS, devices) else ():
+            edges = self._of(chunk).edges(MOST_EDGES)
+            for family in families if count * chunk < len(edges) else ():
+                most = devices if self.costs.divisible else family.micro_batch_size
+                for widths in widths_of(devices, count, most, all_used=self.options.use_all):
+                    if comb(len(edges) - 2, count * chunk - 1) <= FEW_CUTS:
+                        every = combinations(edges[1:-1], count * chunk - 1)
+                        yield from ((family, Shape((*cuts, edges[-1]), widths)) for cuts in every)
+                    else:
+                        yield family, balanced(self.costs, family, widths, chunk, edges)
+
+    def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
+        for seed in seeds:
+            shape = Shape(
+                tuple(stage.stop for stage in seed.stages), tuple(len(stage.devices) for stage in seed.stages)
+            )
+            for family in families:
+                if self._serves(family, shape.widths):
+                    yield family, shape
+
+    def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
+        """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
+        chunks = len(shape.cuts) // len(shape.widths)
+        shards = SHARDS if self.options.shard == "auto" else (self.options.shard,)
+        for depths in SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches).values():
+            for shard in shards:
+                found = self._fitting(family, placed(self.costs, family, shape, self.order, shard), depths)
+                yield found
+                if max(self.costs.shortfalls(found)) <= 0:
+                    break
+
+    def bound_s(self, costs: CostModel, family: Family, shape: Shape) -> float:
+        """Return a lower bound of what a shape may be run as, under a cost model."""
+        return least_s(costs, self.frame(family, shape)) if self._serves(family, shape.widths) else float("inf")
+
+    def frame(self, family: Family, shape: Shape) -> Candidate:
+        """Return a shape as deep as the schedule lets it be, with nothing recomputed: no other has a smaller bound."""
+        chunks, shard = len(shape.cuts) // len(shape.widths), self.options.shard
+        depths = SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches)
+        deepest = [max(each) for each in zip(*depths.values(), strict=True)]
+        stages = placed(self.costs, family, shape, self.order, "none" if shard == "auto" else shard)
+        return with_depths(family, stages, deepest)
+
+    def broken(self, family: Family, shape: Shape) -> Rule | None:
+        """Return the first of the user's rules that a shape does not obey."""
+        stages = placed(self.costs, family, shape, self.order)
+        rules = self._of(len(shape.cuts) // len(shape.widths))
+        return rules.broken(stages, self.costs.kind_of)
+
+    def _mixed(self, shape: Shape) -> bool:
+        """Whether a group would have devices of several kinds, as no stage of any search has."""
+        kinds, begin = [self.costs.kind_of[device] for device in self.order], 0
+        for width in shape.widths:
+            if len(set(kinds[begin : begin + width])) > 1:
+                return True
+            begin += width
+        return False
+
+    @property
+    def _over(self) -> bool:
+        """Whether as much was simulated as may be."""
+        return self.left <= 0 or self.count >= self.options.candidate_limit
+
+    def _of(self, chunks: int) -> Constraints:
+        if chunks not in self._constraints:
+            self._constraints[chunks] = Constraints.of(self.costs, self.options, chunks)
+        return self._constraints[chunks]
+
+    def _serves(self, family: Family, widths: Sequence[int]) -> bool:
+        """Whether every replica has a sample of a micro-batch."""
+        return self.costs.divisible or max(widths) <= family.micro_batch_size
+
+    def _bound_s(self, family: Family, shape: Shape) -> float:
+        idle = len(self.order) - sum(shape.widths)
+        if self.broken(family, shape) is not None or self._mixed(shape) or (idle and self.options.use_all):
+            return float("inf")
+        return self.bound_s(self.costs, family, shape)
+
+    def _judge(self, family: Family, shape: Shape) -> float | None:
+        """Simulate a shape's candidates; return the least seconds per step of those that fit."""
+        self._tried.add((family, shape))
+        found = []
+        for candidate in self.candidates(family, shape):
+            step_s = self.best.judge(self.simulator, candidate)
+            if step_s is not None:
+                found.append(step_s)
+            if step_s is not None:
+                self.count += 1
+                self.left -= 4 * family.micro_batches * len(shape.cuts) * max(shape.widths)
+        return min(found, default=None)
+
+    def _climb(self, step_s: float, start: Start, below_s: float) -> None:
+        """Move from a shape to the best of those beside it, as long as that is quicker."""
+        while not self._over:
+            near = [(self._bound_s(*each), each) for each in self._beside(*start) if each not in self._tried]
+            better: tuple[float, Start] | None = None
+            for bound_s, each in sorted(near, key=lambda pair: pair[0]):
+                if bound_s >= min(below_s, step_s if better is None else better[0]) or self._over:
+                    break
+                found = self._judge(*each)
+                if found is not None and found < (step_s if better is None else better[0]):
+                    better = found, each
+            if better is None:
+                return
+            step_s, start = better
+
+    def _beside(self, family: Family, shape: Shape) -> Iterator[Start]:
+        edges = self._of(len(shape.cuts) // len(shape.widths)).edges(MOST_EDGES)
+        idle = len(self.order) - sum(shape.widths)
+        for other in moved(shape, sorted({*edges, *shape.cuts}), idle, all_used=self.options.use_all):
+            if self._serves(family, other.widths):
+                yield family, other
+        if self.options.micro_batches is None:
+            batch = self.costs.batch
+            counts = divisors(batch)
+            at = counts.index(family.micro_batches)
+            for count in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
+                other_family = Family(count, batch // count, self.schedule)
+                if self._serves(other_family, shape.widths):
+                    yield other_family, shape
+
+    def _fitting(self, family: Family, stages: tuple[Placed, ...], depths: Sequence[int]) -> Candidate:
+        """Return the candidate of some stages and depths that recomputes least and fits, or that comes closest."""
+        frame = with_depths(family, stages, depths)
+        if self.options.recompute == "none":
+            return frame
+        most = self._recomputing(frame, 1.0)
+        if self.options.recompute == "full":
+            return most
+        short = self.costs.shortfalls(frame)
+        chosen = list(frame.stages)
+        for chunks in groups(frame.stages):
+            if short[chunks[0]] <= 0:
+                continue
+            # More is recomputed on all stages of a rank, until it fits.
+            parts = [at / MOST_PARTS for at in range(1, MOST_PARTS + 1)]
+            tried = [self._recomputing(frame, part, chunks) for part in parts]
+            at = bisect_left(tried, True, hi=len(tried) - 1, key=lambda each: self._fits(each, chunks[0]))
+            for stage in chunks:
+                chosen[stage] = tried[at].stages[stage]
+        return frame._replace(stages=tuple(chosen))
+
+    def _fits(self, candidate: Candidate, stage: int) -> bool:
+        return self.costs.shortfall(candidate, stage) <= 0
+
+    def _recomputing(self, frame: Candidate, part: float, some: Sequence[int] | None = None) -> Candidate:
+        """Return a candidate some of whose stages recompute a part of the layers that they may."""
+        stages = list(frame.stages)
+        for at in range(len(stages)) if some is None else some:
+            stage = stages[at]
+            levels = self.costs.recompute_levels(frame.micro_batch_size, self.costs.kind_of[stage.devices[0]])
+            sets = Span(levels).within(stage.first, stage.stop)
+            stages[at] = stage._replace(recompute=sets[-int(-part * (len(sets) - 1) // 1)])
+        return frame._replace(stages=tuple(stages))

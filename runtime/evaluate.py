@@ -1,0 +1,215 @@
+"""Evaluation: batches of any size through the stages of a job in evaluation mode, to a loss or to predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from autopar.capture.evaluation import EvaluationGraph
+from autopar.capture.place import materialize
+from autopar.errors import ModelError, UsageError
+from autopar.formats.plan import Crossing, Plan, turns
+from autopar.runtime.data import split_rows
+from autopar.runtime.forwards import Forwards, Results
+from autopar.runtime.job import Job
+from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.stage import Stage
+from autopar.runtime.transport import Transport
+from autopar.schedules.expand import rank_of, stages_of
+from autopar.schedules.route import even_shares
+
+__all__ = ["Evaluation", "rounds"]
+
+
+def rounds(plan: Plan, rows: int) -> list[tuple[int, int]]:
+    """Divide a batch of any size into rounds of (micro-batches, samples in each): the plan's, and what is left.
+
+    Raises:
+        UsageError: fewer samples are left for the last micro-batch than a stage has replicas to split it among.
+    """
+    full, rest = divmod(rows, plan.batch)
+    count, left = divmod(rest, plan.micro_batch_size)
+    for index, stage in enumerate(plan.stages):
+        if 0 < left < stage.replicas and stage.division == "split":
+            raise UsageError(
+                f"a batch of {rows} leaves {left} samples for its last micro-batch, which the {stage.replicas} "
+                f"replicas of stage {index} cannot split; give a multiple of {plan.micro_batch_size}"
+            )
+    found = [(plan.micro_batches, plan.micro_batch_size)] * full + [(count, plan.micro_batch_size)] + [(1, left)]
+    return [(count, size) for count, size in found if count and size]
+
+
+class Evaluation:
+    """One rank's stages in evaluation mode; they share the parameters that the job trains, and its buffers."""
+
+    def __init__(self, job: Job, graph: EvaluationGraph, transport: Transport, device: torch.device) -> None:
+        """Place the layers.
+
+        Raises:
+            UsageError: a stage is sharded.
+            ModelError: a layer reads a parameter or buffer that its stage does not train with.
+        """
+        self._job, self._plan, self._transport, self._device = job, job.plan, transport, device
+        for index, stage in enumerate(job.plan.stages):
+            if stage.shard != "none":
+                raise UsageError(
+                    f"stage {index} shards its {stage.shard}, which evaluation does not do; evaluate saved weights"
+                )
+        self.graph = graph
+        stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
+        self._last = stage_of[graph.layers[-1].name]
+        specs = crossing_specs(job.plan, graph)
+        self._specs = {spec.name: spec for spec in specs}
+        self._crossings = _crossings(graph, stage_of)
+        chunks, self._replica = stages_of(job.plan, job.rank)
+        layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
+        held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
+        self._buffers = self._own_buffers(sorted(held))
+        for each in layers.values():
+            for layer in each:
+                self._check_held(layer.name, (*layer.parameters.values(), *layer.buffers.values()))
+                materialize(layer, {**job.parameters, **self._buffers}, device)
+        autocast = autocast_of(job.plan.precision, device)
+        self._stages = {
+            index: Stage(each, specs, graph.inputs, graph.results, autocast) for index, each in layers.items()
+        }
+        self.inputs = tuple(dict.fromkeys(name for stage in self._stages.values() for name in stage.inputs))
+        """Names of the model's inputs that layers of this rank read."""
+        self._forwards: dict[tuple[int, int], Forwards] = {}
+
+    def run(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[Forwards, Results]]:
+        """Run all rounds of a batch, and yield what this rank has of each.
+
+        Args:
+            step: what random layers are seeded with.
+            rows: samples in the batch.
+            values: the whole batch's tensors that this rank reads.
+        """
+        self._refresh()
+        first = 0
+        used: dict[int, Forwards] = {}
+        for count, size in rounds(self._plan, rows):
+            forwards = self._forwards_of(count, size)
+            used[id(forwards)] = forwards
+            part = {name: value[first : first + count * size] for name, value in values.items()}
+            inputs = split_rows(forwards.plan, self._job.rank, part, self.inputs, self._device)
+            yield forwards, forwards.run(step, inputs)
+            first += count * size
+        for forwards in used.values():
+            forwards.finish()
+
+    def loss(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Return this rank's part of a batch's loss: a sum, and the samples or the count to divide it by."""
+        parts = []
+        for forwards, results in self.run(step, rows, values):
+            for outputs in results.values():
+                pair = outputs if len(outputs) == 2 else [outputs[0] * forwards.rows, torch.tensor(forwards.rows)]
+                parts.append(torch.stack([value.double().to(self._device) for value in pair]))
+        if not parts:
+            return 0.0, 0.0
+        total, count = torch.stack(parts).sum(0).tolist()
+        return total, count
+
+    def predict(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Return the model's outputs on rank 0, on the CPU, samples in order; None on other ranks."""
+        parts: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in self.graph.specs}
+        for forwards, results in self.run(step, rows, values):
+            self._collect(forwards.plan, results, parts)
+        if self._job.rank != 0:
+            return None
+        return {spec.name: torch.cat(parts[spec.name], dim=spec.batch_dim) for spec in self.graph.specs}
+
+    def _collect(self, plan: Plan, results: Results, parts: dict[str, list[torch.Tensor]]) -> None:
+        """Send what the last layer gave to rank 0, share by share."""
+        placed, sending = plan.stages[self._last], []
+        for micro_batch in range(plan.micro_batches):
+            for replica in range(placed.replicas):
+                if micro_batch not in turns(placed.division, placed.replicas, replica, plan.micro_batches):
+                    continue
+                sender = rank_of(plan, self._last, replica)
+                for at, spec in enumerate(self.graph.specs):
+                    if sender == self._job.rank == 0:
+                        parts[spec.name].append(results[micro_batch][at].cpu())
+                    elif sender == self._job.rank:
+                        sending.append(self._transport.send(results[micro_batch][at].to(spec.dtype).contiguous(), 0))
+                    elif self._job.rank == 0:
+                        shape = spec.shape(placed.rows[replica])
+                        tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                        self._transport.receive(tensor, sender).wait()
+                        parts[spec.name].append(tensor.cpu())
+        for pending in sending:
+            pending.wait()
+
+    def _forwards_of(self, count: int, size: int) -> Forwards:
+        if (count, size) not in self._forwards:
+            plan = _round_plan(self._plan, count, size, self._crossings)
+            place = (self._job.rank, self._stages, self._specs, self._transport, self._device)
+            self._forwards[count, size] = Forwards(plan, *place)
+        return self._forwards[count, size]
+
+    def _own_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
+        known = {name: self._job.buffers[name] for name in names if name in self._job.buffers}
+        if self._replica == 0:
+            return known
+        return {name: torch.empty_like(buffer) for name, buffer in known.items()}
+
+    def _refresh(self) -> None:
+        """Give the buffers of replica 0, which are the model's, to the other replicas."""
+        (stage, *_), replica = stages_of(self._plan, self._job.rank)
+        first, sending = rank_of(self._plan, stage, 0), []
+        for buffer in self._buffers.values():
+            if replica:
+                self._transport.receive(buffer, first).wait()
+                continue
+            others = (rank_of(self._plan, stage, each) for each in range(1, self._plan.stages[stage].replicas))
+            sending += [self._transport.send(buffer.contiguous(), other) for other in others]
+        for pending in sending:
+            pending.wait()
+
+    def _check_held(self, layer: str, names: tuple[str, ...]) -> None:
+        missing = [name for name in names if name not in self._job.parameters and name not in self._buffers]
+        if missing:
+            raise ModelError(
+                f"layer {layer} reads {missing[0]} in evaluation mode, but its stage does not train with it"
+            )
+
+
+def _crossings(graph: EvaluationGraph, stage_of: Mapping[str, int]) -> tuple[Crossing, ...]:
+    found = []
+    for tensor in graph.tensors:
+        if tensor.producer is None:
+            continue
+        made = stage_of[tensor.producer]
+        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+        if readers:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.append(
+                Crossing(
+                    name=tensor.name,
+                    producer=made,
+                    consumers=readers,
+                    bytes_per_sample=tensor.bytes_per_sample,
+                    dtype=dtype,
+                    gradient=False,
+                )
+            )
+    return tuple(found)
+
+
+def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ...]) -> Plan:
+    """Return a plan of so many micro-batches of so many samples, on the same stages."""
+    stages = tuple(
+        stage
+        if size == plan.micro_batch_size
+        else stage.model_copy(
+            update={
+                "shares": (size,) * stage.replicas
+                if stage.division == "round-robin"
+                else even_shares(size, stage.replicas)
+            }
+        )
+        for stage in plan.stages
+    )
+    update = {"batch": count * size, "micro_batches": count, "micro_batch_size": size, "stages": stages}
+    return plan.model_copy(update={**update, "tensors": crossings, "tied": ()})

@@ -1,0 +1,120 @@
+"""Given: a rank's job of a model that a script holds, built from an example of its batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.capture.given import given_model
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, TrainingError, UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.runtime.agree import Agreement
+from autopar.runtime.fit import check_fit
+from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.transport import GroupTransport
+from autopar.schedules.expand import expand, stages_of
+
+__all__ = ["Built", "build_given"]
+
+Functions = Mapping[str, Callable[..., object] | None]
+
+
+class _GivenJob(Job):
+    """A job that is given its batches."""
+
+    def _loading(
+        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
+    ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
+        def load(step: int) -> list[dict[str, torch.Tensor]]:
+            raise TrainingError(f"step {step} was given no batch")
+
+        return load
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a job has once it knows what a batch looks like."""
+
+    user: UserModel
+    graph: LayerGraph
+    job: Job
+    transport: GroupTransport
+    agreement: Agreement
+    batch: object
+    """An example."""
+
+
+def build_given(
+    model: nn.Module,
+    plan: Plan,
+    context: RankContext,
+    batch: object,
+    functions: Functions,
+    settings: TrainSettings,
+) -> Built:
+    """Build a rank's stages; what one rank refuses, all refuse.
+
+    Raises:
+        AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
+    """
+    transport = GroupTransport(context, reduction_groups(plan))
+    agreement = Agreement(context.rank, tuple(range(context.size)), transport)
+    error, found = None, None
+    try:
+        if batch is None:
+            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
+        found = _captured(model, plan, batch, functions)
+    except AutoparError as caught:
+        error = caught
+    agreement.refuse(error)
+    assert found is not None
+    user, graph = found
+    read = _spread(model, context, _wanted(plan, context.rank, graph))
+    place = (context.rank, graph, user, read, transport, context.device)
+    job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings)
+    return Built(user, graph, job, transport, agreement, batch)
+
+
+def _captured(model: nn.Module, plan: Plan, batch: object, functions: Functions) -> tuple[UserModel, LayerGraph]:
+    modes = [(module, module.training) for module in model.modules()]
+    user = given_model(model, batch, **functions)
+    graph = capture(user, model)
+    if not graph.portable:
+        # Its layers are the model's own modules, whose parameters are about to be replaced.
+        graph = capture(user, copy.deepcopy(model))
+    for module, mode in modes:
+        module.training = mode
+    check_fit(graph, plan, user)
+    return user, graph
+
+
+def _wanted(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
+    stages, _ = stages_of(plan, rank)
+    layers = [graph.layer(name) for stage in stages for name in plan.stages[stage].layers]
+    return {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
+
+
+def _spread(
+    model: nn.Module, context: RankContext, wanted: set[str]
+) -> Callable[[Iterable[str]], Mapping[str, torch.Tensor]]:
+    """Give every rank rank 0's values of what it wants, tensor by tensor; other ranks' models may have none."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if context.rank == 0:
+            tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype)
+        if tensor.numel():
+            context.broadcast(tensor.reshape(-1).view(torch.uint8))
+        if name in wanted:
+            kept[name] = tensor
+    return lambda names: {name: kept[name] for name in names if name in kept}

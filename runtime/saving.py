@@ -1,0 +1,63 @@
+"""Saving: which stage writes which parameters and buffers, one file a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from autopar.capture.graph import LayerGraph
+from autopar.formats.plan import Plan
+from autopar.runtime import weights
+from autopar.runtime.job import Job
+
+__all__ = ["holders", "shard_name", "write_stages"]
+
+
+def shard_name(stage: int, stages: int) -> str:
+    """Return the file name of a stage's trained weights."""
+    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:
+    """Return, for every parameter and buffer that layers read, the first stage that holds it."""
+    first: dict[str, int] = {}
+    for stage, placed in enumerate(plan.stages):
+        for layer in map(graph.layer, placed.layers):
+            for name in (*layer.parameters.values(), *layer.buffers.values()):
+                first.setdefault(name, stage)
+    return first
+
+
+def write_stages(
+    job: Job, graph: LayerGraph, unread: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], folder: Path
+) -> dict[str, list[str]]:
+    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
+
+    The first replica writes. The others give it their parts, one parameter after the other.
+
+    Args:
+        job: the rank's.
+        graph: the captured model.
+        unread: gives what no layer reads, told the names of all that some layer does.
+        folder: where the files go.
+
+    Returns:
+        Stage -> names of the tensors that this rank wrote of it; nothing on replicas but the first.
+    """
+    first, saved = holders(job.plan, graph), {}
+    for index in job.stages:
+        state = {}
+        for name in job.state():
+            if first[name] == index:
+                tensor = job.whole(name)
+                if job.replica == 0:
+                    state[name] = tensor.cpu()
+        if job.replica != 0:
+            continue
+        if index == 0:
+            state |= unread(first)
+        weights.write(folder / shard_name(index, len(job.plan.stages)), state)
+        saved[str(index)] = sorted(state)
+    return saved

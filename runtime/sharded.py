@@ -1,0 +1,224 @@
+"""ShardedStage: a stage whose replicas divide its optimizer state, gradients or parameters, by torch's FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.capture.graph import Layer, TensorSpec
+from autopar.errors import UsageError
+from autopar.formats.plan import Shard
+from autopar.runtime.passes import Pass
+from autopar.runtime.stage import Stage
+
+__all__ = ["ShardedStage", "Sharding", "replicated", "whole"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What the replicas of a stage divide, and among whom."""
+
+    level: Shard
+    """Not ``none``."""
+    mesh: DeviceMesh
+    """Of the replicas."""
+    apart: frozenset[nn.Parameter]
+    """Parameters that other stages hold, too: every replica keeps them whole."""
+    offload: bool = False
+    """Whether what is divided waits in the host's memory."""
+    turning: bool = False
+    """Whether the replicas take whole micro-batches in turn."""
+
+
+class ShardedStage(Stage):
+    """A stage of which every replica keeps a part, and gathers its parameters to compute.
+
+    Layers are gathered and reduced one by one. A parameter that several layers of the stage use is gathered for the
+    whole stage: divided with each of them, it would be several. Gradients are summed, not averaged: the loss of a
+    replica is weighted by its samples already. Replicas that take turns gather and reduce before and after all
+    micro-batches, since they do not meet in between.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        layers: Sequence[Layer],
+        tensors: Sequence[TensorSpec],
+        model_inputs: Sequence[str],
+        loss: Sequence[str],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        recompute: Sequence[str] = (),
+    ) -> None:
+        """Divide the parameters of the layers, whose modules take hold of their parts; see :class:`Stage`.
+
+        Raises:
+            UsageError: a layer has trained parameters of several types, which are not reduced together.
+        """
+        called = [replace(layer, module=_Called(layer.module)) for layer in layers]
+        super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
+        self._sharding = sharding
+        several = _used_by_several(layers)
+        # A layer may return a view of what it made: no other layer writes into it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+        for layer in layers:
+            _check_types(layer)
+        self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
+        self._whole = _Whole([layer.module for layer in called], several - sharding.apart)
+        self._root = self._divide(self._whole, sharding.apart)
+        for before, after in pairwise(units):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        self._last = False
+        # Left to itself, it would gather what another micro-batch's forward came to.
+        units[0].set_modules_to_backward_prefetch([units[0]])
+
+    def forward(
+        self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
+        """See :class:`Stage`."""
+        found: tuple[dict[str, torch.Tensor], list[Pass]]
+        found = self._whole(partial(super().forward, split=split), rows, values, seed)
+        return found
+
+    def begin_step(self) -> None:
+        """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        self._last = False
+        self._set(reduce=self._sharding.level != "optimizer", let_go=self._sharding.level == "parameters")
+        if self._sharding.turning:
+            self._gather()
+
+    def begin_last_backward(self) -> None:
+        """Say that the next backward completes the gradients: what was gathered for the step is let go."""
+        self._last = True
+        if not self._sharding.turning:
+            self._set(reduce=True, let_go=True)
+
+    @contextmanager
+    def weight_backward(self) -> Iterator[None]:
+        """Return the context of the second half of a backward, which FSDP2 does not see.
+
+        It goes through the layers' operators, not through the layers: all of their parameters are gathered before it,
+        and what it made is reduced after it.
+        """
+        self._gather()
+        self._set(reduce=False, let_go=False)
+        yield
+        if self._last and not self._sharding.turning:
+            self._reduce()
+        elif self._sharding.level != "optimizer":
+            self._set(reduce=True, let_go=self._sharding.level == "parameters")
+            self._end_backward()
+
+    def finish(self) -> None:
+        """Reduce what no backward has reduced."""
+        if self._sharding.turning:
+            self._reduce()
+
+    def _set(self, *, reduce: bool, let_go: bool) -> None:
+        """Say what the backwards from now on do with a layer's gradients and with its parameters."""
+        self._root.set_requires_gradient_sync(reduce)
+        self._root.set_reshard_after_backward(let_go)
+        self._root.set_is_last_backward(reduce and let_go and self._last)
+
+    def _gather(self) -> None:
+        for unit in (self._root, *self._units):
+            unit.unshard()
+
+    def _reduce(self) -> None:
+        self._set(reduce=True, let_go=True)
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        # It reduces all that is left; torch's own pipelines call it after split backwards, too.
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Yield this replica's parts of the gradients that there are."""
+        for parameter in self._parameters():
+            if isinstance(parameter.grad, DTensor):
+                yield parameter.grad.to_local()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self._whole.parameters() if isinstance(parameter, DTensor))
+
+    def _divide(self, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
+        unit: Any = fully_shard(
+            module,
+            mesh=self._sharding.mesh,
+            reshard_after_forward=self._sharding.level == "parameters",
+            offload_policy=CPUOffloadPolicy() if self._sharding.offload else OffloadPolicy(),
+            ignored_params=set(apart),
+        )
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        # Backends differ in what else than sums they know.
+        unit.set_force_sum_reduction_for_comms(True)
+        return unit
+
+
+class _Called(nn.Module):
+    """A layer's module, whose calls FSDP2 attends to; the module itself stays what it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: object) -> Any:  # noqa: ANN401
+        return self.module(*arguments)
+
+
+class _Whole(nn.Module):
+    """All layers of a stage, called together."""
+
+    def __init__(self, layers: Sequence[nn.Module], several: frozenset[nn.Parameter]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        # Its own, so that FSDP2 gathers them when this module is called.
+        for index, parameter in enumerate([each for each in self.parameters() if each in several]):
+            self.register_parameter(f"several_{index}", parameter)
+
+    def forward(self, run: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        return run(*arguments)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; of a divided one, all replicas ask for it together."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that is alike on all replicas as one that optimizers can step together with divided ones."""
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def _used_by_several(layers: Sequence[Layer]) -> frozenset[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    several: set[nn.Parameter] = set()
+    for layer in layers:
+        mine = set(layer.module.parameters())
+        several |= seen & mine
+        seen |= mine
+    return frozenset(several)
+
+
+def _check_types(layer: Layer) -> None:
+    types = sorted({str(each.dtype) for each in layer.module.parameters() if each.requires_grad})
+    if len(types) > 1:
+        raise UsageError(
+            f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide "
+            "together; plan with --shard none"
+        )

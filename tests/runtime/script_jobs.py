@@ -1,0 +1,86 @@
+"""The model of the tests of scripts, and what their ranks run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import autopar
+from autopar.capture.given import given_model
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError
+from autopar.ranks.context import RankContext
+
+LEARNING_RATE = 0.1
+BATCH = 12
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    return F.cross_entropy(output, batch[-1])
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(BATCH, 5, dtype=torch.float64, generator=generator),
+            torch.randint(0, 3, (BATCH,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def described() -> UserModel:
+    return given_model(make_model(), batches(1)[0], loss=loss)
+
+
+def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train, with batches between that ranks refuse; write what rank 0 is given."""
+    plan = autopar.Plan.parse(arguments["plan"], Path("plan.json"))
+    model = make_model()
+    if context.rank:
+        # Rank 0's values count.
+        model = model.to("meta")
+    folder, said = Path(arguments["folder"]), []
+    steps = batches(arguments["steps"])
+    job = autopar.materialize(
+        model,
+        plan,
+        steps[0],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9),
+    )
+    inputs, targets = steps[0]
+    reads = context.rank in (*plan.stages[0].devices, *plan.stages[-1].devices)
+    wrong = (inputs[:5], targets[:5]) if context.rank == 0 else (inputs, targets)
+    apart = (inputs + context.rank, targets)
+    for batch in (wrong, apart):
+        try:
+            job.step(batch)
+        except AutoparError as error:
+            said.append(str(error))
+    losses = [job.step(batch if reads else None).loss for batch in steps]
+    evaluated, predicted = None, None
+    try:
+        evaluated, predicted = job.evaluate(steps[0]), job.predict(steps[0])
+    except AutoparError as error:
+        said.append(str(error))
+    state = job.state_dict()
+    job.save(folder)
+    if predicted is not None:
+        save_file(predicted, folder / "predicted.safetensors")
+    if state is not None:
+        save_file(state, folder / "state.safetensors")
+    job.close()
+    return {"losses": losses, "evaluated": evaluated, "said": said}

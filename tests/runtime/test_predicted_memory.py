@@ -1,0 +1,47 @@
+"""What a stage holds at most is what the planner said, on a model whose activations outweigh its parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.capture.export import capture
+from autopar.capture.source import UserModel, load
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.estimate import estimated_cluster
+from autopar.profiler import ProfileOptions, profile
+from autopar.runtime.rehearsal import rehearse
+
+ROWS, MICRO_BATCHES = 256, 8
+MODEL = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+    def forward(self, x): return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+def model(): return nn.Sequential(*(Block() for _ in range(8)))
+def dataset(): return torch.utils.data.TensorDataset(*[torch.zeros(2048, 24)] * 2)
+def loss(output, batch): return (output - batch[1]).square().mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[UserModel, Profile]:
+    path = tmp_path_factory.mktemp("blocks") / "blocks.py"
+    path.write_text(MODEL)
+    user = load(str(path))
+    return user, profile(user, ProfileOptions(batch=ROWS, device="cpu", budget_s=0.2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", ["0-1,2-3,4-5,6-7", "0-2,3-7:2"])
+def test_a_rehearsal_holds_what_was_predicted(profiled: tuple[UserModel, Profile], schedule: str, stages: str) -> None:
+    user, measured = profiled
+    options = PlanOptions(
+        stages=stages, schedule=schedule, batch=ROWS * MICRO_BATCHES, micro_batches=MICRO_BATCHES, shard="none"
+    )
+    planned = plan(measured, estimated_cluster(measured, 4), options)
+    held = rehearse(planned, capture(user, user.build(0)), user)
+    assert held == pytest.approx(planned.predicted.peak_bytes, rel=0.05)

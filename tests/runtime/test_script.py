@@ -1,0 +1,180 @@
+"""A job that a script steps: against a plain loop, in one process, on several ranks and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from safetensors.torch import load_file
+from script_jobs import LEARNING_RATE, batches, described, loss, make_model
+from torch.utils.data import DataLoader
+
+import autopar
+from autopar.capture.export import capture
+from autopar.errors import FileError, TrainingError, UsageError
+from autopar.formats.plan import Shard
+from autopar.ranks.pool import RankPool
+from autopar.runtime import weights
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with RankPool(4) as pool:
+        patch.undo()
+        yield pool
+
+
+def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
+    user = described()
+    plan = dictate(capture(user, user.build()), user, widths, 2, 6, shard=shard)
+    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
+
+
+def trained_plainly() -> tuple[list[float], torch.nn.Module]:
+    """Train mini-batches of two micro-batches, without division: there is no batch normalisation in the model."""
+    model = make_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    losses = []
+    for inputs, targets in batches(STEPS):
+        optimizer.zero_grad()
+        value = loss(model(inputs), (inputs, targets))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, model
+
+
+def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+
+def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(tmp_path: Path) -> None:
+    expected, truth = trained_plainly()
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with autopar.materialize(model, planned([1]), loss=loss, optimizer=make_optimizer) as job:
+        assert [job.step(batch).loss for batch in batches(STEPS)] == pytest.approx(expected, rel=1e-12)
+        state = job.state_dict()
+        job.save(tmp_path)
+        ((inputs, targets),) = batches(1)
+        truth.eval()
+        evaluated = job.evaluate((inputs[:7], targets[:7]))
+        assert evaluated == pytest.approx(loss(truth(inputs[:7]), (inputs, targets[:7])).item(), rel=1e-12)
+        # What only the loss reads need not be given for predictions.
+        predicted = job.predict((inputs[:5],))
+    assert state is not None
+    assert predicted is not None
+    torch.testing.assert_close(predicted["output"], truth(inputs[:5]).detach(), rtol=1e-12, atol=1e-12)
+    for name, value in truth.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
+    saved = weights.read(tmp_path, state)
+    assert all(torch.equal(saved[name], state[name]) for name, _ in truth.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
+    with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
+        with pytest.raises(UsageError, match="the job has seen no batch yet"):
+            job.state_dict()
+        (first, second, _) = batches(3)
+        job.step(first)
+        for batch, said in (
+            ((first[0][:5], first[1][:5]), "a batch of 5 samples, the plan is for 12; drop or fill up"),
+            (None, r"was given no batch, and its stages read batch.0, batch.1"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                job.step(batch)
+        for bad, said in (
+            ((first[0][:, :4], first[1]), r"batch.0 is torch.float64 of shape \(4,\) per sample, .* of shape \(5,\)"),
+            ((first[0].float(), first[1]), r"batch.0 is torch.float32 .* captured with torch.float64"),
+            ({"x": first[0]}, r"the batch has no batch.0; it has batch.x"),
+        ):
+            with pytest.raises(TrainingError, match=said):
+                job.step(bad)
+        assert job.step(second).step == 1
+
+
+def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
+    other = torch.nn.Sequential(*make_model(), torch.nn.Linear(3, 3)).double()
+    (batch,) = batches(1)
+    with pytest.raises(FileError, match=r"the plan does not fit Sequential: layer \d+ is .*"):
+        autopar.materialize(other, planned([1]), batch, loss=loss)
+    with pytest.raises(UsageError, match=r"the plan needs 2 ranks, .* torchrun --nproc-per-node 2"):
+        autopar.materialize(make_model(), planned([1, 1]), batch, loss=loss)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("widths", "shard"), [([1, 1, 1], "none"), ([2, 1], "none"), ([2, 1], "parameters")])
+def test_ranks_train_evaluate_and_refuse_together(
+    pool: RankPool, widths: list[int], shard: Shard, tmp_path: Path
+) -> None:
+    expected, truth = trained_plainly()
+    arguments = {"plan": planned(widths, shard).dumps(), "steps": STEPS, "folder": str(tmp_path)}
+    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=sum(widths), timeout_s=60)
+    assert all(result == results[0] for result in results)
+    losses, evaluated, said = results[0]["losses"], results[0]["evaluated"], results[0]["said"]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert re.fullmatch(r"rank 0: a batch of 5 samples, the plan is for 12; .*", said[0])
+    assert re.match(r"ranks 0 and 1 were given different batches; give every rank the same whole", said[1])
+    for name, value in load_file(tmp_path / "state.safetensors").items():
+        torch.testing.assert_close(value, truth.state_dict()[name], rtol=1e-10, atol=1e-12)
+    if shard != "none":
+        assert re.match(r"(rank 0: )?stage 0 shards its parameters, which evaluation does not do", said[2])
+        return
+    ((inputs, targets),) = batches(1)
+    assert evaluated == pytest.approx(loss(truth.eval()(inputs), (inputs, targets)).item(), rel=1e-12)
+    torch.testing.assert_close(
+        load_file(tmp_path / "predicted.safetensors")["output"], truth(inputs).detach(), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "train.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    for command in ([sys.executable, script], [*start, "--epochs", "1"]):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+    example = plain.load_file(EXAMPLES / "mlp.py")
+    torch.manual_seed(0)
+    model = example.model()
+    optimizer = example.optimizer(model.parameters())
+    loader = DataLoader(example.dataset(), 64, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    for batch in loader:
+        optimizer.zero_grad()
+        value = example.loss(model(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+    found = re.search(r"epoch 0: loss (\S+), evaluated (\S+),", done.stdout)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(value.item(), rel=1e-3)
+    model.load_state_dict(weights.read(tmp_path / "trained", model.state_dict()))
+    samples = next(iter(DataLoader(example.dataset(), 200)))
+    assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)
+
+
+def test_planning_from_python_needs_no_torch() -> None:
+    text = (
+        "import sys, autopar\n"
+        "cluster = autopar.Cluster.of('2xH100')\n"
+        "assert len(cluster.devices) == 2 and autopar.plan and autopar.Plan and autopar.Profile\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr

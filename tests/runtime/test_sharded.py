@@ -1,0 +1,281 @@
+"""Stages whose replicas divide what they hold train as the plain loop does: docs/promises.md, in float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from test_training import EXAMPLES, FILE, NARROW, OPTIMIZERS
+
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan, Shard
+from autopar.formats.program import WEIGHT_BACKWARD
+from autopar.planner.memory import Held, Parts, peak_of
+from autopar.ranks.pool import RankPool
+from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.rehearsal import rehearse
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.weights import names, read
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import expand
+
+MODELS = Path(__file__).parent / "models"
+LEVELS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+STEPS = 2
+MIXED = """
+class Mixed(nn.Sequential):
+    def narrowed(self):
+        self[1].bias.data = self[1].bias.data.float()
+        return self
+
+
+"""
+
+
+class Case(NamedTuple):
+    file: Path
+    model: UserModel
+    graph: LayerGraph
+    workspace: Path
+
+
+def _case(file: Path, text: str) -> Case:
+    file.write_text(text)
+    model = load(str(file))
+    graph = capture(model, model.build(0))
+    workspace = file.with_suffix("")
+    workspace.mkdir()
+    Workspace(workspace).prepare(model, dictate(graph, model, (1,), 1, 2), None)
+    return Case(file, model, graph, workspace)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with RankPool(5) as pool:
+        patch.undo()
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for name in ("gpt", "resnet"):
+        narrow = NARROW[name] | ({"BLOCKS": 3} if name == "gpt" else {})
+        text = FILE.format(base=str(EXAMPLES / f"{name}.py"), narrow=narrow, optimizer=OPTIMIZERS["adamw"])
+        found[name] = _case(folder / f"{name}.py", text)
+    for name in ("everything", "dropout", "detached"):
+        found[name] = _case(folder / f"{name}.py", (MODELS / f"{name}.py").read_text())
+    for kind in ("foreach", "fused"):
+        text = (MODELS / "everything.py").read_text().replace("lr=1e-2", f"lr=1e-2, {kind}=True")
+        found[kind] = _case(folder / f"{kind}.py", text)
+    return found
+
+
+def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> None:
+    arguments = {
+        "plan": plan.dumps(),
+        "model": str(case.file),
+        "workspace": str(case.workspace),
+        "folder": str(folder),
+        "steps": STEPS,
+    }
+    pool.run("rank_jobs:train_and_keep", arguments, ranks=len(plan.devices))
+    random = [layer.name for layer in case.graph.layers if layer.random]
+    stage_of = {name: stage for stage in plan.stages for name in stage.layers}
+    module_of = {module: layer.name for layer in case.graph.layers for module in layer.modules}
+
+    def shares_of(name: str) -> Sequence[int]:
+        while name not in module_of:
+            name = name.rpartition(".")[0]
+        stage = stage_of[module_of[name]]
+        return stage.rows if stage.division == "split" else stage.rows[:1]
+
+    rows = plan.micro_batch_size
+    truth = plain.train(case.file, plan.micro_batches, rows, shares_of, random, steps=STEPS)
+    largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
+    for rank in range(len(plan.devices)):
+        gradients = load_file(folder / f"gradients-{rank}")
+        for name, gradient in gradients.items():
+            assert float((gradient - truth.gradients[name]).abs().max()) <= 1e-12 * largest, f"{name} on rank {rank}"
+        parameters = load_file(folder / f"parameters-{rank}")
+        assert gradients.keys() == parameters.keys() & truth.gradients.keys()
+        for name, parameter in parameters.items():
+            expected = truth.parameters[name]
+            bound = 1e-10 * float(expected.abs().max()) + 1e-10
+            assert float((parameter - expected).abs().max()) <= bound, f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize(("widths", "recompute"), [((2,), True), ((2, 1), False), ((1, 2), True), ((2, 3), False)])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("example", ["gpt", "resnet"])
+def test_sharded_stages_train_as_the_plain_loop(
+    example: str,
+    level: Shard,
+    widths: tuple[int, ...],
+    recompute: bool,
+    cases: dict[str, Case],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = cases[example]
+    plan = dictate(case.graph, case.model, widths, 3, 7, "1f1b", recompute=recompute, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_parameters_and_token_counts_survive_sharding(
+    level: Shard, widths: tuple[int, ...], cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["everything"]
+    plan = dictate(case.graph, case.model, widths, 3, 5, "1f1b", shard=level)
+    assert bool(plan.tied) == (len(widths) > 1)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_kernels_that_step_all_parameters_at_once_take_divided_and_whole_ones(
+    kind: str, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    plan = dictate(cases[kind].graph, cases[kind].model, (2, 1), 3, 5, "1f1b", shard="parameters")
+    _trains_as_plain(pool, cases[kind], plan, tmp_path)
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is(cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    case = cases["detached"]
+    _trains_as_plain(pool, case, dictate(case.graph, case.model, (2,), 2, 4, shard="parameters"), tmp_path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout_is_drawn_as_without_sharding(
+    level: Shard, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, (2, 1), 3, 5, "1f1b", cuts=[3], recompute=True, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rank_shards_several_stages(level: Shard, cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, (2, 2), 4, 4, "interleaved", chunks=2, shard=level)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("level", ["none", *LEVELS])
+@pytest.mark.parametrize("example", ["everything", "dropout"])
+def test_split_backwards_of_replicas_train_as_the_plain_loop(
+    example: str, level: Shard, schedule: str, chunks: int, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases[example]
+    plan = dictate(case.graph, case.model, (2, 2), 5, 4, schedule, chunks=chunks, shard=level)
+    assert any(action.kind == WEIGHT_BACKWARD for actions in expand(plan).ranks for action in actions)
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize(("widths", "turns"), [((2, 1), [0]), ((2, 3), [0, 1])])
+def test_replicas_that_take_unequally_many_turns_divide_the_optimizers_state(
+    widths: tuple[int, ...], turns: list[int], cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, widths, 5, 3, "gpipe", turns=turns, shard="optimizer")
+    _trains_as_plain(pool, case, plan, tmp_path)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3])
+def test_clipping_counts_every_part_of_a_gradient_once(
+    clip_norm: float, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["everything"]
+    norms = set()
+    every: tuple[Shard, ...] = ("none", *LEVELS)
+    for level in every:
+        plan = dictate(case.graph, case.model, (1, 2, 2), 3, 5, "1f1b", shard=level)
+        arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace)}
+        found = pool.run("rank_jobs:train_and_clip", {**arguments, "clip_norm": clip_norm}, ranks=5)
+        norms |= {f"{norm:.9e}" for norm in found}  # type: ignore[str-bytes-safe]
+    assert len(norms) == 1
+
+
+def test_a_sharded_stage_holds_what_the_planner_says(pool: RankPool, tmp_path: Path) -> None:
+    user = load(str(EXAMPLES / "gpt.py"))
+    module = user.build(0)
+    graph = capture(user, module)
+    Workspace(tmp_path).prepare(user, dictate(graph, user, (1,), 1, 2), None)
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    largest = max(sum(parameter.nbytes for parameter in layer.module.parameters()) for layer in graph.layers)
+
+    def held(level: Shard) -> int:
+        plan = dictate(graph, user, (2,), 2, 4, "1f1b", warmup=[1], shard=level)
+        arguments = {"plan": plan.dumps(), "model": str(EXAMPLES / "gpt.py"), "workspace": str(tmp_path)}
+        return max(pool.run("rank_jobs:train_and_weigh", arguments, ranks=2))  # type: ignore[type-var, return-value]
+
+    # What there is beside the state: activations, inputs.
+    passing = held("none") - 4 * total
+    nothing = Parts(*[0] * len(Parts._fields))
+    parts = nothing._replace(parameters=total, optimizer=2 * total, gradients=total, largest=largest, peak=passing)
+    for level in LEVELS:
+        assert peak_of(parts, Held(2, 1, 2, replicas=2, shard=level)) == pytest.approx(held(level), rel=0.05), level
+
+
+def test_sharded_weights_are_saved_whole(cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    case = cases["dropout"]
+    both: tuple[Shard, ...] = ("none", "parameters")
+    for level in both:
+        plan = dictate(case.graph, case.model, (2, 1), 3, 5, "1f1b", shard=level)
+        run(plan, str(case.file), RunOptions(steps=2, save=tmp_path / level), pool=pool)
+    plain_ones, sharded = (read(tmp_path / level, names(tmp_path / level)) for level in both)
+    assert plain_ones.keys() == sharded.keys() >= {"0.weight", "5.bias"}
+    for name, tensor in plain_ones.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_a_layer_of_several_types_is_named(cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
+    text = (MODELS / "dropout.py").read_text()
+    text = text.replace("x + self.drop(", "x + self.bias * self.drop(").replace(").double()", ").double().narrowed()")
+    text = text.replace("        self.drop =", "        self.bias = nn.Parameter(torch.ones(8))\n        self.drop =")
+    text = text.replace("nn.Sequential(nn.Linear", "Mixed(nn.Linear").replace("def model", MIXED + "def model")
+    case = _case(tmp_path / "mixed.py", text)
+    plan = dictate(case.graph, case.model, (2,), 2, 4, shard="parameters")
+    with pytest.raises(UsageError, match=r"layer 1 has trained parameters of torch.float32 and torch.float64"):
+        run(plan, str(case.file), RunOptions(steps=1), pool=pool)
+
+
+def test_what_cannot_be_offloaded_is_refused(cases: dict[str, Case]) -> None:
+    case = cases["dropout"]
+    options = RunOptions(settings=TrainSettings(cpu_offload=True))
+    sharded = dictate(case.graph, case.model, (2,), 2, 4, shard="parameters")
+    with pytest.raises(UsageError, match="--cpu-offload: the plan is for CPUs"):
+        run(sharded, str(case.file), options)
+    whole = dictate(case.graph, case.model, (2,), 2, 4).model_copy(update={"device_type": "cuda"})
+    with pytest.raises(UsageError, match="--cpu-offload: no stage of the plan is sharded"):
+        run(whole, str(case.file), options)
+
+
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_replicas_that_take_turns_do_not_meet_in_layers(level: Shard, cases: dict[str, Case]) -> None:
+    case = cases["dropout"]
+    with pytest.raises(ValidationError, match="wait for each other in every layer"):
+        dictate(case.graph, case.model, (2, 1), 4, 3, "gpipe", turns=[0], shard=level)
+
+
+def test_a_sharded_plan_is_not_rehearsed(cases: dict[str, Case]) -> None:
+    case = cases["dropout"]
+    plan = dictate(case.graph, case.model, (2,), 2, 4, shard="optimizer")
+    with pytest.raises(UsageError, match="plan with --shard none"):
+        rehearse(plan, case.graph, case.model)
