@@ -94,7 +94,9 @@ class SleepingModule(nn.Module):
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         if not self.split:
-            return _apply(_Whole, x, self.weight, rows * forward_s, rows * backward_s)
+            made = _apply(_Whole, x, self.weight, rows * forward_s, rows * backward_s)
+            # Layers of models end in torch's own operators, whose outputs are less trouble to keep track of.
+            return made.view_as(made)
         half_s = rows * backward_s / 2
         return _apply(_Input, x, rows * forward_s, half_s) + _apply(_Weight, self.weight, half_s)
 

@@ -146,6 +146,7 @@ def _stop(here: Path, mark: str, chance: random.Random) -> dict[str, Any]:
     """Start a run, stop it, and count what it left."""
     environment = {**os.environ, MARK: mark, "TMPDIR": str(here / "scratch")}
     command = [sys.executable, "-m", "autopar", "run", "plan.json", "--steps", "1000000", "--report", f"{mark}.json"]
+    before = set((here / "scratch").iterdir())
     run = subprocess.Popen(command, cwd=here, env=environment, stderr=subprocess.PIPE, text=True)
     if chance.random() < 0.5:
         _wait_for(mark, 1 + RANKS, run)
@@ -167,7 +168,7 @@ def _stop(here: Path, mark: str, chance: random.Random) -> dict[str, Any]:
         "exit": run.returncode,
         "end_s": round(end_s, 2),
         "processes_left": len(_marked(mark)),
-        "folders_left": len(list((here / "scratch").iterdir())),
+        "folders_left": len(set((here / "scratch").iterdir()) - before),
         "left_by": "killed itself" if itself and name == "KILL" else "ended",
         "said": re.sub(r"\s+", " ", said.strip().splitlines()[-1] if said.strip() else "")[:200],
     }

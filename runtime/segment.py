@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -38,6 +38,9 @@ class Segment:
         """
         self.recomputed = recomputed
         self._layers, self._autocast = list(layers), autocast
+        if autocast is nullcontext:
+            nothing = nullcontext()
+            self._autocast = lambda: nothing
         made = [name for layer in layers for name in layer.outputs]
         read = [name for layer in layers for name in layer.inputs]
         self.inputs = tuple(dict.fromkeys(name for name in read if name not in made))

@@ -47,6 +47,7 @@ class Stage:
         self.loss = tuple(name for name in loss if name in made)
         wanted = {*(spec.name for spec in self.sent), *self.loss}
         self._segments = segments_of(layers, wanted, autocast, recompute)
+        self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
 
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
@@ -85,12 +86,20 @@ class Stage:
         Raises:
             TrainingError: a tensor has another shape than they expect; names it.
         """
-        for spec in self.sent:
-            found, expected = tuple(outputs[spec.name].shape), spec.shape(rows)
-            if found != expected:
+        sent = {}
+        for name, dtype, expected in self._expected(rows):
+            tensor = outputs[name]
+            if tensor.shape != expected:
                 raise TrainingError(
-                    f"tensor {spec.name} has shape {found}, the plan sends {expected}; shapes must not change between "
-                    "steps"
+                    f"tensor {name} has shape {tuple(tensor.shape)}, the plan sends {expected}; shapes must not change "
+                    "between steps"
                 )
-        # Under autocast, a device may have made another type than was profiled.
-        return {spec.name: outputs[spec.name].detach().to(spec.dtype) for spec in self.sent}
+            # Under autocast, a device may have made another type than was profiled.
+            sent[name] = tensor.detach() if tensor.dtype is dtype else tensor.detach().to(dtype)
+        return sent
+
+    def _expected(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return the names, types and shapes of what is sent of so many rows, found once."""
+        if rows not in self._shapes:
+            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent]
+        return self._shapes[rows]
