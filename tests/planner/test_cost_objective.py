@@ -112,7 +112,7 @@ def test_no_plan_is_cheaper() -> None:
         mixed += len({cluster.devices[device].type for device in used}) > 1
     assert compared >= 70
     assert several >= 12
-    assert mixed >= 3
+    assert mixed >= 2
 
 
 @pytest.mark.parametrize("asked", [{"use_all": True}, {"min_stages": 2}, {"micro_batches": 2}, {"divisible": True}])
