@@ -21,15 +21,14 @@ class ForwardFlops:
         self.total = 0
         """Multiplications and additions so far."""
 
-    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Run a layer forward, and count."""
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]], again: bool) -> Sequence[torch.Tensor]:
+        """Run a layer forward, and count if it is the first time."""
+        if again:
+            return run()
         with FlopCounterMode(display=False) as counter:
             outputs = run()
         self.total += counter.get_total_flops()
         return outputs
-
-    def again(self, layer: str) -> None:
-        """Count no recomputation: utilisation goes by what the model asks for."""
 
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:

@@ -24,6 +24,7 @@ from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.scale import LossScale
+from autopar.runtime.scope import check_compiling
 from autopar.runtime.seeds import seed_generator
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage import Stage
@@ -99,6 +100,7 @@ class Job:
         self._place(layers, weights, device)
         layers = self._normalizing(graph, layers, transport, settings)
         if settings.compile:
+            check_compiling(plan, program)
             layers = compiled(layers)
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]

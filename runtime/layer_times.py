@@ -18,8 +18,8 @@ __all__ = ["LayerTimes"]
 class LayerTimes:
     """Watches a rank's layers for a few steps.
 
-    A forward is timed around the layer. A layer's backward begins when the gradients of its outputs are complete, and
-    ends when the next one's begins, or the stage's backward is over.
+    A forward is timed around the layer. A layer's backward begins when the gradients of its outputs are complete, or
+    with its recomputation, and ends when the next one's begins, or the stage's backward is over.
     """
 
     def __init__(self, actions: RankProgram, stages: Mapping[int, Sequence[str]], clock: Clock) -> None:
@@ -35,49 +35,52 @@ class LayerTimes:
         self._forwards: list[tuple[str, object, object]] = []
         self._reached: dict[tuple[str, int], object] = {}
         """The latest moment at which a gradient of a layer's outputs was complete, by its forwards in order."""
-        self._runs: dict[str, int] = defaultdict(int)
-        self._again: dict[str, int] = defaultdict(int)
+        self._again: dict[tuple[str, int], object] = {}
+        """When a layer was begun once more, by its backwards in order."""
+        self._runs: dict[tuple[str, bool], int] = defaultdict(int)
         self._seconds: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
 
-    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Run a layer forward, timed."""
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]], again: bool) -> Sequence[torch.Tensor]:
+        """Run a layer forward, timed; once more is part of its backward."""
         start = self._clock.mark()
         outputs = run()
+        key = layer, self._runs[layer, again]
+        self._runs[layer, again] += 1
+        if again:
+            self._again[key] = start
+            return outputs
         self._forwards.append((layer, start, self._clock.mark()))
-        key = layer, self._runs[layer]
-        self._runs[layer] += 1
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _, key=key: self._reach(key))  # type: ignore[no-untyped-call]
         return outputs
-
-    def again(self, layer: str) -> None:
-        """Note that the gradients of a layer's outputs are there, or awaited, so that it is recomputed."""
-        self._reach((layer, self._again[layer]))
-        self._again[layer] += 1
 
     def begin_step(self) -> None:
         """Forget the marks of the step before."""
         self._clock.start()
         self._forwards.clear()
         self._reached.clear()
-        self._runs.clear()
         self._again.clear()
+        self._runs.clear()
 
     def end_step(self, times_s: Sequence[tuple[float, float]]) -> None:
         """Take in a step, given when its actions ran."""
         marks = [mark for _, start, end in self._forwards for mark in (start, end)]
-        moments = self._clock.resolve([*marks, *self._reached.values()])
+        resolved = self._clock.resolve([*marks, *self._reached.values(), *self._again.values()])
         for index, (layer, _, _) in enumerate(self._forwards):
-            self._seconds[layer][0].append(moments[2 * index + 1] - moments[2 * index])
-        reached = dict(zip(self._reached, moments[len(marks) :], strict=True))
-        turns: dict[int, list[int]] = defaultdict(list)
-        for action in self._actions:
-            if action.kind == FORWARD:
-                turns[action.stage].append(action.micro_batch)
-        for action, (start_s, end_s) in zip(self._actions, times_s, strict=True):
+            self._seconds[layer][0].append(resolved[2 * index + 1] - resolved[2 * index])
+        rest = resolved[len(marks) :]
+        reached = dict(zip(self._reached, rest, strict=False))
+        again = dict(zip(self._again, rest[len(reached) :], strict=True))
+        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for action, span in zip(self._actions, times_s, strict=True):
+            turns[action.stage, action.kind].append(action.micro_batch)
             if action.kind == BACKWARD:
-                self._part(action.stage, turns[action.stage].index(action.micro_batch), reached, (start_s, end_s))
+                first = turns[action.stage, FORWARD].index(action.micro_batch)
+                last = len(turns[action.stage, BACKWARD]) - 1
+                begun = {layer: reached.get((layer, first)) for layer in self._stages[action.stage]}
+                begun |= {layer: again[layer, last] for layer in begun if (layer, last) in again}
+                self._part(action.stage, begun, span)
 
     def medians(self) -> dict[str, tuple[float, float]]:
         """Return the median seconds of every layer, forward and backward; 0 backward where none was seen whole."""
@@ -89,11 +92,13 @@ class LayerTimes:
     def _reach(self, key: tuple[str, int]) -> None:
         self._reached[key] = self._clock.mark()
 
-    def _part(self, stage: int, turn: int, reached: Mapping[tuple[str, int], float], span: tuple[float, float]) -> None:
-        """Divide a stage's backward among its layers."""
+    def _part(self, stage: int, begun: Mapping[str, float | None], span: tuple[float, float]) -> None:
+        """Divide a stage's backward among its layers, given when that of each began."""
         layers = list(reversed(self._stages[stage]))
-        moments = [min(max(reached.get((layer, turn), span[0]), span[0]), span[1]) for layer in layers]
-        for index in range(1, len(moments)):
-            moments[index] = max(moments[index], moments[index - 1])
+        moments, latest = [], span[0]
+        for layer in layers:
+            moment = begun[layer]
+            latest = latest if moment is None else min(max(moment, latest), span[1])
+            moments.append(latest)
         for layer, (start_s, end_s) in zip(layers, pairwise([*moments, span[1]]), strict=True):
             self._seconds[layer][1].append(end_s - start_s)

@@ -13,7 +13,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import AutoparError, CaptureError, ModelError, TrainingError, UsageError
+from autopar.errors import CaptureError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
@@ -109,7 +109,7 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
-    except AutoparError:
+    except UsageError:
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.program import INPUT_BACKWARD, Program
 
-__all__ = ["check_offload", "check_scope"]
+__all__ = ["check_compiling", "check_offload", "check_scope"]
 
 
 def check_scope(plan: Plan) -> None:
@@ -30,3 +31,20 @@ def check_offload(plan: Plan) -> None:
         raise UsageError("--cpu-offload: the plan is for CPUs, whose memory is the host's already; leave it out")
     if all(stage.shard == "none" for stage in plan.stages):
         raise UsageError("--cpu-offload: no stage of the plan is sharded; plan with --shard parameters")
+
+
+def check_compiling(plan: Plan, program: Program) -> None:
+    """Refuse to compile layers whose backward or parameters are divided.
+
+    A compiled layer's backward is one operator: each half of it would be the whole.
+
+    Raises:
+        UsageError: names what it is, and what to do.
+    """
+    if any(stage.shard != "none" for stage in plan.stages):
+        raise UsageError("--compile: sharded layers are not compiled; leave it out, or plan with --shard none")
+    if any(action.kind == INPUT_BACKWARD for actions in program.ranks for action in actions):
+        raise UsageError(
+            f"--compile: the program (schedule {plan.schedule}) runs backwards in halves, which compiled layers do not "
+            "have; leave it out, or plan with --schedule 1f1b"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -14,15 +13,8 @@ from autopar.runtime.recompute import called_again
 
 __all__ = ["Segment", "Watch", "segments_of"]
 
-
-class Watch(Protocol):
-    """Looks at layers as they run."""
-
-    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Run a layer forward, given what runs it; return what that returns."""
-
-    def again(self, layer: str) -> None:
-        """Note that a layer is about to be recomputed."""
+Watch = Callable[[str, Callable[[], Sequence[torch.Tensor]], bool], Sequence[torch.Tensor]]
+"""Called with a layer's name, what runs it forward, and whether that is once more; returns what running returns."""
 
 
 class Segment:
@@ -45,7 +37,6 @@ class Segment:
             recomputed: whether they keep their inputs only.
         """
         self.recomputed = recomputed
-        self.watch: Watch | None = None
         self._layers, self._autocast = list(layers), autocast
         if autocast is nullcontext:
             nothing = nullcontext()
@@ -57,6 +48,7 @@ class Segment:
         self.done = tuple(name for name in self.inputs if name not in wanted)
         """Names of the inputs that nobody needs after it."""
         self._drop = self._last_uses()
+        self.watch: Watch | None = None
 
     def run(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], again: bool = False
@@ -72,7 +64,7 @@ class Segment:
                 seed(layer.name)
             inputs = [known[name] for name in layer.inputs]
             try:
-                outputs = self._call(layer, rows, inputs, again)
+                outputs = self._run(layer, rows, inputs, again)
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -83,18 +75,15 @@ class Segment:
                 del known[name]
         return {name: known[name] for name in self.outputs}
 
-    def _call(self, layer: Layer, rows: int, inputs: list[torch.Tensor], again: bool) -> Sequence[torch.Tensor]:
+    def _run(self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: bool) -> Sequence[torch.Tensor]:
         def run() -> Sequence[torch.Tensor]:
             with self._autocast():
-                found: Sequence[torch.Tensor] = layer.module(rows, *inputs)
-            return found
+                outputs: Sequence[torch.Tensor] = (
+                    called_again(layer.module, rows, inputs) if again else layer.module(rows, *inputs)
+                )
+            return outputs
 
-        if again:
-            if self.watch is not None:
-                self.watch.again(layer.name)
-            with self._autocast():
-                return called_again(layer.module, rows, inputs)
-        return run() if self.watch is None else self.watch(layer.name, run)
+        return run() if self.watch is None else self.watch(layer.name, run, again)
 
     def _last_uses(self) -> list[list[str]]:
         """For every layer, the names that no later layer reads and nobody else wants: they are let go after it."""

@@ -49,11 +49,6 @@ class Stage:
         self._segments = segments_of(layers, wanted, autocast, recompute)
         self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
 
-    def watch(self, watch: Watch | None) -> None:
-        """Let all layers be watched as they run, or none."""
-        for segment in self._segments:
-            segment.watch = watch
-
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
     ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
@@ -79,6 +74,11 @@ class Stage:
             for name in segment.done:
                 del known[name]
         return known, passes
+
+    def watch(self, watch: Watch | None) -> None:
+        """Have layers run by ``watch`` from now on, or again by themselves."""
+        for segment in self._segments:
+            segment.watch = watch
 
     def sendable(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is sent of a share's outputs, in the types that receivers expect.

@@ -30,14 +30,27 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         FileError: the file cannot be written.
     """
-    apart = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     temporary = path.with_name(f".{path.name}.part")
     try:
-        save_file(apart, temporary)
+        save_file(_apart(tensors), temporary)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise FileError(f"cannot write {path}: {error}") from error
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give every tensor a storage of its own, as the format asks; copy only those that have none."""
+    apart: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        storage = held.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() != held.nbytes:
+            held = held.clone()
+        storages.add(held.untyped_storage().data_ptr())
+        apart[name] = held
+    return apart
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:

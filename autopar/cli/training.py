@@ -167,8 +167,8 @@ class Training:
             sync_batch_norm=self.sync_batch_norm,
             compile=self.compile_layers,
             cpu_offload=self.cpu_offload,
-            last=self.last,  # type: ignore[arg-type]  # checked there
             time_layers=self.update_profile,
+            last=self.last,  # type: ignore[arg-type]  # checked there
         )
         data = data_of(chosen, self.plan)
         steps = self.steps or DEFAULT_STEPS

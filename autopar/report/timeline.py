@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.formats.spent import spent
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.report.quantity import duration, percentage
 from autopar.report.table import fill, new_table
@@ -104,13 +105,13 @@ def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
 
 def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step."""
-    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">bubble")
+    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
     table = new_table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
     rows = []
-    for row in _rows([timeline], [""]):
-        spent = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
-        idle = row.end_s - sum(spent)
-        times = [duration(seconds) for seconds in (*spent, max(0.0, idle))]
+    for row, where in zip(_rows([timeline], [""]), spent(timeline), strict=True):
+        computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
+        blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.idle_s
+        times = [duration(seconds) for seconds in (*computed, *blocked)]
         rows.append((str(row.rank), _listed(row.events), *times))
     fill(table, rows)
     console.print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import plain
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.errors import UsageError
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.runtime.launch import RunOptions, run
@@ -29,13 +31,13 @@ needs_a_compiler = pytest.mark.skipif(
 )
 
 
-def _job(file: Path, settings: TrainSettings, precision: str = "fp64", *, recompute: bool = False) -> Job:
-    """Return the job of a rank that is alone."""
+def _job(file: Path, settings: TrainSettings, precision: str = "fp64", width: int = 1, **wanted: Any) -> Job:  # noqa: ANN401
+    """Return the job of a stage's first rank."""
     model = load(str(file))
     module = model.build(0)
     state = {key: value.detach() for key, value in module.state_dict().items()}
     graph = capture(model, module)
-    plan = dictate(graph, model, (1,), MICRO_BATCHES, ROWS, recompute=recompute)
+    plan = dictate(graph, model, (width,), MICRO_BATCHES, ROWS, **wanted)
     plan = plan.model_copy(update={"precision": precision})
     place = InProcessTransport(Exchange(), 0), torch.device("cpu"), lambda step, position: None
     return Job(
@@ -106,9 +108,19 @@ def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_layer_that_does_not_compile_is_named_and_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", _counting(made, lambda index: index == 2))
-    compiled = _job(MODELS / "normed.py", TrainSettings(compile=True))
+    compiled = _job(MODELS / "batch_normed.py", TrainSettings(compile=True))
     assert compiled.warm_up() == ["layer 1 is not compiled: RuntimeError: no code for it"]
-    _assert_alike(compiled, _job(MODELS / "normed.py", TrainSettings()), 0.0)
+    _assert_alike(compiled, _job(MODELS / "batch_normed.py", TrainSettings()), 0.0)
+
+
+def test_halves_of_backwards_are_not_compiled() -> None:
+    with pytest.raises(UsageError, match=r"--compile: the program \(schedule zb-v\) runs backwards in halves"):
+        _job(MODELS / "small_normed.py", TrainSettings(compile=True), schedule="zb-v", chunks=2)
+
+
+def test_sharded_layers_are_not_compiled() -> None:
+    with pytest.raises(UsageError, match="--compile: sharded layers are not compiled"):
+        _job(MODELS / "small_normed.py", TrainSettings(compile=True), width=2, shard="parameters")
 
 
 @needs_a_compiler

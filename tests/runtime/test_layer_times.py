@@ -64,7 +64,7 @@ def test_a_layers_backward_lasts_from_its_outputs_gradients_to_the_next_ones() -
             start, value = clock.now, torch.ones(2, requires_grad=True)
             for name, (forward_s, backward_s) in seconds.items():
                 run: Callable[[], Sequence[torch.Tensor]] = partial(_layer, clock, forward_s, backward_s, value)
-                (value,) = times(name, run)
+                (value,) = times(name, run, False)
             ends.append(value)
             spans.append((start, clock.now))
         for value in ends:
@@ -76,12 +76,34 @@ def test_a_layers_backward_lasts_from_its_outputs_gradients_to_the_next_ones() -
     assert times.medians() == seconds
 
 
+def test_a_recomputed_layers_backward_begins_with_its_recomputation() -> None:
+    clock = CountingClock()
+    actions = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)]
+    times = LayerTimes(RankProgram.of(actions), {0: ["a", "b"]}, clock)
+    times.begin_step()
+    spans, made, given = [], [], torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        start = clock.now
+        with torch.no_grad():
+            times("a", partial(_layer, clock, 1.0, 0.0, given), False)
+        made += times("b", partial(_layer, clock, 4.0, 7.0, given), False)
+        spans.append((start, clock.now))
+    for last in reversed(made):
+        start = clock.now
+        last.sum().backward()
+        (again,) = times("a", partial(_layer, clock, 1.0, 2.0, given), True)
+        again.sum().backward()
+        spans.append((start, clock.now))
+    times.end_step(spans)
+    assert times.medians() == {"a": (1.0, 3.0), "b": (4.0, 7.0)}
+
+
 def test_layers_whose_backward_goes_in_halves_have_forwards_only() -> None:
     clock = CountingClock()
     actions = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0), Action("U", 0)]
     times = LayerTimes(RankProgram.of(actions), {0: ["a"]}, clock)
     times.begin_step()
-    (value,) = times("a", partial(_layer, clock, 3.0, 1.0, torch.ones(2, requires_grad=True)))
+    (value,) = times("a", partial(_layer, clock, 3.0, 1.0, torch.ones(2, requires_grad=True)), False)
     value.sum().backward()
     times.end_step([(0.0, 3.0), (3.0, 4.0), (4.0, 4.0), (4.0, 4.0)])
     assert times.medians() == {"a": (3.0, 0.0)}
@@ -91,7 +113,7 @@ def test_layers_whose_backward_goes_in_halves_have_forwards_only() -> None:
 def test_the_operations_of_products_are_two_per_weight_and_row(rows: int) -> None:
     counted, layer = ForwardFlops(), nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
     value = torch.ones(rows, 5)
-    (found,) = counted("layer", lambda: (layer(value),))
+    (found,) = counted("layer", lambda: (layer(value),), False)
     assert torch.equal(found, layer(value))
     assert counted.total == 2 * rows * (5 * 7 + 7 * 3)
 

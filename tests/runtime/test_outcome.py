@@ -91,6 +91,7 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
                 layers_s={},
                 forward_flops=10**12,
                 peak_flops_per_s=None,
+                samples=16,
                 saved={},
             )
         )

@@ -19,7 +19,8 @@ from autopar.formats.report import Report
 from autopar.profiler import ProfileOptions, profile
 
 Command = Callable[..., str]
-WRONG = 30.0
+WRONG_S = 1.0
+"""Far from what a layer takes on any machine, however busy."""
 
 
 @pytest.fixture
@@ -39,17 +40,16 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a model, and a profile of it whose times are all far too long."""
+    """A working folder with a model, and a profile of it whose times are all wrong."""
     (folder,) = examples
     shutil.copy(Path(folder) / "mlp.py", tmp_path / "mlp.py")
     monkeypatch.chdir(tmp_path)
-    measured = profile(load("mlp.py"), ProfileOptions(batch=64, device="cpu"))
+    measured = profile(load("mlp.py"), ProfileOptions(batch=64, device="cpu", budget_s=1.0))
     layers = tuple(
         layer.model_copy(
             update={
                 "costs": tuple(
-                    cost.model_copy(update={"forward_s": cost.forward_s * WRONG, "backward_s": cost.backward_s * WRONG})
-                    for cost in layer.costs
+                    cost.model_copy(update={"forward_s": WRONG_S, "backward_s": 2 * WRONG_S}) for cost in layer.costs
                 )
             }
         )
@@ -75,13 +75,12 @@ def test_a_profile_that_was_wrong_predicts_what_a_run_measured_once_the_run_has_
     assert before == Profile.load("profile.json")
 
     report = Report.load("report.json")
-    assert {"F", "B", "S", "U"} <= {each.kind for each in report.kinds} | {"S"}
+    assert {"F", "B", "U"} <= {each.kind for each in report.kinds}
     assert all(each.ratio < 0.5 for each in report.kinds if each.kind in "FB")
     command(0, "plan", "new/profile.json", *stages, "-o", "again.json")
     again, first = Plan.load("again.json"), Plan.load("plan.json")
     assert again.model.source == "mlp.py"
     measured_s = report.step_s.median
-    assert first.predicted.step_s > 3 * measured_s
     assert abs(again.predicted.step_s - measured_s) < abs(first.predicted.step_s - measured_s) / 4
     if (here / "new" / "cluster.json").exists():
         (link,) = Cluster.load("new/cluster.json").links

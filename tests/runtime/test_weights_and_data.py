@@ -10,9 +10,11 @@ import pytest
 import torch
 from dictated import dictate
 from threads import train_in_threads
+from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
@@ -35,6 +37,18 @@ def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
         assert sorted(found) == ["w1", "w2"]
         assert all(torch.equal(found[name], tensors[name]) for name in found)
     assert sorted(path.name for path in one.iterdir()) == [weights.SINGLE]
+
+
+def test_writing_copies_only_tensors_that_share_a_storage(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    parts = {"whole": whole, "again": whole, "row": whole.view(2, 3)[1], "column": whole.view(2, 3).T}
+    weights.write(tmp_path / weights.SINGLE, parts)
+    found = weights.read(tmp_path, parts)
+    assert all(torch.equal(found[name], tensor) for name, tensor in parts.items())
+    layer = nn.Linear(3, 4)
+    with StorageTracker() as tracker:
+        weights.write(tmp_path / weights.SINGLE, dict(layer.named_parameters()))
+    assert tracker.peak_bytes == 0
 
 
 def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
