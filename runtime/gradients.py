@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -98,6 +99,8 @@ class Reducer:
         """
         self._rank = rank
         self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
+        # Layers that share one may each run a backward of their own: its gradient is complete when all have.
+        several = {each for layers in stages.values() for each in _of_several(layers)}
         seen = {id(parameter) for parameter, _ in shared.values()}
         self._plain: list[torch.nn.Parameter] = []
         self._stages: dict[int, _Stage] = {}
@@ -113,7 +116,7 @@ class Reducer:
         self._touched: set[int] = set()
         for stage in self._stages.values():
             for bucket in stage.buckets:
-                _hook(bucket.parameters, self._note_of(stage, bucket))
+                _hook(bucket.parameters, self._note_of(stage, bucket, several))
         for bucket, _ in self._shared.values():
             _hook(bucket.parameters, lambda parameter: self._touched.add(id(parameter)))
 
@@ -190,10 +193,10 @@ class Reducer:
         own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
         return own + [bucket for bucket, _ in self._shared.values()]
 
-    def _note_of(self, stage: _Stage, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+    def _note_of(self, stage: _Stage, bucket: _Bucket, several: Container[int]) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
             self._touched.add(id(parameter))
-            if stage.last_backward:
+            if stage.last_backward and id(parameter) not in several:
                 bucket.missing -= 1
                 # In order, so that all replicas begin the same reductions in the same order.
                 while stage.unreduced and not stage.unreduced[0].missing:
@@ -207,6 +210,12 @@ class Reducer:
         bucket = stage.unreduced[0]
         bucket.mark(self._touched)
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
+
+
+def _of_several(layers: Sequence[Sequence[torch.nn.Parameter]]) -> set[int]:
+    """Return the parameters that several layers use."""
+    uses = Counter(each for layer in layers for each in {id(parameter) for parameter in layer})
+    return {each for each, count in uses.items() if count > 1}
 
 
 def _hook(parameters: Sequence[torch.nn.Parameter], note: Callable[[torch.Tensor], object]) -> None:

@@ -85,7 +85,7 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
         sharding += any(stage.shard != "none" for stage in best.found.candidate.stages)
         devices = [device for stage in best.found.candidate.stages for device in stage.devices]
         mixed += len({cluster.devices[device].type for device in devices}) > 1
-    assert compared >= 0.7 * INSTANCES
+    assert compared > 0.65 * INSTANCES
     assert binding >= compared / 3
     assert min(recomputing, sharding, mixed) >= INSTANCES / 25
 

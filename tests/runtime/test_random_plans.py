@@ -122,3 +122,10 @@ def test_skips_ties_masks_integers_and_token_counts_survive_any_plan(plan: Plan)
 def test_a_tied_parameter_stays_equal_where_only_one_of_its_stages_gives_it_a_gradient(widths: tuple[int, ...]) -> None:
     model, graph, _ = captured("detached")
     equals_plain("detached", dictate(graph, model, widths, 2, 4))
+
+
+@pytest.mark.parametrize("widths", [(2,), (3, 1)])
+def test_a_parameter_of_several_recomputed_layers_is_reduced_when_all_of_them_have_run(widths: tuple[int, ...]) -> None:
+    model, graph, _ = captured("everything")
+    cuts = [len(graph.layers) - 1] if len(widths) > 1 else None
+    equals_plain("everything", dictate(graph, model, widths, 2, 5, cuts=cuts, recompute=True))
