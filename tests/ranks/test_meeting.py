@@ -20,9 +20,12 @@ def ranks_of(size: int, address: str = "127.0.0.1") -> list[LaunchedRank]:
 
 
 def meetings(ranks: list[LaunchedRank], files: list[dict[str, str]], timeout_s: float) -> list[AutoparError | None]:
+    stores = []
+
     def one(rank: LaunchedRank, brought: dict[str, str]) -> AutoparError | None:
         try:
-            meet(rank, brought, timeout_s)
+            # Kept, as by a process group: rank 0's store serves the others.
+            stores.append(meet(rank, brought, timeout_s))
         except AutoparError as error:
             return error
         return None
