@@ -102,13 +102,4 @@ def sharded(module: nn.Sequential, micro_batches: int, loss: Loss, batch: tuple[
         fully_shard(block)
     whole = fully_shard(module)
     assert isinstance(whole, FSDPModule)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    parts = list(zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True))
-
-    def step() -> None:
-        for x, y in parts:
-            (loss(module(x), y) / micro_batches).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return plain(module, micro_batches, loss, batch)

@@ -72,9 +72,7 @@ class StageSums:
         if key not in self._sums:
             layers = self._costs[kind]
             sums = layers.backward_sums(rows, adding)
-            if recompute:
-                again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
-                sums = [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
+            sums = _with_recomputation(sums, layers, rows, recompute)
             if communicating:
                 moved = self.scatters(ranks, level)
                 if shard == "parameters":
@@ -100,9 +98,7 @@ class StageSums:
         """
         layers = self._costs[kind]
         first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)
-        if recompute:
-            again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(first) - 1))
-            first = [before + more for before, more in zip(first, accumulate(again, initial=0.0), strict=True)]
+        first = _with_recomputation(first, layers, rows, recompute)
         if shard == "parameters":
             first = self._hidden(first, self.gathers(ranks, level), level)
         if shard in ("gradients", "parameters"):
@@ -139,3 +135,11 @@ class StageSums:
         return [
             self._links.collective_s("reduce_scatter", layer.trainable_bytes, ranks, level) for layer in self._layers
         ]
+
+
+def _with_recomputation(sums: list[float], layers: LayerCosts, rows: float, recompute: frozenset[int]) -> list[float]:
+    """Sums over layers, some of which run forward again."""
+    if not recompute:
+        return sums
+    again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+    return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
