@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, Shard, Stage
+from autopar.formats.plan import Plan, Shard, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
+from autopar.runtime.crossings import crossings
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
 
@@ -51,6 +52,7 @@ def cut(
                 shard=shard,
             )
         )
+    stage_of = {name: index for index, stage in enumerate(placed) for name in stage.layers}
     return Plan(
         model=ModelSource(source=user.spec, sha256=user.sha256),
         batch=micro_batches * rows,
@@ -59,30 +61,6 @@ def cut(
         micro_batches=micro_batches,
         micro_batch_size=rows,
         stages=tuple(placed),
-        tensors=tuple(_crossings(graph, bounds)),
+        tensors=crossings(graph.tensors, stage_of),
         predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )
-
-
-def _crossings(graph: LayerGraph, bounds: Sequence[int]) -> list[Crossing]:
-    stage_of = {
-        layer.name: index for index, (start, stop) in enumerate(pairwise(bounds)) for layer in graph.layers[start:stop]
-    }
-    found = []
-    for tensor in graph.tensors:
-        if tensor.producer is None:
-            continue
-        made = stage_of[tensor.producer]
-        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
-        if readers:
-            found.append(
-                Crossing(
-                    name=tensor.name,
-                    producer=made,
-                    consumers=readers,
-                    bytes_per_sample=tensor.bytes_per_sample,
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    gradient=tensor.gradient,
-                )
-            )
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.place import materialize
 from autopar.errors import ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
+from autopar.runtime.crossings import crossings
 from autopar.runtime.data import split_rows
 from autopar.runtime.forwards import Forwards, Results
 from autopar.runtime.job import Job
@@ -61,7 +63,7 @@ class Evaluation:
         self._last = stage_of[graph.layers[-1].name]
         specs = crossing_specs(job.plan, graph)
         self._specs = {spec.name: spec for spec in specs}
-        self._crossings = _crossings(graph, stage_of)
+        self._crossings = crossings((replace(tensor, gradient=False) for tensor in graph.tensors), stage_of)
         chunks, self._replica = stages_of(job.plan, job.rank)
         layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
         held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
@@ -173,28 +175,6 @@ class Evaluation:
             raise ModelError(
                 f"layer {layer} reads {missing[0]} in evaluation mode, but its stage does not train with it"
             )
-
-
-def _crossings(graph: EvaluationGraph, stage_of: Mapping[str, int]) -> tuple[Crossing, ...]:
-    found = []
-    for tensor in graph.tensors:
-        if tensor.producer is None:
-            continue
-        made = stage_of[tensor.producer]
-        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
-        if readers:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found.append(
-                Crossing(
-                    name=tensor.name,
-                    producer=made,
-                    consumers=readers,
-                    bytes_per_sample=tensor.bytes_per_sample,
-                    dtype=dtype,
-                    gradient=False,
-                )
-            )
-    return tuple(found)
 
 
 def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ...]) -> Plan:

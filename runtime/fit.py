@@ -8,6 +8,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
+from autopar.runtime.crossings import crossings
 from autopar.runtime.precision import crossing_specs
 
 __all__ = ["check_fit", "check_source"]
@@ -31,15 +32,11 @@ def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
     """
     _check_layers(graph, plan, model)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    crossing = {}
-    for tensor in crossing_specs(plan, graph):
-        if tensor.producer is not None:
-            made = stage_of[tensor.producer]
-            readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
-            if readers:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                crossing[tensor.name] = (made, readers, tensor.bytes_per_sample, dtype, tensor.gradient)
-    planned = {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.dtype, t.gradient) for t in plan.tensors}
+    found = crossings(crossing_specs(plan, graph), stage_of)
+    planned, crossing = (
+        {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.dtype, t.gradient) for t in tensors}
+        for tensors in (plan.tensors, found)
+    )
     _compare("tensor", "producer, consumers, bytes per sample, dtype, gradient", planned, crossing, model)
     held = {}
     for name, layers in graph.tied().items():
