@@ -8,10 +8,10 @@ import argparse
 import os
 
 import torch
-from mlp import dataset, loss, model, optimizer
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.examples.mlp import dataset, loss, model, optimizer
 
 BATCH = 64
 
