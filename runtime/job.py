@@ -37,17 +37,21 @@ if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reduction_groups", "synced_groups"]
+__all__ = ["DEFAULTS", "Job", "reducing_groups", "reduction_groups", "synced_groups"]
 
 DEFAULTS = TrainSettings()
 
 
-def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that reduce together, in an order that all ranks share; the last is all ranks."""
+def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
     groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
     groups += [_ranks(plan, tied.stages) for tied in plan.tied]
-    groups = [group for group in groups if len(group) > 1]
-    return list(dict.fromkeys([*groups, tuple(range(len(plan.devices)))]))
+    return list(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
+    return list(dict.fromkeys([*reducing_groups(plan), tuple(range(len(plan.devices)))]))
 
 
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -162,8 +166,10 @@ class Job:
         return warnings
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until everything that was sent has arrived, and all work of the device is done."""
         self._mailbox.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by the model's own names."""

@@ -15,12 +15,12 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
+from autopar.runtime.connect import connect
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
+from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import GroupTransport
 from autopar.runtime.watches import Watches
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -63,6 +63,8 @@ class RankResult(TypedDict):
     ends_s: list[float]
     times_s: dict[str, list[tuple[float, float]]]
     """Step -> start and end of every action, for the last steps."""
+    backend: str
+    """What carried tensors between the ranks."""
     peak_bytes: int
     peak_kind: str
     gradient_norm: list[float | None]
@@ -127,7 +129,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         },
         gradient_norm=[record.gradient_norm for record in records],
         overflowed=[record.overflowed for record in records],
-        notes=notes,
+        notes=notes + _of_staging(context),
+        backend=context.backend,
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
@@ -151,8 +154,7 @@ def build(
     torch.set_num_threads(plan.threads)
     program = program or expand(plan)
     check(program, plan)
-    apart = synced_groups(plan) if settings.sync_batch_norm else []
-    transport = GroupTransport(context, reduction_groups(plan), apart)
+    transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
@@ -166,6 +168,12 @@ def _warmed_up(job: Job) -> list[str]:
         sys.stderr.write(f"rank {job.rank}: {note}\n")
     sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
     return notes
+
+
+def _of_staging(context: RankContext) -> list[str]:
+    if context.device.type == "cpu" or context.nccl or context.size == 1:
+        return []
+    return ["ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory"]
 
 
 def _common_origin(context: RankContext) -> float:
