@@ -6,11 +6,12 @@ is kept until it is done, so that no memory is given to others meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-__all__ = ["Copies", "CudaCopies", "HostCopy"]
+__all__ = ["Copies", "CudaCopies", "HostCopy", "copies_of"]
 
 
 class HostCopy(Protocol):
@@ -42,6 +43,12 @@ class Copies(Protocol):
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor, since: object) -> None:
         """Begin to fill a tensor that no work after the moment ``since`` uses; work from now on waits for it."""
 
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor to the device, beside its work; that may use it once it is admitted."""
+
+    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the device's work from now on use what was brought, for which it waits."""
+
     def prepare_thread(self) -> None:
         """Let the present thread wait for copies."""
 
@@ -61,11 +68,13 @@ class _CudaHostCopy:
 
 
 class CudaCopies:
-    """Copies through page-locked memory, on a stream for each direction."""
+    """Copies through page-locked memory, on a stream for each purpose."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._bringing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See :class:`Copies`."""
@@ -99,6 +108,24 @@ class CudaCopies:
             tensor.copy_(host, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._in)
 
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """See :class:`Copies`."""
+        with torch.cuda.stream(self._bringing):
+            return host.pin_memory().to(self._device, non_blocking=True)
+
+    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See :class:`Copies`."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._bringing)
+        for tensor in tensors:
+            # Its memory belongs to the other stream, which must not have it back before this one is done with it.
+            tensor.record_stream(current)
+
     def prepare_thread(self) -> None:
         """See :class:`Copies`."""
         torch.cuda.set_device(self._device)
+
+
+def copies_of(device: torch.device) -> Copies | None:
+    """Return the copies of a device with a memory of its own; None for the CPU."""
+    return CudaCopies(device) if device.type == "cuda" else None

@@ -16,13 +16,15 @@ from autopar.formats.program import Program
 from autopar.runtime.batch_norm import normalizes, rewritable
 from autopar.runtime.clock import clock_of
 from autopar.runtime.compiled import compiled, warm_up
+from autopar.runtime.copies import copies_of
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
-from autopar.runtime.loss import LossTally
+from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.prefetch import Prefetch
 from autopar.runtime.scale import LossScale
 from autopar.runtime.scope import check_compiling
 from autopar.runtime.seeds import seed_generator
@@ -119,6 +121,10 @@ class Job:
         self._update = self._updating(model, graph, transport, device, settings, scale)
         self.samples = 0
         """In the dataset; 0 where this rank does not read it."""
+        self._copies = copies_of(device)
+        self._prefetch: Prefetch | None = None
+        self._next: int | None = None
+        """The step after this one, if there is one."""
         self._load = self._loading(model, graph, device, settings)
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
@@ -142,8 +148,12 @@ class Job:
         """Names of the model's inputs that layers of this rank read."""
         return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
 
-    def step(self, step: int) -> StepRecord:
-        """Train one mini-batch; steps count from 0 and choose their samples."""
+    def step(self, step: int, *, more: bool = False) -> StepRecord:
+        """Train one mini-batch; steps count from 0 and choose their samples.
+
+        If there are to be ``more``, a GPU's next mini-batch is loaded while it computes.
+        """
+        self._next = step + 1 if more else None
         return self.train(step, self._load(step))
 
     def train(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
@@ -317,9 +327,17 @@ class Job:
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
         specs = [graph.tensor(name) for name in self.inputs]
-        loader = ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+        first = device if self._copies is None else torch.device("cpu")
+        loader = ShareLoader(model, self.plan, self.rank, specs, first, settings.last)
         self.samples = loader.samples
-        return loader.load
+        if self._copies is None:
+            return loader.load
+        self._prefetch = Prefetch(loader.load, self._copies)
+        return self._prefetch.load
+
+    def _look_ahead(self) -> None:
+        if self._prefetch is not None and self._next is not None:
+            self._prefetch.look_ahead(self._next)
 
     def _updating(
         self,
@@ -351,4 +369,7 @@ class Job:
         return update
 
     def _tally(self) -> LossTally:
-        return LossTally(self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch)
+        rows, batch = self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch
+        if self._copies is None:
+            return LossTally(rows, batch)
+        return BroughtLossTally(rows, batch, self._copies, self._look_ahead)

@@ -15,9 +15,11 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
+from autopar.runtime.clock import clock_of
 from autopar.runtime.connect import connect
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.laps import Laps
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
@@ -99,29 +101,30 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     job = build(context, plan, model, graph, workspace, settings, program)
     notes = _warmed_up(job) if settings.compile else []
     watches = Watches(job, context.device, arguments["steps"], settings.time_layers)
-    origin_s = _common_origin(context)
+    origin_s, last = _common_origin(context), arguments["steps"] - 1
+    laps = Laps(origin_s, lags=clock_of(context.device).lags)
     records: list[StepRecord] = []
-    starts_s, ends_s = [], []
     for step in range(arguments["steps"]):
         watches.begin_step(step)
-        starts_s.append(time.perf_counter() - origin_s)
-        record = job.step(step)
-        ends_s.append(time.perf_counter() - origin_s)
-        watches.end_step(step, record.times_s)
+        laps.begin()
+        record = job.step(step, more=step < last)
+        laps.end(record)
+        watches.end_step(step, record)
         records.append(record)
         if step >= RECORDED_STEPS:
             records[step - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in job.stages.values()):
             context.report({"step": step, "loss": record.loss, "count": record.count})
     job.finish()
+    laps.finish()
     return RankResult(
         rank=context.rank,
         stages=list(job.stages),
         replica=job.replica,
         loss=[record.loss for record in records],
         count=[record.count for record in records],
-        starts_s=starts_s,
-        ends_s=ends_s,
+        starts_s=laps.starts_s,
+        ends_s=laps.ends_s,
         times_s={
             str(step): [(start - origin_s, end - origin_s) for start, end in record.times_s]
             for step, record in enumerate(records)

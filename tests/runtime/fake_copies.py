@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -17,7 +18,7 @@ class FakeCopies:
         self.going = Event()
         self.going.set()
         self.threads = 0
-        self.landed = 0
+        self.landed = self.brought = self.admitted = 0
         self._moments = 0
         self._hosts: set[int] = set()
         self._engine = ThreadPoolExecutor(1)
@@ -45,6 +46,13 @@ class FakeCopies:
         assert since in range(1, self._moments + 1)
         tensor.copy_(host)
         self.landed += 1
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        self.brought += 1
+        return host.clone()
+
+    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.admitted += len(list(tensors))
 
     def prepare_thread(self) -> None:
         self.threads += 1
