@@ -23,7 +23,10 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("the plan is for CUDA devices, and this host has none")
+        raise UsageError(
+            "the plan is for GPUs, and torch finds none on this host; run it where they are, or profile here with "
+            "--device cpu"
+        )
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -11,7 +11,7 @@ from test_random_plans import captured, plans
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
-from autopar.ranks.devices import each_its_own
+from autopar.ranks.devices import device_of, each_its_own
 from autopar.runtime.connect import directions, warm_up
 from autopar.runtime.job import reducing_groups
 from autopar.runtime.scope import check_sharing
@@ -87,3 +87,18 @@ def test_ranks_that_have_one_gpu_are_named_unless_they_are_to_share_it() -> None
     model, graph, _ = captured("everything")
     with pytest.raises(UsageError, match="--share-gpus: the plan is for CPUs"):
         check_sharing(dictate(graph, model, (1, 1), 2, 4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_a_host_without_gpus_is_told_what_to_do() -> None:
+    with pytest.raises(UsageError, match="torch finds none on this host; run it where they are, or profile here"):
+        device_of("cuda", 0)
+
+
+@pytest.mark.parametrize(("count", "devices"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (8, [0, 1, 2, 3])])
+def test_ranks_of_a_host_take_its_gpus_in_turn(count: int, devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert [device_of("cuda", rank).index for rank in range(4)] == made == devices

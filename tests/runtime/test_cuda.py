@@ -11,18 +11,30 @@ import pytest
 import torch
 from dictated import dictate
 from test_training import STEPS, Case, _case, _check, _check_buffers, _shares_of, _train, cases
+from threads import own
 
-from autopar.errors import UsageError
+from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.copies import CudaCopies
+from autopar.runtime.in_process import Exchange, InProcessTransport
+from autopar.runtime.job import Job
 from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import expand
 
 __all__ = ["cases"]
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU, and torch finds none")
 RANKS = 4
+ENDLESS = """
+import torch
+def model(): return torch.nn.Linear(3, 1)
+def dataset(): return torch.utils.data.TensorDataset(torch.full((8, 3), float("inf")), torch.zeros(8, 1))
+def loss(output, batch): return (output - batch[1]).square().mean()
+def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +134,38 @@ def test_copies_wait_for_what_makes_a_tensor_and_for_what_used_it() -> None:
     copies.to_device(copy.tensor, landing, since)
     torch.testing.assert_close((landing - made).cpu(), torch.zeros(2048, 2048))
     torch.testing.assert_close(copy.tensor, made.cpu(), rtol=0, atol=0)
+
+
+def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
+    cases: dict[tuple[str, str], Case], tmp_path: Path
+) -> None:
+    case = cases["mlp", "sgd"]
+    plan = _on_gpu(dictate(case.graph, case.model, (1,), 3, 7))
+    place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
+    device = torch.device("cuda", 0)
+    job = Job(plan, expand(plan), 0, *place, device, lambda step, position: None)
+    records = [job.step(step, more=True) for step in range(2)]
+    # torch then raises where the host waits for a stream unasked: copies from pageable memory, reading a number.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        records += [job.step(step, more=True) for step in range(2, STEPS)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    job.finish()
+    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    assert [record.loss for record in records] == pytest.approx(truth.losses, rel=1e-12)
+    moments = [moment for record in records for span in record.times_s for moment in span]
+    assert moments == sorted(moments)
+
+
+def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "endless.py"
+    file.write_text(ENDLESS)
+    case = _case(file)
+    plan = _on_gpu(dictate(case.graph, case.model, (1,), 2, 2))
+    place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
+    job = Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
+    before = {name: parameter.detach().clone() for name, parameter in job.parameters.items()}
+    with pytest.raises(TrainingError, match=r"U@0\): the loss is not finite in micro-batch 0; nothing was updated"):
+        job.step(0, more=True)
+    assert all(torch.equal(before[name], parameter) for name, parameter in job.parameters.items())
