@@ -118,7 +118,7 @@ class Job:
         clock = clock_of(device)
         self._reducer = self._reducing(layers, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
-        self._update = self._updating(model, graph, transport, device, settings, scale)
+        self._update = self._updating(model, graph, transport, settings, scale)
         self.samples = 0
         """In the dataset; 0 where this rank does not read it."""
         self._copies = copies_of(device)
@@ -344,7 +344,6 @@ class Job:
         model: UserModel,
         graph: LayerGraph,
         transport: Transport,
-        device: torch.device,
         settings: TrainSettings,
         scale: LossScale | None,
     ) -> Callable[[StepRecord], None]:
@@ -359,7 +358,6 @@ class Job:
             self._reducer,
             transport,
             everyone,
-            device,
             counts=counts,
             clip_norm=clip_norm,
             scale=scale,

@@ -25,7 +25,11 @@ class Pending(Protocol):
     """Something that was begun and will be done."""
 
     def wait(self) -> None:
-        """Return when it is done; raise ``PeerLostError`` if it cannot be."""
+        """Return when it is done, or the device's work from now on waits for it.
+
+        Raises:
+            PeerLostError: it cannot be done.
+        """
 
 
 class Transport(Protocol):
