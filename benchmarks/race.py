@@ -14,9 +14,11 @@ from delayed import DelayedTransport
 from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
 from torch import nn
 
+from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
+from autopar.runtime.data import split_rows
 from autopar.runtime.job import Job, reduction_groups
 from autopar.runtime.transport import GroupTransport, Transport
 from autopar.runtime.worker import build
@@ -24,7 +26,10 @@ from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["Field", "Lap", "emulated", "real"]
+__all__ = ["Field", "Lap", "alone", "emulated", "real"]
+
+STRIDE = 5
+"""Steps of a lap on a device that is behind the host, which is waited for after them."""
 
 Lap = tuple[float, float, float]
 """Of one rank in one step: start and end on the host's clock, and processor seconds."""
@@ -87,6 +92,39 @@ def real(context: RankContext, field: Field) -> dict[str, list[Lap]]:
     pair = batch[0], batch[1]
     contestants += [_computing_peer(context, field, name, user.build, pair) for name in field["peers"]]
     return _race(context, contestants, field["warm_up"], field["steps"])
+
+
+def alone(context: RankContext, field: Field) -> dict[str, list[Lap]]:
+    """Race with a model that computes on one device; laps are those of single steps, many of which run in one go."""
+    user, device = load(field["model"]), context.device
+    plan = Plan.parse(field["plans"]["autopar"], Path("plan.json"))
+    workspace = Workspace(Path(field["workspace"]))
+    given, loading = (build(context, plan, user, workspace.graph(user, plan), workspace) for _ in range(2))
+    samples = user.dataset()
+    x, y, *_ = torch.utils.data.default_collate([samples[index] for index in range(plan.batch)])
+    batch = x.to(device), y.to(device)
+    inputs = split_rows(plan, 0, named_tensors(batch), given.inputs, device)
+    loop = torch_peers.plain(user.build(0).to(device), plan.micro_batches, nn.functional.mse_loss, batch)
+    contestants = [
+        Contestant("autopar", _striding(device, lambda number: given.train(number, inputs))),
+        Contestant("autopar, loading", _striding(device, lambda number: loading.step(number, more=True))),
+        Contestant("plain", _striding(device, lambda number: loop())),
+    ]
+    laps = _race(context, contestants, field["warm_up"], field["steps"])
+    return {
+        name: [(start_s, start_s + (end_s - start_s) / STRIDE, cpu_s / STRIDE) for start_s, end_s, cpu_s in each]
+        for name, each in laps.items()
+    }
+
+
+def _striding(device: torch.device, step: Callable[[int], object]) -> Callable[[int], object]:
+    def stride(number: int) -> None:
+        for each in range(number * STRIDE, (number + 1) * STRIDE):
+            step(each)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return stride
 
 
 def _race(context: RankContext, contestants: Sequence[Contestant], warm_up: int, steps: int) -> dict[str, list[Lap]]:

@@ -5,7 +5,8 @@
 All contestants of a case share one process group and make a step each in turn, round after round. `real` computes: a
 transformer of twelve blocks on two ranks of one thread each. `emulated` has eight ranks whose layers sleep; everything
 around them is real. `delayed` is that with messages that arrive later by 0.3 of a forward. `unequal` has stages of one
-and two replicas. `cuda` compares one device with the plain loop on it.
+and two replicas. `cuda` computes on a GPU: one rank of autopar, given its mini-batches or loading them, beside the
+plain loop; `all` leaves it out where there is no GPU. Its steps run in goes of five, after which the GPU is waited for.
 
 Rows give a step's median, 10th and 90th percentile; the median ratio, over rounds, to the ideal of the schedule (its
 program, simulated with what the layers take in the same run and messages that take nothing), to one process, and to
@@ -23,8 +24,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cuda_case
 import emulated_cases
 import real_case
+import torch
 from machine import Watch
 
 FOLDER = Path(__file__).parent
@@ -33,6 +36,7 @@ CASES: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "emulated": emulated_cases.emulated_rows,
     "delayed": emulated_cases.delayed_rows,
     "unequal": emulated_cases.unequal_rows,
+    "cuda": cuda_case.rows,
 }
 COLUMNS = (
     "contestant",
@@ -51,12 +55,23 @@ COLUMNS = (
 
 def main() -> None:
     arguments = _arguments()
+    chosen = _chosen(arguments.case)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     watch = Watch()
-    chosen = list(CASES) if arguments.case == "all" else [arguments.case]
     rows = [row for case in chosen for row in CASES[case](arguments)]
     _print(rows)
     watch.record({"steps": arguments.steps, "rows": rows}, arguments.json)
+
+
+def _chosen(case: str) -> list[str]:
+    chosen = list(CASES) if case == "all" else [case]
+    if "cuda" in chosen and not torch.cuda.is_available():
+        missing = "cuda: this machine, or this build of torch, has no CUDA device"
+        if case == "cuda":
+            sys.exit(missing)
+        sys.stderr.write(f"{missing}; left out\n")
+        chosen.remove("cuda")
+    return chosen
 
 
 def _arguments() -> argparse.Namespace:

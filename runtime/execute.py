@@ -53,8 +53,17 @@ class StepRecord:
     """Of all gradients of the model before clipping, where it was asked for."""
     overflowed: bool = False
     """Whether scaled gradients were not finite: nothing was updated."""
-    times_s: list[tuple[float, float]] = field(default_factory=list)
-    """Start and end of every action of the program."""
+    untold: Callable[[], list[tuple[float, float]]] | None = None
+    """Tells ``times_s``, where nobody has asked yet."""
+    _times_s: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def times_s(self) -> list[tuple[float, float]]:
+        """Start and end of every action of the program; waits until the device is done with the step."""
+        if self.untold is not None:
+            tell, self.untold = self.untold, None
+            self._times_s = tell()
+        return self._times_s
 
 
 def _recomputable(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
@@ -163,15 +172,17 @@ class Executor:
             except Exception as error:
                 raise self._placed(error, self._actions[position]) from error
             marks.append(mark())
-        self._record.times_s = self._times_s(marks)
+        self._record.untold = partial(self._times_s, dict(self._began), marks)
+        if not self._clock.lags:
+            _ = self._record.times_s
         return self._record
 
-    def _times_s(self, marks: list[object]) -> list[tuple[float, float]]:
-        """Return when every action began, which is when the one before it ended, and ended."""
-        began = self._clock.resolve([*self._began.values(), *marks])
-        ends_s = began[len(self._began) :]
+    def _times_s(self, own: Mapping[int, object], marks: list[object]) -> list[tuple[float, float]]:
+        """Return when every action began and ended: it began when the one before ended, or at a mark of its ``own``."""
+        began = self._clock.resolve([*own.values(), *marks])
+        ends_s = began[len(own) :]
         starts_s = ends_s[:-1]
-        for position, start_s in zip(self._began, began, strict=False):
+        for position, start_s in zip(own, began, strict=False):
             starts_s[position] = start_s
         return list(zip(starts_s, ends_s[1:], strict=True))
 
@@ -181,7 +192,9 @@ class Executor:
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
-            return TrainingError(f"{place}: out of memory; plan with a smaller --memory")
+            # What was asked for and what there is; then follows advice on settings of torch's.
+            said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
+            return TrainingError(f"{place}: {said}; plan with a smaller --memory")
         return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
     def _bound(self, position: int, action: Action) -> Callable[[], None]:

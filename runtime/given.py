@@ -17,10 +17,11 @@ from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.agree import Agreement
+from autopar.runtime.connect import connect
 from autopar.runtime.fit import check_fit
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.job import Job
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import GroupTransport
+from autopar.runtime.transport import Transport
 from autopar.schedules.expand import expand, stages_of
 
 __all__ = ["Built", "build_given"]
@@ -47,7 +48,7 @@ class Built:
     user: UserModel
     graph: LayerGraph
     job: Job
-    transport: GroupTransport
+    transport: Transport
     agreement: Agreement
     batch: object
     """An example."""
@@ -66,7 +67,7 @@ def build_given(
     Raises:
         AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
     """
-    transport = GroupTransport(context, reduction_groups(plan))
+    transport = connect(context, plan, settings)
     agreement = Agreement(context.rank, tuple(range(context.size)), transport)
     error, found = None, None
     try:

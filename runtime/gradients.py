@@ -28,6 +28,7 @@ class _Bucket:
         # Behind the gradients, a mark for each parameter: on how many ranks a backward reached it.
         self.buffer = torch.zeros(total + len(self.parameters), dtype=sample.dtype, device=sample.device)
         self._marks = self.buffer[total:]
+        self._all_reached = False
         self.missing = len(self.parameters)
 
     def attach(self) -> None:
@@ -37,15 +38,23 @@ class _Bucket:
         for parameter in self.parameters:
             parameter.grad = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+        self._all_reached = False
         self.missing = len(self.parameters)
 
     def mark(self, touched: set[int]) -> None:
         """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
         reached = [float(id(parameter) in touched) for parameter in self.parameters]
-        self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
+        self._all_reached = all(reached)
+        if self._all_reached:
+            # Copying a list would make the host wait for a GPU.
+            self._marks.fill_(1.0)
+        else:
+            self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no rank's backward reached."""
+        if self._all_reached:
+            return
         for parameter, reached in zip(self.parameters, self._marks.tolist(), strict=True):
             if not reached:
                 parameter.grad = None

@@ -16,13 +16,15 @@ from autopar.formats.program import Program
 from autopar.runtime.batch_norm import normalizes, rewritable
 from autopar.runtime.clock import clock_of
 from autopar.runtime.compiled import compiled, warm_up
+from autopar.runtime.copies import copies_of
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
-from autopar.runtime.loss import LossTally
+from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
+from autopar.runtime.prefetch import Prefetch
 from autopar.runtime.scale import LossScale
 from autopar.runtime.scope import check_compiling
 from autopar.runtime.seeds import seed_generator
@@ -37,17 +39,21 @@ if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reduction_groups", "synced_groups"]
+__all__ = ["DEFAULTS", "Job", "reducing_groups", "reduction_groups", "synced_groups"]
 
 DEFAULTS = TrainSettings()
 
 
-def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that reduce together, in an order that all ranks share; the last is all ranks."""
+def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
     groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
     groups += [_ranks(plan, tied.stages) for tied in plan.tied]
-    groups = [group for group in groups if len(group) > 1]
-    return list(dict.fromkeys([*groups, tuple(range(len(plan.devices)))]))
+    return list(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
+    return list(dict.fromkeys([*reducing_groups(plan), tuple(range(len(plan.devices)))]))
 
 
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
@@ -112,9 +118,13 @@ class Job:
         clock = clock_of(device)
         self._reducer = self._reducing(layers, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
-        self._update = self._updating(model, graph, transport, device, settings, scale)
+        self._update = self._updating(model, graph, transport, settings, scale)
         self.samples = 0
         """In the dataset; 0 where this rank does not read it."""
+        self._copies = copies_of(device)
+        self._prefetch: Prefetch | None = None
+        self._next: int | None = None
+        """The step after this one, if there is one."""
         self._load = self._loading(model, graph, device, settings)
         specs = {tensor.name: tensor for tensor in crossing}
         self._mailbox = Mailbox(plan, program, rank, specs, transport, device)
@@ -138,8 +148,12 @@ class Job:
         """Names of the model's inputs that layers of this rank read."""
         return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
 
-    def step(self, step: int) -> StepRecord:
-        """Train one mini-batch; steps count from 0 and choose their samples."""
+    def step(self, step: int, *, more: bool = False) -> StepRecord:
+        """Train one mini-batch; steps count from 0 and choose their samples.
+
+        If there are to be ``more``, a GPU's next mini-batch is loaded while it computes.
+        """
+        self._next = step + 1 if more else None
         return self.train(step, self._load(step))
 
     def train(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
@@ -162,8 +176,10 @@ class Job:
         return warnings
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until everything that was sent has arrived, and all work of the device is done."""
         self._mailbox.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by the model's own names."""
@@ -311,16 +327,23 @@ class Job:
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         """Return what gives the share's model inputs of every micro-batch of a step."""
         specs = [graph.tensor(name) for name in self.inputs]
-        loader = ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+        first = device if self._copies is None else torch.device("cpu")
+        loader = ShareLoader(model, self.plan, self.rank, specs, first, settings.last)
         self.samples = loader.samples
-        return loader.load
+        if self._copies is None:
+            return loader.load
+        self._prefetch = Prefetch(loader.load, self._copies)
+        return self._prefetch.load
+
+    def _look_ahead(self) -> None:
+        if self._prefetch is not None and self._next is not None:
+            self._prefetch.look_ahead(self._next)
 
     def _updating(
         self,
         model: UserModel,
         graph: LayerGraph,
         transport: Transport,
-        device: torch.device,
         settings: TrainSettings,
         scale: LossScale | None,
     ) -> Callable[[StepRecord], None]:
@@ -335,7 +358,6 @@ class Job:
             self._reducer,
             transport,
             everyone,
-            device,
             counts=counts,
             clip_norm=clip_norm,
             scale=scale,
@@ -345,4 +367,7 @@ class Job:
         return update
 
     def _tally(self) -> LossTally:
-        return LossTally(self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch)
+        rows, batch = self.plan.stages[min(self.stages)].rows[self.replica], self.plan.batch
+        if self._copies is None:
+            return LossTally(rows, batch)
+        return BroughtLossTally(rows, batch, self._copies, self._look_ahead)

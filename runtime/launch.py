@@ -26,7 +26,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
-from autopar.runtime.scope import check_offload, check_scope
+from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
 from autopar.runtime.worker import RankResult, TrainArguments, train
@@ -56,6 +56,8 @@ class RunOptions:
     """File of the program to run; by default what the plan expands to."""
     epochs: int | None = None
     """Times to go through the dataset, in place of ``steps``."""
+    share_gpus: bool = False
+    """Whether several ranks may have the same GPU."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -85,15 +87,12 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
-    check_scope(plan)
-    if options.settings.cpu_offload:
-        check_offload(plan)
     program = _program(plan, options)
-    _check_devices(plan)
+    _check_devices(plan, options.share_gpus)
     user_model = load(model, options.data)
     steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
-    with Scratch("run") as scratch, _ranks(plan, pool) as ranks:
+    with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
         Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
@@ -115,12 +114,10 @@ def join(
         UsageError: another number of ranks was started than the plan needs.
         AutoparError: as :func:`run`, on every rank.
     """
-    check_scope(plan)
-    if options.settings.cpu_offload:
-        check_offload(plan)
     program = _program(plan, options)
     files = _digests(plan, program, model, options)
-    with joined_from_environment(launch, plan.device_type, options.timeout_s, len(plan.devices), files) as context:
+    joining = (launch, plan.device_type, options.timeout_s, len(plan.devices), files, options.share_gpus)
+    with joined_from_environment(*joining) as context:
         if options.save is not None and not launch.one_host:
             check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
@@ -145,12 +142,20 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
         "program": program.dumps().encode(),
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
-        "command line": json.dumps([options.steps, options.save is not None, options.settings.as_dict()]).encode(),
+        "command line": json.dumps(
+            [options.steps, options.save is not None, options.share_gpus, options.settings.as_dict()]
+        ).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _program(plan: Plan, options: RunOptions) -> Program:
+    """Return what is run, the plan and what is asked for being within the runtime's scope."""
+    check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
+    if options.share_gpus:
+        check_sharing(plan)
     if options.program is not None:
         return read_program(options.program, plan)
     program = expand(plan)
@@ -224,21 +229,25 @@ def _arguments(
     )
 
 
-def _check_devices(plan: Plan) -> None:
-    if plan.device_type == "cuda" and torch.cuda.device_count() < len(plan.devices):
-        found = torch.cuda.device_count()
-        remedy = (
-            f"plan again with --gpus {found}" if found else "run it where they are, or profile here with --device cpu"
-        )
-        raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
+def _check_devices(plan: Plan, share: bool) -> None:
+    if plan.device_type == "cpu":
+        return
+    found, needed = torch.cuda.device_count(), 1 if share else len(plan.devices)
+    if found >= needed:
+        return
+    remedy = "run it where they are, or profile here with --device cpu"
+    if found:
+        remedy = f"plan again with --gpus {found}, or pass --share-gpus"
+    raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
 
 
 @contextmanager
-def _ranks(plan: Plan, pool: RankPool | None) -> Iterator[RankPool]:
+def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[RankPool]:
     if pool is not None:
         yield pool
     else:
-        with RankPool(len(plan.devices), threads=plan.threads, device_type=plan.device_type) as own:
+        size, device_type = len(plan.devices), plan.device_type
+        with RankPool(size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus) as own:
             yield own
 
 

@@ -14,7 +14,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.script import joined_in_script
-from autopar.runtime.scope import check_scope
+from autopar.runtime.scope import check_scope, check_sharing
 from autopar.runtime.script import ScriptJob
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.check import check
@@ -33,6 +33,7 @@ def materialize(
     scheduler: Callable[[torch.optim.Optimizer], object] | None = None,
     layers: Callable[[nn.Module], list[nn.Module]] | None = None,
     clip_norm: float | None = None,
+    share_gpus: bool = False,
     timeout_s: float = 300.0,
 ) -> ScriptJob:
     """Return one rank's job, in a script that torchrun started on every rank, or alone where the plan has one rank.
@@ -49,6 +50,7 @@ def materialize(
         scheduler: makes a scheduler of an optimizer.
         layers: the model's layers, where it cannot be captured.
         clip_norm: largest norm of all gradients together.
+        share_gpus: whether several ranks may have the same GPU.
         timeout_s: longest that a rank waits for another.
 
     Raises:
@@ -58,12 +60,14 @@ def materialize(
     """
     check_scope(plan)
     check(expand(plan), plan)
+    if share_gpus:
+        check_sharing(plan)
     settings = TrainSettings(clip_norm=clip_norm)
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
     joining = ExitStack()
     with ExitStack() as failing:
         failing.callback(joining.close)
-        context = joining.enter_context(joined_in_script(plan.device_type, timeout_s, len(plan.devices)))
+        context = joining.enter_context(joined_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
         _check_same(plan, context)
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)

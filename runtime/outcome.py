@@ -16,7 +16,6 @@ from autopar.formats.program import Program
 from autopar.formats.report import RankTimes, Report
 from autopar.formats.spent import Spent
 from autopar.formats.timeline import Timeline
-from autopar.ranks.context import backend_of
 from autopar.runtime import weights
 from autopar.runtime.saving import shard_name
 from autopar.runtime.steps import Steps
@@ -60,7 +59,7 @@ def outcome_of(
         model=plan.model.source,
         plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
         device=plan.device_type,
-        backend=backend_of(plan.device_type),
+        backend=results[0]["backend"],
         torch=torch.__version__,
         ranks=len(results),
         steps=len(steps.lengths_s),

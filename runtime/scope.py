@@ -6,7 +6,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import INPUT_BACKWARD, Program
 
-__all__ = ["check_compiling", "check_offload", "check_scope"]
+__all__ = ["check_compiling", "check_offload", "check_scope", "check_sharing"]
 
 
 def check_scope(plan: Plan) -> None:
@@ -31,6 +31,16 @@ def check_offload(plan: Plan) -> None:
         raise UsageError("--cpu-offload: the plan is for CPUs, whose memory is the host's already; leave it out")
     if all(stage.shard == "none" for stage in plan.stages):
         raise UsageError("--cpu-offload: no stage of the plan is sharded; plan with --shard parameters")
+
+
+def check_sharing(plan: Plan) -> None:
+    """Refuse to let ranks share GPUs where the plan has none.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if plan.device_type == "cpu":
+        raise UsageError("--share-gpus: the plan is for CPUs, which have none; leave it out")
 
 
 def check_compiling(plan: Plan, program: Program) -> None:

@@ -25,7 +25,11 @@ class Pending(Protocol):
     """Something that was begun and will be done."""
 
     def wait(self) -> None:
-        """Return when it is done; raise ``PeerLostError`` if it cannot be."""
+        """Return when it is done, or the device's work from now on waits for it.
+
+        Raises:
+            PeerLostError: it cannot be done.
+        """
 
 
 class Transport(Protocol):
@@ -65,7 +69,11 @@ class _Work:
 
 
 class GroupTransport:
-    """Tensors move through torch.distributed: gloo between CPU processes, NCCL between GPUs."""
+    """Tensors move through torch.distributed: gloo between hosts' memories, NCCL between GPUs.
+
+    NCCL's messages and reductions run on streams of their own, which begin when the present stream has made the tensor;
+    waiting for one makes the present stream wait, not the host. Tensors are kept from others until it is done.
+    """
 
     def __init__(
         self, context: RankContext, groups: Iterable[tuple[int, ...]], apart: Iterable[tuple[int, ...]] = ()
@@ -76,8 +84,9 @@ class GroupTransport:
         self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
         everyone = list(range(context.size))
         self._up = self._down = dist.new_group(everyone, timeout=patience)
-        if context.device.type == "cuda":
-            # NCCL runs one communicator's operations in order: opposite directions need one each.
+        if context.nccl:
+            # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
+            # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
         self._rank, self._device_type = context.rank, context.device.type
 

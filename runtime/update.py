@@ -31,7 +31,6 @@ class Update:
         reducer: Reducer,
         transport: Transport,
         everyone: tuple[int, ...],
-        device: torch.device,
         *,
         counts: bool,
         clip_norm: float | None,
@@ -45,7 +44,6 @@ class Update:
             reducer: the gradients.
             transport: carries sums over all ranks.
             everyone: all ranks.
-            device: where gradients live.
             counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
             clip_norm: largest norm of all gradients together.
             scale: what losses were multiplied by.
@@ -58,7 +56,7 @@ class Update:
         if self.optimizer is not None:
             _check_steps(self.optimizer, model)
         self._reducer, self._transport, self._everyone = reducer, transport, everyone
-        self._device, self._counts, self._clip_norm, self._scale = device, counts, clip_norm, scale
+        self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
         self._watches: bool | None = None if model.schedules else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
 
@@ -106,7 +104,8 @@ class Update:
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _sum(self, values: list[float]) -> list[float]:
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.
+        total = torch.tensor(values, dtype=torch.float64)
         self._transport.all_reduce(total, self._everyone).wait()
         return [float(each) for each in total.tolist()]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.runtime.clock import clock_of
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.flops import ForwardFlops, peak_of
 from autopar.runtime.job import Job
 from autopar.runtime.layer_times import LayerTimes
@@ -37,10 +38,10 @@ class Watches:
         for stage in self._job.stages.values():
             stage.watch(self._times if timed else self._flops if counted else None)
 
-    def end_step(self, step: int, times_s: Sequence[tuple[float, float]]) -> None:
+    def end_step(self, step: int, record: StepRecord) -> None:
         """Take in when the actions of a step ran."""
         if step in self._timed:
-            self._times.end_step(times_s)
+            self._times.end_step(record.times_s)
 
     def layers_s(self) -> dict[str, tuple[float, float]]:
         """Return the median seconds of every layer that was timed, forward and backward."""

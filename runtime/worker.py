@@ -15,12 +15,14 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.context import RankContext
+from autopar.runtime.clock import clock_of
+from autopar.runtime.connect import connect
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import DEFAULTS, Job, reduction_groups, synced_groups
+from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.laps import Laps
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import GroupTransport
 from autopar.runtime.watches import Watches
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -63,6 +65,8 @@ class RankResult(TypedDict):
     ends_s: list[float]
     times_s: dict[str, list[tuple[float, float]]]
     """Step -> start and end of every action, for the last steps."""
+    backend: str
+    """What carried tensors between the ranks."""
     peak_bytes: int
     peak_kind: str
     gradient_norm: list[float | None]
@@ -97,29 +101,30 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     job = build(context, plan, model, graph, workspace, settings, program)
     notes = _warmed_up(job) if settings.compile else []
     watches = Watches(job, context.device, arguments["steps"], settings.time_layers)
-    origin_s = _common_origin(context)
+    origin_s, last = _common_origin(context), arguments["steps"] - 1
+    laps = Laps(origin_s, lags=clock_of(context.device).lags)
     records: list[StepRecord] = []
-    starts_s, ends_s = [], []
     for step in range(arguments["steps"]):
         watches.begin_step(step)
-        starts_s.append(time.perf_counter() - origin_s)
-        record = job.step(step)
-        ends_s.append(time.perf_counter() - origin_s)
-        watches.end_step(step, record.times_s)
+        laps.begin()
+        record = job.step(step, more=step < last)
+        laps.end(record)
+        watches.end_step(step, record)
         records.append(record)
         if step >= RECORDED_STEPS:
             records[step - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in job.stages.values()):
             context.report({"step": step, "loss": record.loss, "count": record.count})
     job.finish()
+    laps.finish()
     return RankResult(
         rank=context.rank,
         stages=list(job.stages),
         replica=job.replica,
         loss=[record.loss for record in records],
         count=[record.count for record in records],
-        starts_s=starts_s,
-        ends_s=ends_s,
+        starts_s=laps.starts_s,
+        ends_s=laps.ends_s,
         times_s={
             str(step): [(start - origin_s, end - origin_s) for start, end in record.times_s]
             for step, record in enumerate(records)
@@ -127,7 +132,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         },
         gradient_norm=[record.gradient_norm for record in records],
         overflowed=[record.overflowed for record in records],
-        notes=notes,
+        notes=notes + _of_staging(context),
+        backend=context.backend,
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
@@ -151,8 +157,7 @@ def build(
     torch.set_num_threads(plan.threads)
     program = program or expand(plan)
     check(program, plan)
-    apart = synced_groups(plan) if settings.sync_batch_norm else []
-    transport = GroupTransport(context, reduction_groups(plan), apart)
+    transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
 
@@ -166,6 +171,12 @@ def _warmed_up(job: Job) -> list[str]:
         sys.stderr.write(f"rank {job.rank}: {note}\n")
     sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
     return notes
+
+
+def _of_staging(context: RankContext) -> list[str]:
+    if context.device.type == "cpu" or context.nccl or context.size == 1:
+        return []
+    return ["ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory"]
 
 
 def _common_origin(context: RankContext) -> float:

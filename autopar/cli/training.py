@@ -82,6 +82,13 @@ class Training:
         bool,
         typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
     ] = False
+    share_gpus: Annotated[
+        bool,
+        typer.Option(
+            "--share-gpus",
+            help="Let several ranks share a GPU where a host has too few; what they send then goes through its memory.",
+        ),
+    ] = False
     deferred_batch_norm: Annotated[
         bool,
         typer.Option(
@@ -173,7 +180,7 @@ class Training:
         data = data_of(chosen, self.plan)
         steps = self.steps or DEFAULT_STEPS
         places = (self.weights, self.save, self.timeout_s, data)
-        return RunOptions(steps, *places, settings, self.program, self.epochs)
+        return RunOptions(steps, *places, settings, self.program, self.epochs, self.share_gpus)
 
 
 def taking(act: Callable[[Training], None]) -> Callable[..., None]:

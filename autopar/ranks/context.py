@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
+from autopar.ranks.devices import device_of, each_its_own, identity_of
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.interface import interface_towards
 from autopar.ranks.meeting import meet
 
-__all__ = ["RankContext", "backend_of", "device_of", "joined", "joined_from_environment", "patience"]
+__all__ = ["RankContext", "backend_of", "joined", "joined_from_environment", "patience"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class RankContext:
     device: torch.device
     timeout_s: float
     """Longest that a rank waits for another in training before the run is given up."""
+    nccl: bool = False
+    """Whether NCCL connects the ranks' devices; if not, what they tell each other passes through the hosts' memory."""
     board: Board | None = None
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
@@ -43,6 +46,23 @@ class RankContext:
     def leads_host(self) -> bool:
         """Whether this rank does what one process per host does."""
         return self.local_rank == 0
+
+    @property
+    def backend(self) -> str:
+        """What carries tensors between the ranks."""
+        return "nccl" if self.nccl else "gloo"
+
+    def met(self, *, share_gpus: bool) -> RankContext:
+        """Return the context, knowing what connects the ranks' devices; all ranks ask at once.
+
+        Raises:
+            UsageError: ranks have the same GPU, and are not to share it.
+        """
+        if self.device.type == "cpu":
+            return self
+        # NCCL does not connect a GPU with itself.
+        own = each_its_own(self.gather(identity_of(self.device)), share=share_gpus)
+        return replace(self, nccl=own and "cuda:nccl" in dist.get_backend_config())
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -67,8 +87,8 @@ class RankContext:
 
 
 def backend_of(device_type: str) -> str:
-    """Return the communication backend for a device type."""
-    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    """Return the communication backend for a device type, in torch's words."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 @contextmanager
@@ -80,8 +100,13 @@ def joined(
     timeout_s: float,
     board: Board | None,
     report: Callable[[dict[str, object]], None],
+    share_gpus: bool = False,
 ) -> Iterator[RankContext]:
-    """Join ``size`` ranks of this host through a file that all of them name; leave when done."""
+    """Join ``size`` ranks of this host through a file that all of them name; leave when done.
+
+    Raises:
+        UsageError: as :meth:`RankContext.met`.
+    """
     device = device_of(device_type, rank)
     dist.init_process_group(
         backend_of(device_type),
@@ -91,19 +116,25 @@ def joined(
         timeout=patience(timeout_s),
     )
     try:
-        yield RankContext(rank, size, rank, size, device, timeout_s, board, report)
+        context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
+        yield context.met(share_gpus=share_gpus)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
 def joined_from_environment(
-    launch: LaunchedRank, device_type: str, timeout_s: float, size: int, files: Mapping[str, str] | None = None
+    launch: LaunchedRank,
+    device_type: str,
+    timeout_s: float,
+    size: int,
+    files: Mapping[str, str] | None = None,
+    share_gpus: bool = False,
 ) -> Iterator[RankContext]:
     """Join the ranks that a launcher has started, once all are there and were given the same files.
 
     Raises:
-        UsageError: another number of ranks than ``size`` was started.
+        UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.met`.
         AutoparError: as :func:`autopar.ranks.meeting.meet`.
     """
     if launch.size != size:
@@ -123,7 +154,8 @@ def joined_from_environment(
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
     try:
-        yield RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
+        context = RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
+        yield context.met(share_gpus=share_gpus)
     finally:
         dist.destroy_process_group()
 
@@ -131,19 +163,3 @@ def joined_from_environment(
 def patience(timeout_s: float) -> timedelta:
     """Return the default group's timeout: it serves setting up, training has groups of its own."""
     return timedelta(seconds=max(timeout_s, SET_UP_S))
-
-
-def device_of(device_type: str, local_rank: int) -> torch.device:
-    """Return a rank's device, and make it the current one.
-
-    Raises:
-        UsageError: the host has no such device.
-    """
-    if device_type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("the plan is for CUDA devices, and this host has none")
-    if local_rank >= torch.cuda.device_count():
-        raise UsageError(f"rank {local_rank} of this host has no GPU: there are {torch.cuda.device_count()}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)

@@ -54,7 +54,7 @@ def _serve(job: dict[str, object], pipe: object) -> None:
             module, _, function = str(job["target"]).partition(":")
             target = getattr(importlib.import_module(module), function)
             place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
-            with joined(rank, size, *place, board, report) as context:
+            with joined(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
                 try:
                     result = target(context, job["arguments"])
                 except Exception as error:

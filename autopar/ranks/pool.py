@@ -29,10 +29,26 @@ class RankPool:
     ...     pool.run("package.module:function", {"size": 3})
     """
 
-    def __init__(self, size: int, *, threads: int = 1, device_type: str = "cpu", timeout_s: float = 300.0) -> None:
-        """Start ``size`` processes; ``timeout_s`` is the longest that a rank may stand still."""
+    def __init__(
+        self,
+        size: int,
+        *,
+        threads: int = 1,
+        device_type: str = "cpu",
+        share_gpus: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Start processes.
+
+        Args:
+            size: how many.
+            threads: of each.
+            device_type: what they compute on.
+            share_gpus: whether several may have the same GPU.
+            timeout_s: longest that a rank may stand still.
+        """
         self.size = size
-        self._device_type, self._timeout_s = device_type, timeout_s
+        self._device_type, self._share_gpus, self._timeout_s = device_type, share_gpus, timeout_s
         self._scratch = Scratch("ranks")
         self._jobs = 0
         self._links: list[Link] = []
@@ -92,6 +108,7 @@ class RankPool:
             "rendezvous": str(folder / "rendezvous"),
             "timeout_s": 2 * max(limit, SET_UP_S),
             "device": self._device_type,
+            "share_gpus": self._share_gpus,
         }
         with Board(folder / "board", size) as board:
             watch = Watch(self._links[:size], board, limit, describe, on_message)

@@ -9,23 +9,25 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.ranks.context import RankContext, backend_of, device_of, joined_from_environment, patience
+from autopar.ranks.context import RankContext, backend_of, joined_from_environment, patience
+from autopar.ranks.devices import device_of
 from autopar.ranks.environment import launched
 
 __all__ = ["joined_in_script"]
 
 
 @contextmanager
-def joined_in_script(device_type: str, timeout_s: float, size: int) -> Iterator[RankContext]:
+def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
     """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
 
     Raises:
         UsageError: there is another number of ranks, or the script's group cannot carry what training does.
     """
     if dist.is_initialized():
-        yield _of_script(device_type, timeout_s, size)
+        yield _of_script(device_type, timeout_s, size, share_gpus)
     elif "WORLD_SIZE" in os.environ:
-        with joined_from_environment(launched(os.environ), device_type, timeout_s, size) as context:
+        launch = launched(os.environ)
+        with joined_from_environment(launch, device_type, timeout_s, size, share_gpus=share_gpus) as context:
             yield context
     elif size > 1:
         raise UsageError(
@@ -36,12 +38,12 @@ def joined_in_script(device_type: str, timeout_s: float, size: int) -> Iterator[
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
         try:
-            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s)
+            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s).met(share_gpus=False)
         finally:
             dist.destroy_process_group()
 
 
-def _of_script(device_type: str, timeout_s: float, size: int) -> RankContext:
+def _of_script(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> RankContext:
     rank, started = dist.get_rank(), dist.get_world_size()
     if started != size:
         raise UsageError(f"the script's process group has {started} ranks, the plan needs {size}")
@@ -49,6 +51,10 @@ def _of_script(device_type: str, timeout_s: float, size: int) -> RankContext:
     if not all(f"{kind}:" in carried for kind in ("cpu", device_type)):
         wanted = backend_of(device_type)
         raise UsageError(f"the script's process group has the backend {carried}; initialise it with {wanted!r}")
+    if device_type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        # NCCL would then run all messages of a rank in one order, and wait for ever where two ranks differ in it.
+        raise UsageError("the script's process group is bound to a device; initialise it without device_id")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
-    return RankContext(rank, size, local_rank, local_size, device_of(device_type, local_rank), timeout_s)
+    device = device_of(device_type, local_rank)
+    return RankContext(rank, size, local_rank, local_size, device, timeout_s).met(share_gpus=share_gpus)

@@ -50,20 +50,22 @@ def train(
     seed: int = 0,
     model_seed: int | None = None,
     deferred: bool = False,
+    device: str = "cpu",
 ) -> Trained:
     """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
 
     ``shares_of`` says, for a module's name, how its stage divides a micro-batch: batch statistics and random numbers
     are per share, as the design says. ``deferred`` running statistics are those that torch takes of whole mini-batches.
+    What is returned of a loop on another ``device`` is on the CPU.
     """
     source = load_file(file)
     torch.manual_seed(seed if model_seed is None else model_seed)
-    model: nn.Module = source.model().train()
+    model: nn.Module = source.model().train().to(device)
     moment = {"step": 0, "micro_batch": 0}
     seen: list[Callable[[int], None]] = []
     _divide_batch_norms(model, shares_of, seen if deferred else None)
     for name in random_layers:
-        _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment)
+        _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment, device)
     optimizer = source.optimizer(model.parameters())
     data = source.dataset()
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
@@ -72,16 +74,23 @@ def train(
         optimizer.zero_grad()
         moment["step"] = step
         picked = order[step * micro_batches * rows : (step + 1) * micro_batches * rows].split(rows)
-        batches = [torch.utils.data.default_collate([data[i] for i in part.tolist()]) for part in picked]
+        batches = [_to(torch.utils.data.default_collate([data[i] for i in part.tolist()]), device) for part in picked]
         total = _accumulate(model, source, batches, moment)
         for track in seen:
             track(micro_batches)
         losses.append(total)
         if step == 0:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            first = {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Trained(losses, first, parameters, dict(model.named_buffers()))
+    parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return Trained(losses, first, parameters, {name: buffer.cpu() for name, buffer in model.named_buffers()})
+
+
+def _to(batch: object, device: str) -> object:
+    if isinstance(batch, dict):
+        return {key: value.to(device) for key, value in batch.items()}
+    assert isinstance(batch, list | tuple)
+    return [value.to(device) for value in batch]
 
 
 def _accumulate(model: nn.Module, source: ModuleType, batches: Sequence[object], moment: dict[str, int]) -> float:
@@ -159,14 +168,17 @@ def _divided_norm(module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int]
     return forward
 
 
-def _divide_random(module: nn.Module, name: str, shares: Sequence[int], seed: int, moment: dict[str, int]) -> None:
+def _divide_random(
+    module: nn.Module, name: str, shares: Sequence[int], seed: int, moment: dict[str, int], device: str
+) -> None:
     """Run a layer that draws random numbers share by share, seeded before each."""
     inner = module.forward
+    generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[0]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         parts = []
         for share, part in enumerate(x.split(list(shares))):
-            torch.default_generator.manual_seed(seed_of(seed, name, moment["step"], moment["micro_batch"], share))
+            generator.manual_seed(seed_of(seed, name, moment["step"], moment["micro_batch"], share))
             parts.append(inner(part))
         return torch.cat(parts)
 

@@ -84,6 +84,7 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
                 starts_s=starts,
                 ends_s=ends,
                 times_s=times,
+                backend="gloo",
                 peak_bytes=7,
                 peak_kind="resident",
                 gradient_norm=[None] * steps,

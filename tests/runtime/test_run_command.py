@@ -233,6 +233,7 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
     refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
     refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
+    refused(2, r"--share-gpus: the plan is for CPUs, which have none; leave it out", "--share-gpus")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
     refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
     refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
@@ -254,6 +255,7 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     refused(4, r"plan.json: \$.model.source: expected a .py file, hf: and a configuration")
     edited(here, model=content["model"], device_type="cuda")
     refused(2, r"the plan needs 2 GPUs, this host has \d+")
+    refused(2, r"the plan needs 2 GPUs, this host has 0; run it where they are", "--share-gpus")
     edited(here, device_type="cpu")
     with (here / "words.py").open("a") as file:
         file.write("# changed\n")

@@ -41,11 +41,12 @@ def train_in_threads(
     settings: TrainSettings = DEFAULTS,
     records: dict[int, list[StepRecord]] | None = None,
     program: Program | None = None,
+    carry: Callable[[Transport], Transport] | None = None,
 ) -> list[float]:
     """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
 
     Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
-    is run in place of the plan's own.
+    is run in place of the plan's own; ``carry`` makes of a rank's transport another.
     """
     losses: dict[int, list[float]] = {}
 
@@ -55,7 +56,7 @@ def train_in_threads(
         if records is not None:
             records[job.rank] = kept
 
-    act_in_threads(plan, graph, model, state, act, settings, program)
+    act_in_threads(plan, graph, model, state, act, settings, program, carry)
     return [sum(parts) for parts in zip(*losses.values(), strict=True)]
 
 
@@ -67,6 +68,7 @@ def act_in_threads(
     act: Callable[[Job, Transport], None],
     settings: TrainSettings = DEFAULTS,
     program: Program | None = None,
+    carry: Callable[[Transport], Transport] | None = None,
 ) -> None:
     """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
@@ -79,7 +81,9 @@ def act_in_threads(
 
     def work(rank: int) -> None:
         try:
-            transport = InProcessTransport(exchange, rank)
+            transport: Transport = InProcessTransport(exchange, rank)
+            if carry is not None:
+                transport = carry(transport)
             place = (rank, own(graph), model, read, transport, torch.device("cpu"))
             with drawing:
                 job = Job(plan, program, *place, lambda step, position: None, settings)

@@ -1,0 +1,174 @@
+"""Copies of a GPU happen after what makes a tensor, before what uses it, and beside everything else.
+
+Streams and events are stand-ins that keep count of what happened before what, by vector clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from autopar.runtime.copies import CudaCopies, HostCopy
+
+
+class Stream:
+    """Does one thing after the other; what it waits for happened before what it does from then on."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.known = name, dict[str, int]()
+
+    def do(self) -> Done:
+        self.known = {**self.known, self.name: self.known.get(self.name, 0) + 1}
+        return Done(self)
+
+    def wait_event(self, event: Event) -> None:
+        for name, count in event.known.items():
+            self.known = {**self.known, name: max(count, self.known.get(name, 0))}
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking, self.waited = blocking, False
+
+    def record(self, stream: Stream) -> None:
+        self.known = stream.known
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+class Done:
+    """Something that a stream did."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.known = stream.name, stream.known
+
+    def before(self, other: Done | Event) -> bool:
+        return other.known.get(self.stream, 0) >= self.known[self.stream]
+
+
+class Tensor:
+    """Notes what copies into it, and which streams use its memory."""
+
+    is_cuda = True
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.copied = cuda, list[Done]()
+        self.owner, self.users = cuda.current, list[Stream]()
+
+    def copy_(self, source: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.copied.append(self.cuda.current.do())
+
+    def pin_memory(self) -> Tensor:
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool) -> Tensor:
+        made = Tensor(self.cuda)
+        made.copy_(self, non_blocking)
+        return made
+
+    def record_stream(self, stream: Stream) -> None:
+        self.users.append(stream)
+
+
+class Cuda:
+    """Stands in for torch.cuda."""
+
+    def __init__(self) -> None:
+        self.compute = self.current = Stream("compute")
+        self._streams = 0
+
+    def new_stream(self, device: torch.device) -> Stream:
+        self._streams += 1
+        return Stream(f"stream {self._streams}")
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    found = Cuda()
+    monkeypatch.setattr(torch.cuda, "Stream", found.new_stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", found.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(CudaCopies, "buffer", lambda self, tensor: Tensor(found))
+    return found
+
+
+@pytest.fixture
+def copies(cuda: Cuda) -> CudaCopies:
+    return CudaCopies(torch.device("cuda", 0))
+
+
+def test_a_copy_to_the_host_follows_what_makes_the_tensor_and_holds_up_nothing(cuda: Cuda, copies: CudaCopies) -> None:
+    source = Tensor(cuda)
+    made = cuda.compute.do()
+    copy: HostCopy = copies.to_host(source)  # type: ignore[arg-type]
+    (copied,) = copy.tensor.copied  # type: ignore[attr-defined]
+    assert made.before(copied)
+    assert not copied.before(cuda.compute.do())
+    assert cuda.current is cuda.compute
+    event = copy._done  # type: ignore[attr-defined]
+    assert copied.before(event)
+    assert event.blocking
+    assert not event.waited
+    # Until then the memory must not be given to others.
+    assert copy._source is source  # type: ignore[attr-defined]
+    copy.wait()
+    assert event.waited
+    assert copy._source is None  # type: ignore[attr-defined]
+
+
+def test_a_copy_to_the_device_overlaps_with_all_but_what_used_and_will_use_the_tensor(
+    cuda: Cuda, copies: CudaCopies
+) -> None:
+    tensor = Tensor(cuda)
+    used = cuda.compute.do()
+    since = copies.moment()
+    meanwhile = cuda.compute.do()
+    copies.to_device(Tensor(cuda), tensor, since)  # type: ignore[arg-type]
+    (copied,) = tensor.copied
+    assert used.before(copied)
+    assert not meanwhile.before(copied)
+    assert copied.before(cuda.compute.do())
+
+
+def test_what_is_brought_waits_for_nothing_and_is_kept_while_the_computing_stream_uses_it(
+    cuda: Cuda, copies: CudaCopies
+) -> None:
+    computed = cuda.compute.do()
+    brought: Tensor = copies.bring(Tensor(cuda))  # type: ignore[assignment, arg-type]
+    (copied,) = brought.copied
+    assert not computed.before(copied)
+    assert not copied.before(cuda.compute.do())
+    copies.admit([brought])  # type: ignore[list-item]
+    assert copied.before(cuda.compute.do())
+    assert brought.owner is not cuda.compute
+    assert brought.users == [cuda.compute]
+
+
+def test_purposes_do_not_hold_each_other_up(cuda: Cuda, copies: CudaCopies) -> None:
+    since = copies.moment()
+    landing = Tensor(cuda)
+    brought: Tensor = copies.bring(Tensor(cuda))  # type: ignore[assignment, arg-type]
+    copy: HostCopy = copies.to_host(Tensor(cuda))  # type: ignore[arg-type]
+    copies.to_device(Tensor(cuda), landing, since)  # type: ignore[arg-type]
+    done = [*brought.copied, *copy.tensor.copied, *landing.copied]  # type: ignore[attr-defined]
+    assert not any(one.before(other) for one in done for other in done if one is not other)

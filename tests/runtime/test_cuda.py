@@ -1,0 +1,171 @@
+"""On a GPU, training gives what the plain loop gives there; several ranks may share it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from test_training import STEPS, Case, _case, _check, _check_buffers, _shares_of, _train, cases
+from threads import own
+
+from autopar.errors import TrainingError, UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.pool import RankPool
+from autopar.runtime.copies import CudaCopies
+from autopar.runtime.in_process import Exchange, InProcessTransport
+from autopar.runtime.job import Job
+from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import expand
+
+__all__ = ["cases"]
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU, and torch finds none")
+RANKS = 4
+ENDLESS = """
+import torch
+def model(): return torch.nn.Linear(3, 1)
+def dataset(): return torch.utils.data.TensorDataset(torch.full((8, 3), float("inf")), torch.zeros(8, 1))
+def loss(output, batch): return (output - batch[1]).square().mean()
+def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks on one GPU each where there are enough, which NCCL then connects; else they share."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with RankPool(RANKS, device_type="cuda", share_gpus=True) as pool:
+        patch.undo()
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    file = tmp_path_factory.mktemp("dropout") / "dropout.py"
+    file.write_bytes((Path(__file__).parent / "models" / "dropout.py").read_bytes())
+    return _case(file)
+
+
+def _on_gpu(plan: Plan) -> Plan:
+    return plan.model_copy(update={"device_type": "cuda"})
+
+
+@pytest.mark.parametrize("example", ["gpt", "resnet"])
+@pytest.mark.parametrize(
+    ("widths", "schedule", "chunks"),
+    [
+        ((1,), "gpipe", 1),
+        ((2,), "1f1b", 1),
+        ((1, 1), "1f1b", 1),
+        ((1, 2), "1f1b", 1),
+        ((1, 1), "interleaved", 2),
+        ((1, 1, 1, 1), "zb-h1", 1),
+    ],
+)
+def test_training_equals_the_plain_loop_on_the_gpu(
+    example: str,
+    widths: tuple[int, ...],
+    schedule: str,
+    chunks: int,
+    cases: dict[tuple[str, str], Case],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = cases[example, "adamw"]
+    plan = _on_gpu(dictate(case.graph, case.model, widths, 3, 7, schedule, chunks=chunks))
+    losses = _train(pool, case, plan, tmp_path)
+    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    _check(plan, truth, tmp_path, losses)
+    if chunks == 1:
+        _check_buffers(plan, truth, tmp_path)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
+    recompute: bool, dropout: Case, pool: RankPool, tmp_path: Path
+) -> None:
+    random = [layer.name for layer in dropout.graph.layers if layer.random]
+    plan = _on_gpu(dictate(dropout.graph, dropout.model, (1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute))
+    losses = _train(pool, dropout, plan, tmp_path)
+    shares = (dropout.file, 3, 5, lambda name: _shares_of(dropout.graph, plan, name), random)
+    truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
+    _check(plan, truth, tmp_path, losses)
+
+
+def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[tuple[str, str], Case]) -> None:
+    case = cases["mlp", "sgd"]
+    plan = _on_gpu(dictate(case.graph, case.model, (1, 1), 3, 7))
+    outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True))
+    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    assert outcome.report.loss == pytest.approx(truth.losses, rel=1e-12)
+    assert outcome.report.backend == ("nccl" if GPUS > 1 else "gloo")
+    assert ("ranks share GPUs" in " ".join(outcome.report.notes)) == (GPUS == 1)
+    assert outcome.report.peak_kind == "allocated"
+    assert all(outcome.report.peak_bytes)
+    assert 0 < outcome.report.step_s.p10 <= outcome.report.step_s.p90 < 60
+    assert all(0 <= event.start_s <= event.end_s for event in outcome.timeline)
+
+
+@pytest.mark.skipif(GPUS > 1, reason="there is a GPU for each of two ranks")
+def test_ranks_that_find_themselves_on_one_gpu_are_refused_unless_asked_to_share() -> None:
+    with RankPool(2, device_type="cuda") as pool, pytest.raises(UsageError, match="ranks 0, 1 have the same GPU"):
+        pool.run("rank_jobs:train_and_keep", {})
+
+
+def test_copies_wait_for_what_makes_a_tensor_and_for_what_used_it() -> None:
+    copies = CudaCopies(torch.device("cuda", 0))
+    square = torch.full((2048, 2048), 1 / 2048, device="cuda")
+    for _ in range(50):
+        made = square @ square
+    copy = copies.to_host(made)
+    landing = torch.zeros_like(made)
+    for _ in range(50):
+        landing += square @ square
+    since = copies.moment()
+    copy.wait()
+    copies.to_device(copy.tensor, landing, since)
+    torch.testing.assert_close((landing - made).cpu(), torch.zeros(2048, 2048))
+    torch.testing.assert_close(copy.tensor, made.cpu(), rtol=0, atol=0)
+
+
+def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
+    cases: dict[tuple[str, str], Case], tmp_path: Path
+) -> None:
+    case = cases["mlp", "sgd"]
+    plan = _on_gpu(dictate(case.graph, case.model, (1,), 3, 7))
+    place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
+    device = torch.device("cuda", 0)
+    job = Job(plan, expand(plan), 0, *place, device, lambda step, position: None)
+    records = [job.step(step, more=True) for step in range(2)]
+    # torch then raises where the host waits for a stream unasked: copies from pageable memory, reading a number.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        records += [job.step(step, more=True) for step in range(2, STEPS)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    job.finish()
+    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    assert [record.loss for record in records] == pytest.approx(truth.losses, rel=1e-12)
+    moments = [moment for record in records for span in record.times_s for moment in span]
+    assert moments == sorted(moments)
+
+
+def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "endless.py"
+    file.write_text(ENDLESS)
+    case = _case(file)
+    plan = _on_gpu(dictate(case.graph, case.model, (1,), 2, 2))
+    place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
+    job = Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
+    before = {name: parameter.detach().clone() for name, parameter in job.parameters.items()}
+    with pytest.raises(TrainingError, match=r"U@0\): the loss is not finite in micro-batch 0; nothing was updated"):
+        job.step(0, more=True)
+    assert all(torch.equal(before[name], parameter) for name, parameter in job.parameters.items())
