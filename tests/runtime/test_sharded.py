@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import plain
 import pytest
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_training import EXAMPLES, FILE, NARROW, OPTIMIZERS
 
+from autopar.capture.batch import model_arguments, named_outputs
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
@@ -197,6 +198,39 @@ def test_replicas_that_take_unequally_many_turns_divide_the_optimizers_state(
     _trains_as_plain(pool, case, plan, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "level", "widths", "options"),
+    [
+        ("everything", "gradients", (1, 2), {}),
+        ("otherwise", "optimizer", (2, 3), {"turns": [0]}),
+        ("otherwise", "parameters", (2, 2), {"schedule": "interleaved", "chunks": 2}),
+        ("otherwise_listed", "parameters", (2, 1), {}),
+    ],
+)
+def test_sharded_stages_evaluate_as_the_plain_model(
+    name: str, level: Shard, widths: tuple[int, ...], options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    user = load(str(MODELS / f"{name}.py"))
+    plan = dictate(capture(user, user.build(0)), user, widths, 2, 6, shard=level, **options)
+    # A mini-batch, a micro-batch, and a few.
+    arguments = {"plan": plan.dumps(), "model": str(MODELS / f"{name}.py"), "samples": [40, 63]}
+    parts = pool.run("rank_jobs:train_and_evaluate", {**arguments, "folder": str(tmp_path)}, ranks=len(plan.devices))
+    total, count = (sum(each) for each in zip(*parts, strict=True))  # type: ignore[call-overload]
+    model = plain.load_file(MODELS / f"{name}.py").model()
+    for stage in plan.stages:
+        model.load_state_dict(load_file(tmp_path / f"state-{stage.devices[0]}"), strict=False)
+    batch = user.load_batch(user.dataset(), range(40, 63))
+    with torch.no_grad():
+        arguments, named = model_arguments(model.eval(), batch, has_loss=True)
+        output = model(*arguments, **named)
+        loss = user.loss(output, batch)  # type: ignore[misc]
+    assert total / count == pytest.approx(float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), rel=1e-12)
+    predicted, outputs = load_file(tmp_path / "predicted"), named_outputs(output)
+    assert predicted.keys() == {name for name, value in outputs.items() if value.dim()}
+    for name, value in predicted.items():
+        torch.testing.assert_close(value, outputs[name], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("clip_norm", [1e-3])
 def test_clipping_counts_every_part_of_a_gradient_once(
     clip_norm: float, cases: dict[str, Case], pool: RankPool, tmp_path: Path
@@ -272,6 +306,12 @@ def test_replicas_that_take_turns_do_not_meet_in_layers(level: Shard, cases: dic
     case = cases["dropout"]
     with pytest.raises(ValidationError, match="wait for each other in every layer"):
         dictate(case.graph, case.model, (2, 1), 4, 3, "gpipe", turns=[0], shard=level)
+
+
+def test_sharded_replicas_without_a_micro_batch_are_refused(cases: dict[str, Case]) -> None:
+    case = cases["dropout"]
+    with pytest.raises(ValidationError, match="3 replicas divide gradients that only 2 make"):
+        dictate(case.graph, case.model, (3, 1), 2, 4, "gpipe", turns=[0], shard="optimizer")
 
 
 def test_a_sharded_plan_is_not_rehearsed(cases: dict[str, Case]) -> None:
