@@ -15,6 +15,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.cli.rehearse import command
 from autopar.errors import TrainingError
+from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal import rehearse, rehearse_model
 from autopar.runtime.workspace import Workspace
@@ -37,21 +38,24 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    ("model", "widths", "schedule"),
+    ("model", "widths", "schedule", "shard"),
     [
-        ("gpt", (1, 1, 1, 1), "1f1b"),
-        ("gpt", (1, 2), "gpipe"),
-        ("resnet", (1, 1), "gpipe"),
-        ("resnet", (2, 1), "1f1b"),
-        ("everything", (1, 1, 2), "1f1b"),
+        ("gpt", (1, 1, 1, 1), "1f1b", "none"),
+        ("gpt", (1, 2), "gpipe", "none"),
+        ("resnet", (1, 1), "gpipe", "none"),
+        ("resnet", (2, 1), "1f1b", "none"),
+        ("everything", (1, 1, 2), "1f1b", "none"),
+        ("resnet", (1, 2), "1f1b", "optimizer"),
+        ("everything", (2, 1), "zb-h1", "gradients"),
+        ("resnet", (3,), "1f1b", "parameters"),
     ],
 )
 def test_a_rehearsal_counts_what_training_holds(
-    pool: RankPool, tmp_path: Path, model: str, widths: Sequence[int], schedule: str
+    pool: RankPool, tmp_path: Path, model: str, widths: Sequence[int], schedule: str, shard: Shard
 ) -> None:
     user = load(str(MODELS[model]))
     graph = capture(user, user.build(0))
-    plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule)
+    plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule, shard=shard)
     Workspace(tmp_path).prepare(user, dictate(graph, user, (1,), 1, 2), None)
     arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(tmp_path)}
     held = pool.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))

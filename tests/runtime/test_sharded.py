@@ -25,7 +25,6 @@ from autopar.formats.program import WEIGHT_BACKWARD
 from autopar.planner.memory import Held, Parts, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.launch import RunOptions, run
-from autopar.runtime.rehearsal import rehearse
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.weights import names, read
 from autopar.runtime.workspace import Workspace
@@ -312,10 +311,3 @@ def test_sharded_replicas_without_a_micro_batch_are_refused(cases: dict[str, Cas
     case = cases["dropout"]
     with pytest.raises(ValidationError, match="3 replicas divide gradients that only 2 make"):
         dictate(case.graph, case.model, (3, 1), 2, 4, "gpipe", turns=[0], shard="optimizer")
-
-
-def test_a_sharded_plan_is_not_rehearsed(cases: dict[str, Case]) -> None:
-    case = cases["dropout"]
-    plan = dictate(case.graph, case.model, (2,), 2, 4, shard="optimizer")
-    with pytest.raises(UsageError, match="plan with --shard none"):
-        rehearse(plan, case.graph, case.model)
