@@ -229,9 +229,13 @@ class Job:
         divided = self._divided({index: layers})
         apart = frozenset(parameter for name, parameter in self.parameters.items() if name not in divided)
         sharding = Sharding(placed.shard, self._mesh, apart, offload, placed.division == "round-robin")
+        order = list(self.parameters)
+        for name in divided:
+            # As soon as a layer's are divided, nothing else may hold them as a whole.
+            del self.parameters[name]
         stage = ShardedStage(sharding, layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
-        for layer in layers:
-            self.parameters.update({name: layer.parameter(attribute) for attribute, name in layer.parameters.items()})
+        held = {name: layer.parameter(attribute) for layer in layers for attribute, name in layer.parameters.items()}
+        self.parameters = {name: held[name] if name in held else self.parameters[name] for name in order}
         return stage
 
     def _stepped(self, trained: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], Callable[[], None]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
+from autopar.capture.outline import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import CaptureError, ModelError, TrainingError, UsageError
+from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
@@ -75,19 +75,11 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     user = load(model, data)
     check_source(user, plan)
     progress("capturing the model")
-    graph = _captured(user, plan.seed)
+    # It may be larger than this machine's memory.
+    _, graph = outline(user, plan.seed)
     check_fit(graph, plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
-
-
-def _captured(user: UserModel, seed: int) -> LayerGraph:
-    """Capture a model without values for its parameters, since it may be larger than this machine's memory."""
-    try:
-        return capture(user, user.build(seed, hollow=True))
-    except (CaptureError, ModelError):
-        # It wants them, or what is wrong with it is said where it has them.
-        return capture(user, user.build(seed))
 
 
 def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:

@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 from autopar.errors import FileError
 from autopar.formats.document import parse_json, write_text
 
-__all__ = ["names", "read", "write", "write_index"]
+__all__ = ["Shape", "names", "read", "shape_of", "shapes", "write", "write_index"]
 
+Shape = tuple[tuple[int, ...], str]
+"""A tensor's shape, and its type as safetensors has it."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -88,6 +90,34 @@ def names(folder: Path) -> set[str]:
         with _opened(path) as file:
             found.update(file.keys())
     return found
+
+
+def shapes(folder: Path) -> dict[str, Shape]:
+    """Return shape and type of all tensors of a folder; none of them is read.
+
+    Raises:
+        FileError: as :func:`read`.
+    """
+    found: dict[str, Shape] = {}
+    for path in _files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = tuple(part.get_shape()), part.get_dtype()
+    return found
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """Return shape and type of a tensor, as :func:`shapes` does.
+
+    >>> shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)), shape_of(torch.zeros((), dtype=torch.int64))
+    (((2, 3), 'BF16'), ((), 'I64'))
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    for kind, short in (("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I")):
+        if name.startswith(kind):
+            return tuple(tensor.shape), short + name.removeprefix(kind).upper()
+    return tuple(tensor.shape), name.upper()
 
 
 @contextmanager

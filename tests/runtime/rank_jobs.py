@@ -22,6 +22,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.transport import GroupTransport
@@ -52,6 +53,19 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
         job.step(1)
         job.finish()
     return int(tracker.peak_bytes)
+
+
+def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:
+    """Build and save; return the most bytes of tensors that were alive in doing either, and those between."""
+    plan, folder = Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    with StorageTracker() as tracker:
+        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
+        tracker.peak_bytes = tracker.alive_bytes
+        write_stages(job, graph, lambda read: {}, folder)
+        job.finish()
+    return [peak_bytes, between, int(tracker.peak_bytes)]
 
 
 def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
