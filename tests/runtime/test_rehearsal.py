@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from dictated import dictate
 
 from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
 from autopar.cli.rehearse import command
 from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
@@ -28,13 +30,22 @@ MODELS = {
 }
 
 
+class Subject(NamedTuple):
+    user: UserModel
+    graph: LayerGraph
+    workspace: Path
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(4) as pool:
-        patch.undo()
-        yield pool
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    @cache
+    def prepared(model: str) -> Subject:
+        user, folder = load(str(MODELS[model])), tmp_path_factory.mktemp(model)
+        graph = capture(user, user.build(0))
+        Workspace(folder).prepare(user, dictate(graph, user, (1,), 1, 2), None)
+        return Subject(user, graph, folder)
+
+    return prepared
 
 
 @pytest.mark.parametrize(
@@ -51,13 +62,11 @@ def pool() -> Iterator[RankPool]:
     ],
 )
 def test_a_rehearsal_counts_what_training_holds(
-    pool: RankPool, tmp_path: Path, model: str, widths: Sequence[int], schedule: str, shard: Shard
+    pool: RankPool, subject: Callable[[str], Subject], model: str, widths: Sequence[int], schedule: str, shard: Shard
 ) -> None:
-    user = load(str(MODELS[model]))
-    graph = capture(user, user.build(0))
+    user, graph, workspace = subject(model)
     plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule, shard=shard)
-    Workspace(tmp_path).prepare(user, dictate(graph, user, (1,), 1, 2), None)
-    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(tmp_path)}
+    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(workspace)}
     held = pool.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))
     rehearsed = rehearse(plan, graph, user)
     real = [max(held[rank_of(plan, s, i)] for i in range(width)) for s, width in enumerate(widths)]

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import plain
@@ -26,15 +25,6 @@ from autopar.runtime import weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(4) as pool:
-        patch.undo()
-        yield pool
 
 
 def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:

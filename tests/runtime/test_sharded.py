@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +57,6 @@ def _case(file: Path, text: str) -> Case:
     workspace.mkdir()
     Workspace(workspace).prepare(model, dictate(graph, model, (1,), 1, 2), None)
     return Case(file, model, graph, workspace)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(5) as pool:
-        patch.undo()
-        yield pool
 
 
 @pytest.fixture(scope="module")
