@@ -101,7 +101,7 @@ def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate:
         place, first = place_of(candidate, group), candidate.stages[chunks[0]]
         order = moments(candidate.schedule, place)
         for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
-            priced = [_priced(memory[kind], candidate, at, rows, place.micro_batches) for at in chunks]
+            priced = [_priced(memory[kind], candidate, at, rows, place) for at in chunks]
             peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
             for at in chunks:
                 found[at] = max(found[at], peak)
@@ -125,17 +125,22 @@ class Kept(NamedTuple):
     """Bytes that a micro-batch holds between the halves of its backward."""
     further: int = 0
     """Bytes of gradients that come back, beyond one of each tensor."""
+    received: bool = True
+    """Whether what it receives comes from another rank."""
+    returned: bool = True
+    """Whether the gradients that come back do."""
 
 
-def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, turns: int) -> Kept:
+def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: Place) -> Kept:
     stages, stage = candidate.stages, candidate.stages[at]
     lead = max(0, stages[at - 1].warmup - stage.warmup) if at else 0
     recompute = frozenset(stage.recompute)
-    held = Held(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
+    held = Held(rows, stage.warmup, place.micro_batches, len(stage.devices), lead, recompute, stage.shard)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
     parts = memory.parts(stage.first, stage.stop, rows, recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
-    return Kept(parts, held, int(parts.activations) if pending is None else pending, further)
+    kept = int(parts.activations) if pending is None else pending
+    return Kept(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)
 
 
 def rank_peak(every: Sequence[Moment], stages: Sequence[Kept], *, updates_at_once: bool) -> int:
@@ -143,7 +148,7 @@ def rank_peak(every: Sequence[Moment], stages: Sequence[Kept], *, updates_at_onc
     states = [tuple(map(int, state_of(each.parts, each.held))) for each in stages]
     kept = sum(state for state, _, _ in states)
     kept += sum(each.held.micro_batches * int(rows_bytes(each.held.rows, each.parts.inputs)) for each in stages)
-    messages = sum(int(messages_of(each.parts, each.held)) + each.further for each in stages)
+    messages = _messages(stages)
     lasting = [each.held.replicas > 1 for each in stages]
     most = 0
     for moment in every:
@@ -156,10 +161,30 @@ def rank_peak(every: Sequence[Moment], stages: Sequence[Kept], *, updates_at_onc
     return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
 
 
+def _messages(stages: Sequence[Kept]) -> int:
+    """Return the bytes of messages under way on a rank.
+
+    Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
+    gradients of the computation that runs, and what was sent back and may not have arrived.
+    """
+    further = sum(each.further for each in stages)
+    alone = sum(int(messages_of(each.parts, each.held)) for each in stages)
+    if len(stages) == 1:
+        return alone + further
+    rows = stages[0].held.rows
+    posted = [each.parts.received for each in stages if each.received]
+    posted += [each.parts.returned for each in stages if each.returned]
+    at_work = max(each.parts.returned for each in stages)
+    sent = sum(min(each.held.lead, each.held.micro_batches) * each.parts.answered for each in stages if each.received)
+    return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
+
+
 def _at_work(stage: Kept, kind: str, *, first: bool) -> int:
     """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
     parts = stage.parts
-    if kind != WEIGHT_BACKWARD:
-        return int(parts.first_peak if first else parts.peak)
     passing = int(parts.peak) - int(parts.activations)
-    return stage.pending + passing + (int(parts.gradients) if first else 0)
+    if kind == WEIGHT_BACKWARD:
+        return stage.pending + passing + (int(parts.gradients) if first else 0)
+    whole = int(parts.first_peak if first else parts.peak)
+    # An input half lets nothing go that its weight half reads, and keeps gradients for it beside.
+    return max(whole, stage.pending + passing) if kind == INPUT_BACKWARD else whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -49,15 +50,9 @@ class Evaluation:
         """Place the layers.
 
         Raises:
-            UsageError: a stage is sharded.
             ModelError: a layer reads a parameter or buffer that its stage does not train with.
         """
         self._job, self._plan, self._transport, self._device = job, job.plan, transport, device
-        for index, stage in enumerate(job.plan.stages):
-            if stage.shard != "none":
-                raise UsageError(
-                    f"stage {index} shards its {stage.shard}, which evaluation does not do; evaluate saved weights"
-                )
         self.graph = graph
         stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
         self._last = stage_of[graph.layers[-1].name]
@@ -74,7 +69,8 @@ class Evaluation:
                 materialize(layer, {**job.parameters, **self._buffers}, device)
         autocast = autocast_of(job.plan.precision, device)
         self._stages = {
-            index: Stage(each, specs, graph.inputs, graph.results, autocast) for index, each in layers.items()
+            index: Stage(job.stages[index].lend(each), specs, graph.inputs, graph.results, autocast)
+            for index, each in layers.items()
         }
         self.inputs = tuple(dict.fromkeys(name for stage in self._stages.values() for name in stage.inputs))
         """Names of the model's inputs that layers of this rank read."""
@@ -91,13 +87,16 @@ class Evaluation:
         self._refresh()
         first = 0
         used: dict[int, Forwards] = {}
-        for count, size in rounds(self._plan, rows):
-            forwards = self._forwards_of(count, size)
-            used[id(forwards)] = forwards
-            part = {name: value[first : first + count * size] for name, value in values.items()}
-            inputs = split_rows(forwards.plan, self._job.rank, part, self.inputs, self._device)
-            yield forwards, forwards.run(step, inputs)
-            first += count * size
+        with ExitStack() as lending:
+            for stage in self._job.stages.values():
+                lending.enter_context(stage.lending())
+            for count, size in rounds(self._plan, rows):
+                forwards = self._forwards_of(count, size)
+                used[id(forwards)] = forwards
+                part = {name: value[first : first + count * size] for name, value in values.items()}
+                inputs = split_rows(forwards.plan, self._job.rank, part, self.inputs, self._device)
+                yield forwards, forwards.run(step, inputs)
+                first += count * size
         for forwards in used.values():
             forwards.finish()
 

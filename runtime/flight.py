@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopar.runtime.passes import Pass
+from autopar.runtime.passes import Pass, taken
 from autopar.runtime.stage import Stage
 
 __all__ = ["Flight"]
@@ -71,4 +71,5 @@ class Flight:
     def _returned(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the received tensors, zeros where the stage did not make use of one."""
         leaves, self._leaves = self._leaves, {}
-        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        gradients = {name: taken(leaf) for name, leaf in leaves.items()}
+        return {name: torch.zeros_like(leaves[name]) if each is None else each for name, each in gradients.items()}

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.export import capture
 from autopar.capture.given import given_model
 from autopar.capture.graph import LayerGraph
+from autopar.capture.place import release
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -92,6 +93,9 @@ def _captured(model: nn.Module, plan: Plan, batch: object, functions: Functions)
     if not graph.portable:
         # Its layers are the model's own modules, whose parameters are about to be replaced.
         graph = capture(user, copy.deepcopy(model))
+        for layer in graph.layers:
+            # Those of its stage a rank is given, and the others it need not hold.
+            release(layer)
     for module, mode in modes:
         module.training = mode
     check_fit(graph, plan, user)

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reducing_groups", "reduction_groups", "synced_groups"]
+__all__ = ["DEFAULTS", "Job", "reducing_groups", "reduction_groups", "replica_ranks", "synced_groups"]
 
 DEFAULTS = TrainSettings()
 
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
-    groups = [_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
-    groups += [_ranks(plan, tied.stages) for tied in plan.tied]
+    groups = [replica_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
+    groups += [replica_ranks(plan, tied.stages) for tied in plan.tied]
     return list(dict.fromkeys(group for group in groups if len(group) > 1))
 
 
@@ -59,10 +59,10 @@ def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
     divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
-    return list(dict.fromkeys(_ranks(plan, [index]) for index in divided))
+    return list(dict.fromkeys(replica_ranks(plan, [index]) for index in divided))
 
 
-def _ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
+def replica_ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
     """Return the ranks of stages, each once."""
     return tuple(dict.fromkeys(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas)))
 
@@ -110,7 +110,7 @@ class Job:
             layers = compiled(layers)
         crossing = crossing_specs(plan, graph)
         sharding = [index for index in indices if plan.stages[index].shard != "none"]
-        self._mesh = transport.mesh(_ranks(plan, indices)) if sharding else None
+        self._mesh = transport.mesh(replica_ranks(plan, indices)) if sharding else None
         self.stages = {
             index: self._stage(index, each, crossing, graph, device, settings.cpu_offload)
             for index, each in layers.items()
@@ -245,9 +245,13 @@ class Job:
         divided = self._divided({index: layers})
         apart = frozenset(parameter for name, parameter in self.parameters.items() if name not in divided)
         sharding = Sharding(placed.shard, self._mesh, apart, offload, placed.division == "round-robin")
+        order = list(self.parameters)
+        for name in divided:
+            # As soon as a layer's are divided, nothing else may hold them as a whole.
+            del self.parameters[name]
         stage = ShardedStage(sharding, layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
-        for layer in layers:
-            self.parameters.update({name: layer.parameter(attribute) for attribute, name in layer.parameters.items()})
+        held = {name: layer.parameter(attribute) for layer in layers for attribute, name in layer.parameters.items()}
+        self.parameters = {name: held[name] if name in held else self.parameters[name] for name in order}
         return stage
 
     def _stepped(self, trained: list[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], Callable[[], None]]:
@@ -286,7 +290,7 @@ class Job:
         if not any(map(normalizes, graph.layers)):
             raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
         layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
-        mine, ranks = [layer for each in layers.values() for layer in each], _ranks(self.plan, layers)
+        mine, ranks = [layer for each in layers.values() for layer in each], replica_ranks(self.plan, layers)
         if settings.deferred_batch_norm:
             self._deferred = DeferredBatchNorms(mine, transport, ranks, self.rank)
         elif ranks in synced_groups(self.plan):
@@ -304,18 +308,20 @@ class Job:
         return [
             (i, tied)
             for i, tied in enumerate(self.plan.tied)
-            if self.stages.keys() & set(tied.stages) and len(_ranks(self.plan, tied.stages)) > 1
+            if self.stages.keys() & set(tied.stages) and len(replica_ranks(self.plan, tied.stages)) > 1
         ]
 
     def _reducing(self, layers: Mapping[int, list[Layer]], transport: Transport, mark: Callable[[], object]) -> Reducer:
         shards = (index for index in self.stages if self.plan.stages[index].shard != "none")
         sharded = {index: cast("ShardedStage", self.stages[index]) for index in shards}
         others = layers.keys() - sharded.keys()
-        shared = {i: (self.parameters[tied.parameter], _ranks(self.plan, tied.stages)) for i, tied in self._shared()}
+        shared = {
+            i: (self.parameters[tied.parameter], replica_ranks(self.plan, tied.stages)) for i, tied in self._shared()
+        }
         return Reducer(
             {index: [list(layer.module.parameters()) for layer in layers[index]] for index in sorted(others)},
             sharded,
-            _ranks(self.plan, self.stages),
+            replica_ranks(self.plan, self.stages),
             shared,
             transport,
             mark,

@@ -93,7 +93,7 @@ def run(
     steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
-        Workspace(scratch.path).prepare(user_model, plan, options.weights)
+        initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
             _arguments(plan, program, model, scratch.path, options, steps),
@@ -102,7 +102,7 @@ def run(
             describe=_describe(plan, program),
             on_message=_Losses(plan, progress).take,
         )
-    return _conclude(plan, program, [cast(RankResult, result) for result in results], options)
+    return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
 
 
 def join(
@@ -122,13 +122,13 @@ def join(
             check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
         try:
-            shared, steps = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
+            shared, steps, initial = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
             result = train(context, _arguments(plan, program, model, shared, options, steps))
             gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
         finally:
             if scratch is not None:
                 scratch.close()
-        return _conclude(plan, program, gathered, options) if context.rank == 0 else None
+        return _conclude(plan, program, gathered, options, initial) if context.rank == 0 else None
 
 
 def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
@@ -172,14 +172,18 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
 
 def _prepare_host(
     context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
-) -> tuple[Path, int]:
-    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
+) -> tuple[Path, int, str]:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
+
+    Returns:
+        The workspace's folder, the steps, and where the initial weights are from.
+    """
     said: dict[str, object] = {}
     if folder is not None:
         try:
             user_model = load(model, options.data)
-            Workspace(folder).prepare(user_model, plan, options.weights)
-            said = {"folder": str(folder), "steps": _steps(user_model, plan, options)}
+            initial = Workspace(folder).prepare(user_model, plan, options.weights)
+            said = {"folder": str(folder), "steps": _steps(user_model, plan, options), "initial": initial}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
@@ -187,11 +191,10 @@ def _prepare_host(
         if "failure" in item:
             raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
-    return Path(leader["folder"]), int(leader["steps"])
+    return Path(leader["folder"]), int(leader["steps"]), str(leader["initial"])
 
 
-def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions) -> Outcome:
-    initial = f"files in {options.weights}" if options.weights else f"model(), seed {plan.seed}"
+def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
     if options.save is not None:
         write_weights_index(plan, results, options.save)
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]

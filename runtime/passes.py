@@ -14,7 +14,7 @@ from autopar.capture.halves import Halves
 from autopar.runtime.recompute import forgetting
 from autopar.runtime.segment import Segment
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "taken"]
 
 _UNRECORDED = nullcontext()
 
@@ -100,12 +100,18 @@ class Pass:
         edges, gradients = [], []
         for name, edge in (self._edges or {}).items():
             output = self._outputs[name]
-            for each in (given.get(name), output.grad):
+            for each in (given.get(name), taken(output)):
                 if each is not None:
                     edges.append(edge)
                     gradients.append(each.to(output.dtype))
         self._outputs, self._edges = {}, {}
         return edges, gradients
+
+
+def taken(leaf: torch.Tensor) -> torch.Tensor | None:
+    """Return a leaf's gradient, and let go of it: the graph of a half that is to come holds the leaf."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
+from autopar.capture.outline import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import CaptureError, ModelError, TrainingError, UsageError
+from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
@@ -21,13 +20,10 @@ from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.scope import check_scope
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import Pending
+from autopar.runtime.silence import silent_peers
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, rank_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["rehearse", "rehearse_model"]
 
@@ -79,19 +75,11 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     user = load(model, data)
     check_source(user, plan)
     progress("capturing the model")
-    graph = _captured(user, plan.seed)
+    # It may be larger than this machine's memory.
+    _, graph = outline(user, plan.seed)
     check_fit(graph, plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
-
-
-def _captured(user: UserModel, seed: int) -> LayerGraph:
-    """Capture a model without values for its parameters, since it may be larger than this machine's memory."""
-    try:
-        return capture(user, user.build(seed, hollow=True))
-    except (CaptureError, ModelError):
-        # It wants them, or what is wrong with it is said where it has them.
-        return capture(user, user.build(seed))
 
 
 def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:
@@ -104,8 +92,12 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
 
     try:
         # What the model's graph holds itself (constants) is real; it is taken for fake where it meets fake tensors.
-        with FakeTensorMode(allow_non_fake_inputs=True), StorageTracker() as tracker:
-            job = _SilentJob(plan, expand(plan), rank, graph, model, blank, _Silence(), _CPU, lambda step, at: None)
+        with (
+            silent_peers(plan, rank) as peers,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            StorageTracker() as tracker,
+        ):
+            job = _SilentJob(plan, expand(plan), rank, graph, model, blank, peers, _CPU, lambda step, at: None)
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
@@ -154,31 +146,3 @@ class _SilentJob(Job):
 class _UnreadTally(LossTally):
     def settle(self, *, finite: bool = True) -> tuple[float, float]:
         return 0.0, 0.0
-
-
-class _Silence:
-    """A transport to peers that say nothing and take everything."""
-
-    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _Holding(tensor)
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _Holding(tensor)
-
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        return _Holding(tensor)
-
-    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
-        raise UsageError(
-            "replicas that shard meet while they compute, which no rehearsal shows; plan with --shard none"
-        )
-
-
-class _Holding:
-    """Like a piece of work under way, it keeps its tensor alive until it is let go."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        return

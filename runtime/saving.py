@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ def write_stages(
 ) -> dict[str, list[str]]:
     """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
 
-    The first replica writes. The others give it their parts, one parameter after the other.
+    The first replica writes. The others give it their parts, one parameter after the other; none is held longer than it
+    takes to write it.
 
     Args:
         job: the rank's.
@@ -48,16 +50,17 @@ def write_stages(
     """
     first, saved = holders(job.plan, graph), {}
     for index in job.stages:
-        state = {}
-        for name in job.state():
-            if first[name] == index:
-                tensor = job.whole(name)
-                if job.replica == 0:
-                    state[name] = tensor.cpu()
+        mine = {name: tensor for name, tensor in job.state().items() if first[name] == index}
         if job.replica != 0:
+            for name in mine:
+                job.whole(name)
             continue
-        if index == 0:
-            state |= unread(first)
-        weights.write(folder / shard_name(index, len(job.plan.stages)), state)
-        saved[str(index)] = sorted(state)
+        others = unread(first) if index == 0 else {}
+        path = folder / shard_name(index, len(job.plan.stages))
+        weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine)))
+        saved[str(index)] = sorted([*mine, *others])
     return saved
+
+
+def _whole(job: Job, mine: frozenset[str], name: str) -> torch.Tensor | None:
+    return job.whole(name) if name in mine else None

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture.graph import Layer, TensorSpec
+from autopar.capture.place import place
 from autopar.errors import UsageError
 from autopar.formats.plan import Shard
 from autopar.runtime.passes import Pass
@@ -145,6 +146,36 @@ class ShardedStage(Stage):
         # It reduces all that is left; torch's own pipelines call it after split backwards, too.
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
+    def lend(self, layers: Sequence[Layer]) -> list[Layer]:
+        """See :class:`Stage`; a layer sees whole parameters for as long as it runs."""
+        owners: dict[str, tuple[nn.Module, str, FSDPModule]] = {}
+        for layer, unit in zip(self.layers, self._units, strict=True):
+            inner = layer.module.get_submodule("module")
+            for attribute, name in layer.parameters.items():
+                owners.setdefault(name, (inner, attribute, unit))
+        by_layer = self._lets_go()
+        lent = []
+        for layer in layers:
+            owned = {attribute: owners[name] for attribute, name in layer.parameters.items()}
+            lent.append(replace(layer, module=_Lent(layer.module, owned, by_layer=by_layer)))
+        return lent
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """See :class:`Stage`; what training gathers for a whole step is gathered for the whole of the context."""
+        self._root.unshard()
+        if not self._lets_go():
+            self._gather()
+        try:
+            yield
+        finally:
+            for unit in (*self._units, self._root):
+                unit.reshard()
+
+    def _lets_go(self) -> bool:
+        """Tell whether parameters are gathered layer by layer."""
+        return self._sharding.level == "parameters" and not self._sharding.turning
+
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this replica's parts of the gradients that there are."""
         for parameter in self._divided:
@@ -175,6 +206,30 @@ class _Called(nn.Module):
 
     def forward(self, *arguments: object) -> Any:  # noqa: ANN401
         return self.module(*arguments)
+
+
+class _Lent(nn.Module):
+    """A layer in another mode, whose parameters are those of layers that FSDP2 attends to."""
+
+    def __init__(
+        self, module: nn.Module, owned: Mapping[str, tuple[nn.Module, str, FSDPModule]], *, by_layer: bool
+    ) -> None:
+        """Keep apart what the layer computes, and where its parameters are: attribute -> module, attribute, unit."""
+        super().__init__()
+        self.module = module
+        self._owned = dict(owned)
+        self._gathered = list(dict.fromkeys(unit for _, _, unit in owned.values())) if by_layer else []
+
+    def forward(self, *arguments: object) -> Any:  # noqa: ANN401
+        for unit in self._gathered:
+            unit.unshard()
+        for attribute, (module, held, _) in self._owned.items():
+            place(self.module, attribute, module.get_parameter(held))
+        try:
+            return self.module(*arguments)
+        finally:
+            for unit in self._gathered:
+                unit.reshard()
 
 
 class _Whole(nn.Module):

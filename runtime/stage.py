@@ -98,6 +98,17 @@ class Stage:
             sent[name] = tensor.detach() if tensor.dtype is dtype else tensor.detach().to(dtype)
         return sent
 
+    def lend(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return layers of another mode, to which this stage lends its parameters while they run.
+
+        They hold the stage's parameters already; see :meth:`lending`.
+        """
+        return list(layers)
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Return the context that lent layers run in, entered by all replicas together."""
+        return nullcontext()
+
     def _expected(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return the names, types and shapes of what is sent of so many rows, found once."""
         if rows not in self._shapes:

@@ -7,50 +7,65 @@ other libraries read, too). No reader ever loads more than what it asks for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from autopar.errors import FileError
 from autopar.formats.document import parse_json, write_text
 
-__all__ = ["names", "read", "write", "write_index"]
+__all__ = ["Shape", "names", "read", "shape_of", "shapes", "write", "write_index"]
 
+Shape = tuple[tuple[int, ...], str]
+"""A tensor's shape, and its type as safetensors has it."""
+Whole = Callable[[str], torch.Tensor | None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one safetensors file.
+def write(path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole = lambda name: None) -> None:
+    """Write one safetensors file, tensor after tensor.
+
+    Args:
+        path: where.
+        tensors: by name; of a divided one, its shape and type count.
+        whole: called once with every name, in order and whatever fails, before its tensor is written; returns what is
+            written in the tensor's place, if that is another.
 
     Raises:
         FileError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.part")
+    values = (tensor if (found := whole(name)) is None else found for name, tensor in tensors.items())
     try:
-        save_file(_apart(tensors), temporary)
+        with temporary.open("wb") as file:
+            file.write(_header(tensors))
+            for value in values:
+                # As bytes, not elements: NumPy does not know all types.
+                file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         temporary.replace(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
         raise FileError(f"cannot write {path}: {error}") from error
+    finally:
+        for _ in values:
+            pass
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give every tensor a storage of its own, as the format asks; copy only those that have none."""
-    apart: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a text, and the text: what is where behind it."""
+    content: dict[str, object] = {}
+    end = 0
     for name, tensor in tensors.items():
-        held = tensor.detach().cpu().contiguous()
-        storage = held.untyped_storage()
-        if storage.data_ptr() in storages or storage.nbytes() != held.nbytes:
-            held = held.clone()
-        storages.add(held.untyped_storage().data_ptr())
-        apart[name] = held
-    return apart
+        shape, kind = shape_of(tensor)
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        content[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
@@ -88,6 +103,34 @@ def names(folder: Path) -> set[str]:
         with _opened(path) as file:
             found.update(file.keys())
     return found
+
+
+def shapes(folder: Path) -> dict[str, Shape]:
+    """Return shape and type of all tensors of a folder; none of them is read.
+
+    Raises:
+        FileError: as :func:`read`.
+    """
+    found: dict[str, Shape] = {}
+    for path in _files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = tuple(part.get_shape()), part.get_dtype()
+    return found
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """Return shape and type of a tensor, as :func:`shapes` does.
+
+    >>> shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)), shape_of(torch.zeros((), dtype=torch.int64))
+    (((2, 3), 'BF16'), ((), 'I64'))
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    for kind, short in (("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I"), ("complex", "C")):
+        if name.startswith(kind):
+            return tuple(tensor.shape), short + name.removeprefix(kind).removesuffix("fn").upper()
+    return tuple(tensor.shape), name.upper()
 
 
 @contextmanager

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
+from autopar.capture.outline import outline
 from autopar.capture.source import UserModel
 from autopar.capture.store import load_graph, save_graph
-from autopar.errors import FileError
+from autopar.errors import CaptureError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.fit import check_fit, check_source
+from autopar.runtime.initial import given_names, host_memory_bytes, write_made
 
 __all__ = ["Workspace"]
 
 GRAPH, WEIGHTS = "graph", "weights"
+GIVEN, NAMES = "given", "given.json"
+"""A link to the folder of given weights, and the names that parameters and buffers have there."""
 
 
 @dataclass(frozen=True)
@@ -28,52 +35,84 @@ class Workspace:
 
     folder: Path
 
-    def prepare(self, model: UserModel, plan: Plan, given: Path | None) -> None:
-        """Build the model once, capture it, and write its graph and initial weights.
+    def prepare(self, model: UserModel, plan: Plan, given: Path | None) -> str:
+        """Capture the model, and write its graph and initial weights, or where ranks find them.
+
+        The model is built with values only if its own are asked for, and the host's memory holds them.
 
         Args:
             model: the user's file.
             plan: what the graph must fit.
             given: a folder of weights that replace those of ``model()``.
 
+        Returns:
+            Where the initial weights are from.
+
         Raises:
             FileError: the model has changed since it was planned for, or the weights do not fit it.
+            UsageError: a model larger than memory has parameters that nothing but ``model()`` makes.
         """
         check_source(model, plan)
-        module = model.build(plan.seed)
-        graph = capture(model, module)
-        check_fit(graph, plan, model)
-        state = dict(module.named_parameters()) | dict(module.named_buffers())
-        if given is not None:
-            state |= _fitting(weights.read(given, state), dict(module.named_parameters()), given)
         (self.folder / WEIGHTS).mkdir()
-        weights.write(self.folder / WEIGHTS / weights.SINGLE, {name: value.detach() for name, value in state.items()})
+        if given is not None:
+            module, graph = outline(model, plan.seed)
+            self._link(module, given)
+            source = f"files in {given}"
+        elif _too_large(model, plan.seed):
+            module, graph = outline(model, plan.seed)
+            write_made(module, plan.seed, self.folder / WEIGHTS)
+            source = f"made module by module, seed {plan.seed}: model() is larger than the host's memory"
+        else:
+            module = model.build(plan.seed)
+            graph = capture(model, module)
+            self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
+            source = f"model(), seed {plan.seed}"
+        check_fit(graph, plan, model)
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
+        return source
 
     def graph(self, model: UserModel, plan: Plan) -> LayerGraph:
         """Return the graph for one rank, without weights."""
         if (self.folder / GRAPH).exists():
             return load_graph(self.folder / GRAPH)
-        return capture(model, model.build(plan.seed))
+        return outline(model, plan.seed)[1]
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""
-        return weights.read(self.folder / WEIGHTS, names)
+        wanted = set(names)
+        there = {self._given[name]: name for name in wanted & self._given.keys()}
+        found = weights.read(self.folder / WEIGHTS, wanted - self._given.keys())
+        if there:
+            given = weights.read(self.folder / GIVEN, there)
+            found |= {there[name]: tensor for name, tensor in given.items()}
+        return found
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
-        return weights.names(self.folder / WEIGHTS)
+        return weights.names(self.folder / WEIGHTS) | self._given.keys()
+
+    @cached_property
+    def _given(self) -> dict[str, str]:
+        """Names in the folder of given weights, by the model's own."""
+        path = self.folder / NAMES
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _link(self, module: nn.Module, given: Path) -> None:
+        names = given_names(module, given)
+        (self.folder / GIVEN).symlink_to(given.resolve(), target_is_directory=True)
+        (self.folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
+        self._write({name: buffer for name, buffer in module.named_buffers() if name not in names})
+
+    def _write(self, state: dict[str, torch.Tensor]) -> None:
+        weights.write(self.folder / WEIGHTS / weights.SINGLE, {name: value.detach() for name, value in state.items()})
 
 
-def _fitting(
-    given: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter], folder: Path
-) -> dict[str, torch.Tensor]:
-    for name, parameter in parameters.items():
-        if name not in given:
-            raise FileError(f"{folder}: holds no parameter {name!r} of the model")
-        if given[name].shape != parameter.shape or given[name].dtype != parameter.dtype:
-            found = f"{tuple(given[name].shape)} {given[name].dtype}"
-            wanted = f"{tuple(parameter.shape)} {parameter.dtype}"
-            raise FileError(f"{folder}: parameter {name!r} is {found}, the model's is {wanted}")
-    return given
+def _too_large(model: UserModel, seed: int) -> bool:
+    """Tell whether the host's memory cannot hold the model's parameters."""
+    try:
+        shapes = model.build(seed, hollow=True)
+    except (CaptureError, ModelError):
+        # It is built with them, or what is wrong with it is said where it is.
+        return False
+    return sum(parameter.nbytes for parameter in shapes.parameters()) > host_memory_bytes()

@@ -1,16 +1,21 @@
-"""Settings that every test shares, and autopar's command line called in the process of a test."""
+"""What tests share: settings, autopar's command line called in the process of a test, and rank processes."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from autopar.cli import main
+
+if TYPE_CHECKING:
+    from autopar.ranks.pool import RankPool
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -37,3 +42,24 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(ended.value.code or 0), captured.out, captured.err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[list[RankPool]]:
+    """Give the rank processes that were started, the last ones alive; they end with the session."""
+    started: list[RankPool] = []
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> RankPool:
+    """Give five rank processes that find the jobs of tests/runtime; others where a job that failed has ended them."""
+    from autopar.ranks.pool import RankPool
+
+    if not pools or pools[-1].closed:
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent / "runtime"), prepend=os.pathsep)
+            pools.append(RankPool(5))
+    return pools[-1]

@@ -16,6 +16,7 @@ __all__ = [
     "StepModule",
     "loss_outputs",
     "model_arguments",
+    "named_outputs",
     "named_tensors",
     "rebuild",
     "row_count",
@@ -116,6 +117,23 @@ def _scalar(value: object, what: str) -> torch.Tensor:
         hint = "" if what.startswith("loss()") else " (or define loss(output, batch))"
         raise ModelError(f"{what} has shape {tuple(value.shape)}; it must be a scalar{hint}")
     return value
+
+
+def named_outputs(value: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's output by path, such as ``logits`` or ``hidden.0``; a lone one is ``output``."""
+    return dict(_outputs(value, ""))
+
+
+def _outputs(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(value, torch.Tensor):
+        yield path or "output", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _outputs(item, f"{prefix}{key}")
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _outputs(item, f"{prefix}{index}")
 
 
 class StepModule(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild
+from autopar.capture.batch import model_arguments, named_tensors, rebuild
 from autopar.capture.fallback import ListedLayer, Listing
 from autopar.capture.graph import LayerGraph
 from autopar.capture.hollow import is_hollow
@@ -56,14 +56,17 @@ class _DeclaredLayer(ListedLayer):
         template, model = self.context
         count = len(self.batch_names)
         batch = rebuild(template, dict(zip(self.batch_names, inputs[:count], strict=True)))
-        loss = self.loss[0]
-        positional, named = model_arguments(model, batch, loss is not None)
+        positional, named = model_arguments(model, batch, self.loss[0] is not None)
         with self._only(None if self.first else inputs[count]):
             try:
                 output = model(*positional, **named)
             except _Reached as reached:
                 return reached.hidden
-        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        return self.end(output, batch)
+
+    def predict(self) -> None:
+        # The model's forward reads the batch, whichever module computes.
+        self.predicts = True
 
     @contextlib.contextmanager
     def _only(self, hidden: torch.Tensor | None) -> Iterator[None]:

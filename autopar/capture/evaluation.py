@@ -1,29 +1,34 @@
 """Evaluation: the same layers as they compute in evaluation mode, up to the loss or to the model's own outputs.
 
 The model is exported a second time, in evaluation mode, and cut where the calls of the training layers' modules begin,
-so that every stage evaluates with the parameters that it trains.
+so that every stage evaluates with the parameters that it trains. Layers that are listed, and not captured, are modules:
+copies of them are in evaluation mode, and hold the same parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from autopar.capture.batch import Opaque, StepModule, model_arguments, named_tensors, rebuild
+from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
 from autopar.capture.build import build_layers, spec_of, tensor_specs
 from autopar.capture.export import export_rows, sorted_inputs, told_apart, unchanged
+from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import faked, is_hollow
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.errors import CaptureError, ModelError
 
 __all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]
+
+_NO_OUTPUT = "the model's forward returns no tensor that has the samples as one dimension"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +56,8 @@ def capture_evaluation(
         ModelError: the model raises in evaluation mode.
         CaptureError: it cannot be captured in this mode, or not be cut so.
     """
+    if not trained.portable:
+        return _listed(trained)
     step = StepModule(model, batch, loss)
     program = _exported(model, step, batch, trained)
     return _cut(program, model, step.names, trained, trained.outputs)
@@ -67,6 +74,8 @@ def capture_prediction(
         ModelError: as :func:`capture_evaluation`; or no output is left.
         CaptureError: as :func:`capture_evaluation`.
     """
+    if not trained.portable:
+        return _predicting(_listed(trained))
     step = _OutputModule(model, batch, has_loss=loss is not None)
     program = _exported(model, step, batch, trained)
     inputs, _ = sorted_inputs(program, model, step.names)
@@ -74,7 +83,7 @@ def capture_prediction(
     named = zip(step.outputs.value, end.args[0], strict=True)
     kept = {name: node for name, node in named if batch_dim(node.meta.get("val"), inputs.symbol) is not None}
     if not kept:
-        raise ModelError("the model's forward returns no tensor that has the samples as one dimension")
+        raise ModelError(_NO_OUTPUT)
     end.args = (tuple(kept.values()),)
     specs = [spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items()]
     return _cut(program, model, step.names, trained, tuple(kept), tuple(specs))
@@ -93,11 +102,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _exported(model: nn.Module, step: nn.Module, batch: object, trained: LayerGraph) -> ExportedProgram:
-    if not trained.portable:
-        raise CaptureError(
-            "the model's layers are listed, not captured, and cannot be cut in evaluation mode; save the weights and "
-            "evaluate the plain model"
-        )
     tensors = named_tensors(batch)
     hollow = is_hollow(model)
     with evaluating(model), unchanged(model), faked(model) if hollow else contextlib.nullcontext():
@@ -126,6 +130,34 @@ def _cut(
     return EvaluationGraph(tuple(layers), tuple(read), tuple(tensors), results, specs)
 
 
+def _listed(trained: LayerGraph) -> EvaluationGraph:
+    """Copy listed layers with all that they are made of, parameters and buffers apart, into evaluation mode."""
+    modules = [layer.module for layer in trained.layers]
+    models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
+    shared = {id(held): held for part in models for held in (*part.parameters(), *part.buffers())}
+    copies = copy.deepcopy(modules, shared)
+    for module in copies:
+        module.eval()
+        cast(ListedLayer, module).model.eval()
+    layers = [replace(layer, module=module) for layer, module in zip(trained.layers, copies, strict=True)]
+    return EvaluationGraph(tuple(layers), trained.tensors, trained.inputs, trained.outputs)
+
+
+def _predicting(graph: EvaluationGraph) -> EvaluationGraph:
+    """Have the last listed layer give the model's outputs in place of the loss."""
+    last = graph.layers[-1]
+    module = cast(ListedLayer, last.module)
+    if not module.outputs:
+        raise ModelError(_NO_OUTPUT)
+    before = module.batch_names
+    module.predict()
+    unread = set(before).difference(module.batch_names)
+    names = tuple(spec.name for spec in module.outputs)
+    inputs = tuple(name for name in last.inputs if name not in unread)
+    layers = (*graph.layers[:-1], replace(last, inputs=inputs, outputs=names))
+    return replace(graph, layers=layers, results=names, specs=module.outputs)
+
+
 class _OutputModule(nn.Module):
     """A model without its loss: from the tensors of a batch, in order, to the tensors that its forward returns."""
 
@@ -141,19 +173,6 @@ class _OutputModule(nn.Module):
         template, has_loss = self._call.value
         batch = rebuild(template, dict(zip(self.names, tensors, strict=True)))
         positional, named = model_arguments(self.model, batch, has_loss)
-        found = dict(_leaves(self.model(*positional, **named), ""))
+        found = named_outputs(self.model(*positional, **named))
         self.outputs.value = tuple(found)
         return tuple(found.values())
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an output by path, such as ``logits`` or ``hidden.0``; that of a lone one is ``output``."""
-    prefix = f"{path}." if path else ""
-    if isinstance(value, torch.Tensor):
-        yield path or "output", value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}{key}")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{prefix}{index}")

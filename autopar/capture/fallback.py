@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch import loss_outputs, model_arguments, named_tensors, rebuild, row_count
+from autopar.capture.batch import (
+    loss_outputs,
+    model_arguments,
+    named_outputs,
+    named_tensors,
+    rebuild,
+    row_count,
+)
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import is_hollow
 from autopar.capture.stand_ins import standing_in
@@ -36,6 +43,18 @@ class ListedLayer(nn.Module):
         self.loss: list[Callable[..., Any] | None] = []
         self.context: list[Any] = [template, model]
         self.batch_names: tuple[str, ...] = ()
+        self.outputs: tuple[TensorSpec, ...] = ()
+        """Of the model: those of the last layer that have the samples as one dimension."""
+        self.predicts = False
+        """Whether the last layer gives these outputs, and no loss."""
+        self.noted: dict[str, torch.Tensor] | None = None
+        """Where it is a dict, the last layer puts the model's outputs there."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that the list is of."""
+        found: nn.Module = self.context[1]
+        return found
 
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors_of(self.compute(inputs), self.element)
@@ -49,9 +68,33 @@ class ListedLayer(nn.Module):
             output = self.element(*positional, **named)
         else:
             output = self.element(inputs[count] if self.single else tuple(inputs[count:]))
-        if not self.last:
-            return output
-        return loss_outputs(self.loss[0](output, batch) if self.loss[0] else output, self.loss[0] is not None)
+        return self.end(output, batch) if self.last else output
+
+    def end(self, output: object, batch: object) -> tuple[torch.Tensor, ...]:
+        """Return what the last layer gives, from the model's output.
+
+        Raises:
+            ModelError: it is not like the output in training.
+        """
+        if self.noted is not None:
+            self.noted.update(named_outputs(output))
+        if self.predicts:
+            return self._predicted(named_outputs(output))
+        loss = self.loss[0]
+        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+
+    def predict(self) -> None:
+        """Have this layer, the last one, give the model's outputs in place of the loss."""
+        self.predicts = True
+        if not self.first:
+            self.batch_names = ()
+
+    def _predicted(self, found: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        for spec in self.outputs:
+            shape = tuple(found[spec.name].shape) if spec.name in found else ()
+            if shape != spec.shape(shape[spec.batch_dim] if len(shape) > spec.batch_dim else 0):
+                raise ModelError(f"the model returns another {spec.name} in evaluation mode than in training")
+        return tuple(found[spec.name] for spec in self.outputs)
 
 
 def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -126,11 +169,13 @@ class Listing:
     def run(
         self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
     ) -> LayerGraph:
+        sizes = (row_count(small), row_count(large))
         with self._running() as running:
-            first, randoms = self._forward(small, running)
+            first, randoms, given = self._forward(small, running)
             if not first[-1][0].requires_grad:
                 raise ModelError(NOTHING_TO_TRAIN)
-            second, _ = self._forward(large, running)
+            second, _, also_given = self._forward(large, running)
+        self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
         for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
@@ -139,9 +184,8 @@ class Listing:
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
             layers.append(self._layer(layer, name, previous, outputs, randoms[index]))
             if not last:
-                sizes = (row_count(small), row_count(large))
                 pairs = zip(outputs, first[index], second[index], strict=True)
-                specs += [_spec(output, name, self.names[index + 1], a, b, sizes) for output, a, b in pairs]
+                specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
             previous = outputs
         return LayerGraph(
             layers=tuple(layers),
@@ -164,9 +208,12 @@ class Listing:
 
     def _forward(
         self, tensors: Mapping[str, torch.Tensor], running: Running
-    ) -> tuple[list[tuple[torch.Tensor, ...]], list[bool]]:
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[bool], Mapping[str, torch.Tensor]]:
+        """Return what the layers give, whether they draw random numbers, and the model's outputs."""
         outputs: list[tuple[torch.Tensor, ...]] = []
         randoms = []
+        noted: dict[str, torch.Tensor] = {}
+        self.wrapped[-1].noted = noted
         for position, layer in enumerate(self.wrapped):
             inputs = tuple(tensors[name].clone() for name in layer.batch_names)
             if not layer.first:
@@ -176,7 +223,8 @@ class Listing:
             if position + 1 < len(self.wrapped):
                 self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
             outputs.append(tensors_of(output, layer.element))
-        return outputs, randoms
+        self.wrapped[-1].noted = None
+        return outputs, randoms, noted
 
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
@@ -213,14 +261,32 @@ def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, 
     return output, not torch.equal(state, torch.get_rng_state())
 
 
+def _predictions(
+    small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], rows: tuple[int, int]
+) -> tuple[TensorSpec, ...]:
+    """Return the model's outputs that have the samples as one dimension."""
+    found = []
+    for name in small:
+        if name in large:
+            with contextlib.suppress(ModelError):
+                found.append(_spec(name, None, (), small[name], large[name], rows))
+    return tuple(found)
+
+
 def _spec(
-    name: str, producer: str, consumer: str, small: torch.Tensor, large: torch.Tensor, rows: tuple[int, int]
+    name: str,
+    producer: str | None,
+    consumers: tuple[str, ...],
+    small: torch.Tensor,
+    large: torch.Tensor,
+    rows: tuple[int, int],
 ) -> TensorSpec:
-    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=True)) if pair[0] != pair[1]]
-    if len(differ) != 1 or (small.shape[differ[0]], large.shape[differ[0]]) != rows:
+    alike = len(small.shape) == len(large.shape)
+    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=False)) if pair[0] != pair[1]]
+    if not alike or len(differ) != 1 or (small.shape[differ[0]], large.shape[differ[0]]) != rows:
         raise ModelError(
             f"layers(): {producer} returns shape {tuple(small.shape)} for {rows[0]} samples and "
             f"{tuple(large.shape)} for {rows[1]}; exactly one dimension must be the samples'"
         )
     sizes = tuple(int(size) for index, size in enumerate(small.shape) if index != differ[0])
-    return TensorSpec(name, producer, (consumer,), sizes, differ[0], small.dtype, small.requires_grad)
+    return TensorSpec(name, producer, consumers, sizes, differ[0], small.dtype, small.requires_grad)

@@ -113,6 +113,8 @@ class _Saved:
 
     def __init__(self) -> None:
         self._boxes: list[_Box] = []
+        self._reading: dict[int, tuple[Node | None, list[_Box]]] = {}
+        """By thread, the operator that runs, and what it has read: some read it twice."""
         self.running: set[int] = set()
         """Threads on which such an operator runs: autograd has one for every device."""
 
@@ -122,11 +124,25 @@ class _Saved:
         return box
 
     def unpack(self, box: _Box) -> torch.Tensor:
+        thread = threading.get_ident()
         box.read = True
-        if self.running and threading.get_ident() in self.running:
+        if self.running and thread in self.running:
             box.read_again = True
+        else:
+            self._note(thread, box)
         assert box.tensor is not None
         return box.tensor
+
+    def _note(self, thread: int, box: _Box) -> None:
+        """Note what an operator reads that will not run again, and let go of what the one before it has read."""
+        node = torch._C._current_autograd_node()
+        before, boxes = self._reading.get(thread, (None, []))
+        if node is not before:
+            for each in boxes:
+                each.tensor = None
+            boxes = []
+            self._reading[thread] = node, boxes
+        boxes.append(box)
 
     def let_go(self) -> None:
         """Free what the second half does not need."""
@@ -134,9 +150,11 @@ class _Saved:
             if box.read and not box.read_again:
                 box.tensor = None
         self._boxes = [box for box in self._boxes if box.tensor is not None]
+        self._reading.clear()
 
     def let_all_go(self) -> None:
         """Free the rest: autograd holds the boxes for as long as any operator behind them lives."""
+        self._reading.clear()
         while self._boxes:
             self._boxes.pop().tensor = None
 

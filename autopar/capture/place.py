@@ -12,7 +12,7 @@ from torch import fx, nn
 from autopar.capture.graph import Layer
 from autopar.errors import FileError
 
-__all__ = ["materialize", "materialize_random", "release", "retarget", "usual_values"]
+__all__ = ["materialize", "materialize_random", "place", "release", "retarget", "usual_values"]
 
 
 _CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ def materialize(layer: Layer, tensors: Mapping[str, torch.Tensor], device: torch
         value = _find(layer, name, tensors, layer.module.get_parameter(attribute))
         if not isinstance(value, nn.Parameter):
             raise TypeError(f"layer {layer.name}: {name} must be given as an nn.Parameter")
-        _set(layer.module, attribute, value)
+        place(layer.module, attribute, value)
     for attribute, name in layer.buffers.items():
-        _set(layer.module, attribute, _find(layer, name, tensors, layer.module.get_buffer(attribute)))
+        place(layer.module, attribute, _find(layer, name, tensors, layer.module.get_buffer(attribute)))
     if device.type != "cpu":
         retarget(layer, device)
 
@@ -47,7 +47,8 @@ def _find(layer: Layer, name: str, tensors: Mapping[str, torch.Tensor], expected
     return tensors[name]
 
 
-def _set(module: nn.Module, attribute: str, value: torch.Tensor) -> None:
+def place(module: nn.Module, attribute: str, value: torch.Tensor) -> None:
+    """Set the parameter or buffer at an attribute path of a module."""
     parent, _, last = attribute.rpartition(".")
     setattr(module.get_submodule(parent), last, value)
 
@@ -68,9 +69,9 @@ def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU)
         if name not in values:
             shape = layer.module.get_parameter(attribute)
             values[name] = nn.Parameter(usual_values(shape, name, seed, device), requires_grad=shape.requires_grad)
-        _set(layer.module, attribute, values[name])
+        place(layer.module, attribute, values[name])
     for attribute in layer.buffers:
-        _set(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
+        place(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
     if device.type != "cpu":
         retarget(layer, device)
 
@@ -91,7 +92,7 @@ def release(layer: Layer) -> None:
         value = layer.module.get_parameter(attribute)
         if name not in shapes:
             shapes[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
-        _set(layer.module, attribute, shapes[name])
+        place(layer.module, attribute, shapes[name])
 
 
 def retarget(layer: Layer, device: torch.device) -> None:
@@ -99,7 +100,7 @@ def retarget(layer: Layer, device: torch.device) -> None:
     buffers = set(layer.buffers)
     for name, constant in layer.module.named_buffers():
         if name not in buffers:
-            _set(layer.module, name, constant.to(device))
+            place(layer.module, name, constant.to(device))
     for module in layer.module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

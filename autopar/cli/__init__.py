@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, worker
-from autopar.cli.interrupt import INTERRUPTED, Terminated, termination_unwinds
+from autopar.cli.interrupt import INTERRUPTED, Terminated, interrupts_noted, termination_unwinds
 from autopar.errors import AutoparError, FileError, UsageError
 
 __all__ = ["app", "main"]
@@ -35,7 +36,7 @@ def _settings(
     # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
     command = context.invoked_subcommand
     if command != "worker" and not (command == "cluster" and "RANK" in os.environ):
-        context.with_resource(termination_unwinds())
+        context.with_resource(termination_unwinds(context.obj))
 
 
 app.command("profile")(profile.command)
@@ -53,26 +54,38 @@ app.command("import")(imports.command)
 
 def main() -> None:
     """Run a command; an error becomes one line on stderr and its exit code."""
+    asked: list[int] = []
     try:
-        code = app(standalone_mode=False)
+        with interrupts_noted(asked):
+            code = app(standalone_mode=False, obj=asked)
         if code == INTERRUPTED:
             _say("interrupted")
-    except AutoparError as error:
-        code = _failed(str(error), error.exit_code)
-    except TyperException as error:
-        code = _usage(error)
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
-        code = INTERRUPTED
+        code = _ended(signal.SIGINT)
     except Terminated as end:
-        _say(str(end))
-        code = end.exit_code
-    except OSError as error:
-        code = _failed(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
+        code = _ended(end.number)
     except Exception as error:
-        remedy = "this is a fault of autopar; please report it with what --debug shows"
-        code = _failed(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
+        # Whatever being asked to end has turned into, it is what ended the command.
+        code = _ended(asked[0]) if asked else _code_of(error)
     sys.exit(code)
+
+
+def _ended(number: int) -> int:
+    """Say which signal ended the command; return the exit code."""
+    _say("interrupted" if number == signal.SIGINT else str(Terminated(number)))
+    return 128 + number
+
+
+def _code_of(error: Exception) -> int:
+    """Say what failed; return the exit code."""
+    if isinstance(error, AutoparError):
+        return _failed(str(error), error.exit_code)
+    if isinstance(error, TyperException):
+        return _usage(error)
+    if isinstance(error, OSError):
+        return _failed(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
+    remedy = "this is a fault of autopar; please report it with what --debug shows"
+    return _failed(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
 
 
 def _failed(message: str, code: int) -> int:

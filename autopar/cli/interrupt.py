@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
-__all__ = ["INTERRUPTED", "Terminated", "termination_unwinds"]
+__all__ = ["INTERRUPTED", "Terminated", "interrupts_noted", "termination_unwinds"]
 
 INTERRUPTED = 130
 
@@ -16,14 +17,38 @@ class Terminated(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+        self.number = number
 
 
 @contextmanager
-def termination_unwinds() -> Iterator[None]:
-    """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does."""
+def interrupts_noted(asked: list[int]) -> Iterator[None]:
+    """Put the numbers of the signals that interrupt this process into ``asked``, and let them unwind it as ever.
+
+    What unwinds may be replaced on its way: where it leaves a library's state half changed, clean-up that meets this
+    state raises something else, and a command that was asked to end would seem to have failed.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        signal.default_int_handler(number, frame)
+
+    # Whoever started this command in the background may have it ignore interrupts.
+    noting = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if noting:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if noting:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def termination_unwinds(asked: list[int]) -> Iterator[None]:
+    """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does; note them in ``asked``."""
 
     def unwind(number: int, frame: object) -> None:
+        asked.append(number)
         raise Terminated(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.

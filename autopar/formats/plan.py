@@ -287,6 +287,8 @@ class Plan(Document):
         if stage.division == "round-robin":
             if set(stage.shares) != {rows}:
                 fault(f"{at}.shares", f"round-robin replicas take all {rows} rows each, found {list(stage.shares)}")
+            if stage.shard != "none" and stage.replicas > self.micro_batches:
+                fault(f"{at}.shard", f"{stage.replicas} replicas divide gradients that only {self.micro_batches} make")
         elif abs(sum(stage.shares) - rows) > 1e-6 * rows:
             fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
 

@@ -13,6 +13,7 @@ from torch import nn
 from autopar.capture import capture, capture_module, load, materialize, named_tensors, slice_rows
 from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.errors import CaptureError
 
 pytest.importorskip("transformers", reason="autopar[hf] is not installed")
@@ -71,6 +72,23 @@ def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_p
         largest = max(float(gradient.abs().max()) for gradient in gradients.values())
         for name, gradient in gradients.items():
             assert float((parameters[name].grad - gradient).abs().max()) <= 1e-6 * largest, name
+
+
+def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    graph, batch = capture(user, model), user.load_batch(user.dataset(), range(3))
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+        expected = {"loss_sum": user.loss(output, batch)[0], "logits": output.logits}
+        # It is copies that are in evaluation mode.
+        model.train()
+        for captured, name in ((capture_evaluation, "loss_sum"), (capture_prediction, "logits")):
+            found, known = captured(model, batch, user.loss, graph), named_tensors(batch)
+            for layer in found.layers:
+                inputs = [known[each] for each in layer.inputs]
+                known.update(zip(layer.outputs, layer.module(3, *inputs), strict=True))
+            assert torch.equal(known[name], expected[name])
 
 
 def test_a_model_that_declares_no_plan_is_refused_as_before(tmp_path):

@@ -71,16 +71,36 @@ def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
         capture_prediction(model, batch, None, graph)
 
 
-def test_a_list_of_layers_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+class Changing(nn.Sequential):
+    """Returns tensors of another size, or fewer of them, once it is evaluated."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(nn.Linear(3, 3))
+        self.key = key
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        return {"first": found, "second": found} if self.training else {"first": found, self.key: found[:, :2]}
+
+
+@pytest.mark.parametrize("key", ["second", "third"])
+def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) -> None:
+    class First(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(First(), Changing(key))
     batch = (torch.randn(4, 3), torch.randn(4, 1))
 
-    def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return (output - batch[1]).square().mean()
+    def loss(output: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (output["first"] - batch[1]).square().mean()
 
-    graph = capture_module(model, batch, loss, lambda model: list(model))
-    with pytest.raises(CaptureError, match="listed, not captured, and cannot be cut in evaluation mode"):
-        capture_evaluation(model, batch, loss, graph)
+    graph = capture_module(model, batch, loss, layers=list)
+    assert len(run(capture_evaluation(model, batch, loss, graph).layers, named_tensors(batch))) == 4
+    predicted = capture_prediction(model, batch, loss, graph)
+    assert predicted.layers[-1].inputs == graph.layers[0].outputs
+    with pytest.raises(ModelError, match="another second in evaluation mode than in training"):
+        run(predicted.layers, named_tensors(batch))
 
 
 def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:

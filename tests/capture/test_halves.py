@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,44 @@ def test_of_a_parameter_that_is_used_twice_the_second_half_only_adds_the_gradien
     shapes = sorted(tuple(tensor.shape) for tensor in halves.pending())
     # The gradients of the first layer's weight and bias; argument, transposed weight and gradient of the second's.
     assert shapes == sorted([(4, 4), (4,), (3, 4), (4, 4), (3, 4)])
+
+
+class ReadTwice(torch.autograd.Function):
+    """Asks for what it saved as often as it needs it."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        (x,) = context.saved_tensors
+        return gradient * x + context.saved_tensors[0] * gradient
+
+
+def test_the_first_half_lets_go_as_it_runs_of_what_it_alone_reads() -> None:
+    x, layers = torch.randn(4, 3, requires_grad=True), [nn.Linear(3, 3) for _ in range(3)]
+    halves, alive = Halves(), list[int]()
+    squared = []
+    with halves.recording():
+        y = x
+        for layer in layers:
+            squared.append(layer(y))
+            squared[-1].register_hook(lambda _: alive.append(sum(1 for _ in halves._saved.kept())))
+            y = ReadTwice.apply(squared[-1])
+    before = sum(1 for _ in halves._saved.kept())
+    (found,) = halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
+    # Each hook runs when the squares of one more layer were read, and those before were let go.
+    assert [before - count for count in alive] == [0, 1, 2]
+    halves.weight()
+    assert found is not None
+    for leaf, gradient in ((x, found), *((layer.weight, layer.weight.grad) for layer in layers)):
+        (expected,) = torch.autograd.grad(_squares(x, layers).sum(), leaf)
+        assert torch.equal(gradient, expected)
+
+
+def _squares(x: torch.Tensor, layers: list[nn.Linear]) -> torch.Tensor:
+    for layer in layers:
+        x = ReadTwice.apply(layer(x))
+    return x

@@ -8,9 +8,10 @@ from itertools import accumulate
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, Shard, SharedParameter, Stage
+from autopar.formats.plan import Plan, Shard, SharedParameter, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
+from autopar.runtime.crossings import crossings
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
 
@@ -76,40 +77,17 @@ def dictate(
         micro_batches=micro_batches,
         micro_batch_size=rows,
         stages=tuple(placed),
-        tensors=tuple(_crossings(graph, stage_of)),
+        tensors=crossings(graph.tensors, stage_of),
         tied=tuple(_tied(graph, stage_of)),
         predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )
-
-
-def _crossings(graph: LayerGraph, stage_of: dict[str, int]) -> list[Crossing]:
-    found = []
-    for tensor in graph.tensors:
-        if tensor.producer is None:
-            continue
-        made = stage_of[tensor.producer]
-        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
-        if readers:
-            size, dtype = tensor.bytes_per_sample, str(tensor.dtype).removeprefix("torch.")
-            found.append(
-                Crossing(
-                    name=tensor.name,
-                    producer=made,
-                    consumers=readers,
-                    bytes_per_sample=size,
-                    dtype=dtype,
-                    gradient=tensor.gradient,
-                )
-            )
-    return found
 
 
 def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:
     found = []
     for name, layers in graph.tied().items():
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
-        user = graph.layer(layers[0])
-        trained = any(full == name and user.parameter(key).requires_grad for key, full in user.parameters.items())
-        if trained and len(stages) > 1:
-            found.append(SharedParameter(parameter=name, stages=stages, bytes=0))
+        parameter = graph.parameter(name)
+        if parameter.requires_grad and len(stages) > 1:
+            found.append(SharedParameter(parameter=name, stages=stages, bytes=parameter.nbytes))
     return found

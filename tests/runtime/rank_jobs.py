@@ -12,6 +12,9 @@ import torch
 from fake_copies import FakeCopies
 from safetensors.torch import save_file
 
+from autopar.capture.batch import named_tensors
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
+from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
@@ -19,13 +22,17 @@ from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
+from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import Job
+from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.staged import StagedTransport
+from autopar.runtime.transport import GroupTransport
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
+from autopar.schedules.expand import expand
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
@@ -62,6 +69,19 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     return int(tracker.peak_bytes)
 
 
+def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:
+    """Build and save; return the most bytes of tensors that were alive in doing either, and those between."""
+    plan, folder = Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    with StorageTracker() as tracker:
+        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
+        tracker.peak_bytes = tracker.alive_bytes
+        write_stages(job, graph, lambda read: {}, folder)
+        job.finish()
+    return [peak_bytes, between, int(tracker.peak_bytes)]
+
+
 def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
     """Train one step; return the norm of all gradients."""
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
@@ -71,6 +91,39 @@ def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
     record = job.step(0)
     job.finish()
     return float(record.gradient_norm or 0.0)
+
+
+def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Train a step, evaluate and predict, and once more; write parameters, and ``predicted`` on rank 0.
+
+    Returns this rank's part of the second loss, and what it was divided by.
+    """
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model = load(arguments["model"])
+    module = model.build(0)
+    graph = capture(model, module)
+    batch = model.load_batch(model.dataset(), range(*arguments["samples"]))
+    cut = (module, model.load_batch(model.dataset(), range(2)), model.loss, graph)
+    transport = GroupTransport(context, reduction_groups(plan))
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # A listed layer is the model's own module, whose parameters the job replaces.
+    values = {name: tensor.detach().clone() for name, tensor in held.items()}
+    place = (context.rank, graph, model, lambda names: values, transport, context.device)
+    job = Job(plan, expand(plan), *place, lambda step, position: None)
+    loss, outputs = (
+        Evaluation(job, each(*cut), transport, context.device) for each in (capture_evaluation, capture_prediction)
+    )
+    given, rows = named_tensors(batch), arguments["samples"][1] - arguments["samples"][0]
+    for step in range(2):
+        job.step(step)
+        parts = loss.loss(0, rows, given)
+        predicted = outputs.predict(0, rows, given)
+    job.finish()
+    folder = Path(arguments["folder"])
+    _write(folder / f"state-{context.rank}", {name: job.whole(name) for name in job.state()})
+    if predicted is not None:
+        _write(folder / "predicted", predicted)
+    return list(parts)
 
 
 @cache

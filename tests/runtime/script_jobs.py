@@ -71,11 +71,7 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
         except AutoparError as error:
             said.append(str(error))
     losses = [job.step(batch if reads else None).loss for batch in steps]
-    evaluated, predicted = None, None
-    try:
-        evaluated, predicted = job.evaluate(steps[0]), job.predict(steps[0])
-    except AutoparError as error:
-        said.append(str(error))
+    evaluated, predicted = job.evaluate(steps[0]), job.predict(steps[0])
     state = job.state_dict()
     job.save(folder)
     if predicted is not None:

@@ -90,10 +90,12 @@ def plainly(known: Case, state: dict[str, torch.Tensor], batch: object) -> tuple
     value = float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)
     if isinstance(output, torch.Tensor):
         return value, {"output": output}
+    if isinstance(output, tuple):
+        return value, {"0": output[0]}
     return value, {"logits": output["logits"], **{f"hidden.{i}": each for i, each in enumerate(output["hidden"])}}
 
 
-@pytest.mark.parametrize("name", ["otherwise", "everything"])
+@pytest.mark.parametrize("name", ["otherwise", "everything", "otherwise_listed"])
 @pytest.mark.parametrize(
     ("widths", "options", "rows"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
@@ -35,13 +36,31 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[UserModel, Profi
     return user, profile(user, ProfileOptions(batch=ROWS, device="cpu", budget_s=0.2))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", ["0-1,2-3,4-5,6-7", "0-2,3-7:2"])
-def test_a_rehearsal_holds_what_was_predicted(profiled: tuple[UserModel, Profile], schedule: str, stages: str) -> None:
+LINES = ["0-1,2-3,4-5,6-7", "0-2,3-7:2"]
+
+
+@pytest.fixture(scope="module")
+def graph(profiled: tuple[UserModel, Profile]) -> LayerGraph:
+    user, _ = profiled
+    return capture(user, user.build(0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        *((schedule, stages) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for stages in LINES),
+        *((schedule, "0,1,2,3,4,5,6,7") for schedule in ("interleaved", "zb-v", "dualpipe-v")),
+    ],
+)
+def test_a_rehearsal_holds_what_was_predicted(
+    profiled: tuple[UserModel, Profile], graph: LayerGraph, schedule: str, stages: str
+) -> None:
     user, measured = profiled
     options = PlanOptions(
         stages=stages, schedule=schedule, batch=ROWS * MICRO_BATCHES, micro_batches=MICRO_BATCHES, shard="none"
     )
     planned = plan(measured, estimated_cluster(measured, 4), options)
-    held = rehearse(planned, capture(user, user.build(0)), user)
-    assert held == pytest.approx(planned.predicted.peak_bytes, rel=0.05)
+    # A rank of several stages may hold most in a forward, which is charged what a backward takes for a while.
+    most = 0.05 if stages in LINES else 0.07
+    for held, predicted in zip(rehearse(planned, graph, user), planned.predicted.peak_bytes, strict=True):
+        assert predicted * (1 - most) <= held <= predicted * 1.05

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from dictated import dictate
 
 from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
 from autopar.cli.rehearse import command
 from autopar.errors import TrainingError
+from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal import rehearse, rehearse_model
 from autopar.runtime.workspace import Workspace
@@ -27,33 +30,43 @@ MODELS = {
 }
 
 
+class Subject(NamedTuple):
+    user: UserModel
+    graph: LayerGraph
+    workspace: Path
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(4) as pool:
-        patch.undo()
-        yield pool
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    @cache
+    def prepared(model: str) -> Subject:
+        user, folder = load(str(MODELS[model])), tmp_path_factory.mktemp(model)
+        graph = capture(user, user.build(0))
+        Workspace(folder).prepare(user, dictate(graph, user, (1,), 1, 2), None)
+        return Subject(user, graph, folder)
+
+    return prepared
 
 
 @pytest.mark.parametrize(
-    ("model", "widths", "schedule"),
+    ("model", "widths", "schedule", "shard"),
     [
-        ("gpt", (1, 1, 1, 1), "1f1b"),
-        ("gpt", (1, 2), "gpipe"),
-        ("resnet", (1, 1), "gpipe"),
-        ("resnet", (2, 1), "1f1b"),
-        ("everything", (1, 1, 2), "1f1b"),
+        ("gpt", (1, 1, 1, 1), "1f1b", "none"),
+        ("gpt", (1, 2), "gpipe", "none"),
+        ("resnet", (1, 1), "gpipe", "none"),
+        ("resnet", (2, 1), "1f1b", "none"),
+        ("everything", (1, 1, 2), "1f1b", "none"),
+        ("resnet", (1, 2), "1f1b", "optimizer"),
+        ("everything", (2, 1), "zb-h1", "gradients"),
+        ("resnet", (3,), "1f1b", "parameters"),
     ],
 )
 def test_a_rehearsal_counts_what_training_holds(
-    pool: RankPool, tmp_path: Path, model: str, widths: Sequence[int], schedule: str
+    pool: RankPool, subject: Callable[[str], Subject], model: str, widths: Sequence[int], schedule: str, shard: Shard
 ) -> None:
-    user = load(str(MODELS[model]))
-    graph = capture(user, user.build(0))
-    plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule)
-    Workspace(tmp_path).prepare(user, dictate(graph, user, (1,), 1, 2), None)
-    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(tmp_path)}
+    user, graph, workspace = subject(model)
+    plan = dictate(graph, user, widths, micro_batches=4, rows=4, schedule=schedule, shard=shard)
+    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(workspace)}
     held = pool.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))
     rehearsed = rehearse(plan, graph, user)
     real = [max(held[rank_of(plan, s, i)] for i in range(width)) for s, width in enumerate(widths)]

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import plain
@@ -26,15 +25,6 @@ from autopar.runtime import weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(4) as pool:
-        patch.undo()
-        yield pool
 
 
 def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
@@ -132,9 +122,6 @@ def test_ranks_train_evaluate_and_refuse_together(
     assert re.match(r"ranks 0 and 1 were given different batches; give every rank the same whole", said[1])
     for name, value in load_file(tmp_path / "state.safetensors").items():
         torch.testing.assert_close(value, truth.state_dict()[name], rtol=1e-10, atol=1e-12)
-    if shard != "none":
-        assert re.match(r"(rank 0: )?stage 0 shards its parameters, which evaluation does not do", said[2])
-        return
     ((inputs, targets),) = batches(1)
     assert evaluated == pytest.approx(loss(truth.eval()(inputs), (inputs, targets)).item(), rel=1e-12)
     torch.testing.assert_close(

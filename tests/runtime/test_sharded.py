@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import plain
 import pytest
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_training import EXAMPLES, FILE, NARROW, OPTIMIZERS
 
+from autopar.capture.batch import model_arguments, named_outputs
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
@@ -24,7 +24,6 @@ from autopar.formats.program import WEIGHT_BACKWARD
 from autopar.planner.memory import Held, Parts, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.launch import RunOptions, run
-from autopar.runtime.rehearsal import rehearse
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.weights import names, read
 from autopar.runtime.workspace import Workspace
@@ -58,15 +57,6 @@ def _case(file: Path, text: str) -> Case:
     workspace.mkdir()
     Workspace(workspace).prepare(model, dictate(graph, model, (1,), 1, 2), None)
     return Case(file, model, graph, workspace)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(5) as pool:
-        patch.undo()
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +187,39 @@ def test_replicas_that_take_unequally_many_turns_divide_the_optimizers_state(
     _trains_as_plain(pool, case, plan, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "level", "widths", "options"),
+    [
+        ("everything", "gradients", (1, 2), {}),
+        ("otherwise", "optimizer", (2, 3), {"turns": [0]}),
+        ("otherwise", "parameters", (2, 2), {"schedule": "interleaved", "chunks": 2}),
+        ("otherwise_listed", "parameters", (2, 1), {}),
+    ],
+)
+def test_sharded_stages_evaluate_as_the_plain_model(
+    name: str, level: Shard, widths: tuple[int, ...], options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    user = load(str(MODELS / f"{name}.py"))
+    plan = dictate(capture(user, user.build(0)), user, widths, 2, 6, shard=level, **options)
+    # A mini-batch, a micro-batch, and a few.
+    arguments = {"plan": plan.dumps(), "model": str(MODELS / f"{name}.py"), "samples": [40, 63]}
+    parts = pool.run("rank_jobs:train_and_evaluate", {**arguments, "folder": str(tmp_path)}, ranks=len(plan.devices))
+    total, count = (sum(each) for each in zip(*parts, strict=True))  # type: ignore[call-overload]
+    model = plain.load_file(MODELS / f"{name}.py").model()
+    for stage in plan.stages:
+        model.load_state_dict(load_file(tmp_path / f"state-{stage.devices[0]}"), strict=False)
+    batch = user.load_batch(user.dataset(), range(40, 63))
+    with torch.no_grad():
+        arguments, named = model_arguments(model.eval(), batch, has_loss=True)
+        output = model(*arguments, **named)
+        loss = user.loss(output, batch)  # type: ignore[misc]
+    assert total / count == pytest.approx(float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), rel=1e-12)
+    predicted, outputs = load_file(tmp_path / "predicted"), named_outputs(output)
+    assert predicted.keys() == {name for name, value in outputs.items() if value.dim()}
+    for name, value in predicted.items():
+        torch.testing.assert_close(value, outputs[name], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("clip_norm", [1e-3])
 def test_clipping_counts_every_part_of_a_gradient_once(
     clip_norm: float, cases: dict[str, Case], pool: RankPool, tmp_path: Path
@@ -231,6 +254,21 @@ def test_a_sharded_stage_holds_what_the_planner_says(pool: RankPool, tmp_path: P
     parts = nothing._replace(parameters=total, optimizer=2 * total, gradients=total, largest=largest, peak=passing)
     for level in LEVELS:
         assert peak_of(parts, Held(2, 1, 2, replicas=2, shard=level)) == pytest.approx(held(level), rel=0.05), level
+
+
+def test_no_sharded_rank_holds_more_than_its_stage_and_a_layer_while_it_reads_and_saves(
+    cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["gpt"]
+    plan = dictate(case.graph, case.model, (2,), 2, 4, shard="parameters")
+    sizes = [sum(each.nbytes for each in layer.module.parameters()) for layer in case.graph.layers]
+    total = sum(parameter.nbytes for parameter in case.model.build(0).parameters())
+    arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace)}
+    found = pool.run("rank_jobs:build_and_save", {**arguments, "folder": str(tmp_path)}, ranks=2)
+    for building, between, saving in found:  # type: ignore[misc]
+        assert total <= building <= total + max(sizes)
+        assert between < 0.6 * total
+        assert saving <= between + max(sizes)
 
 
 def test_sharded_weights_are_saved_whole(cases: dict[str, Case], pool: RankPool, tmp_path: Path) -> None:
@@ -274,8 +312,7 @@ def test_replicas_that_take_turns_do_not_meet_in_layers(level: Shard, cases: dic
         dictate(case.graph, case.model, (2, 1), 4, 3, "gpipe", turns=[0], shard=level)
 
 
-def test_a_sharded_plan_is_not_rehearsed(cases: dict[str, Case]) -> None:
+def test_sharded_replicas_without_a_micro_batch_are_refused(cases: dict[str, Case]) -> None:
     case = cases["dropout"]
-    plan = dictate(case.graph, case.model, (2,), 2, 4, shard="optimizer")
-    with pytest.raises(UsageError, match="plan with --shard none"):
-        rehearse(plan, case.graph, case.model)
+    with pytest.raises(ValidationError, match="3 replicas divide gradients that only 2 make"):
+        dictate(case.graph, case.model, (3, 1), 2, 4, "gpipe", turns=[0], shard="optimizer")

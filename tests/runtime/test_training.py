@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,15 +71,6 @@ class Case(NamedTuple):
     graph: LayerGraph
     workspace: Path
     """Prepared once: it does not depend on how the model is cut."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(5) as pool:
-        patch.undo()
-        yield pool
 
 
 @pytest.fixture(scope="module")

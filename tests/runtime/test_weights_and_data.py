@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dictated import dictate
+from safetensors.torch import load_file
 from threads import train_in_threads
 from torch import nn
 
@@ -39,7 +40,34 @@ def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
     assert sorted(path.name for path in one.iterdir()) == [weights.SINGLE]
 
 
-def test_writing_copies_only_tensors_that_share_a_storage(tmp_path: Path) -> None:
+def test_the_library_of_the_format_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = {
+        "transposed": torch.randn(3, 4).T,
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 5),
+        "flags": torch.tensor([True, False]),
+        "part": torch.randn(3, dtype=torch.float64)[1:],
+        "complex": torch.randn(2).to(torch.complex64),
+        **{str(kind): torch.randn(5).to(kind) for kind in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)},
+    }
+    weights.write(tmp_path / weights.SINGLE, tensors)
+    found = load_file(tmp_path / weights.SINGLE)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert found[name].tolist() == tensor.tolist()
+    assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
+
+
+def test_what_cannot_be_written_is_asked_for_all_the_same(tmp_path: Path) -> None:
+    asked: list[str] = []
+    with pytest.raises(FileError, match="cannot write"):
+        weights.write(tmp_path / "absent" / "file", dict.fromkeys("abc", torch.zeros(1)), asked.append)
+    # Others wait until their parts were asked for.
+    assert asked == ["a", "b", "c"]
+
+
+def test_writing_copies_only_tensors_that_have_no_bytes_in_a_row(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     parts = {"whole": whole, "again": whole, "row": whole.view(2, 3)[1], "column": whole.view(2, 3).T}
     weights.write(tmp_path / weights.SINGLE, parts)
