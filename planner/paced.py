@@ -21,6 +21,7 @@ import numpy.typing as npt
 from autopar.planner.areas import Counts
 from autopar.planner.bounds import beside_s
 from autopar.planner.options import PlanOptions
+from autopar.planner.room import LEAD
 from autopar.planner.stages import StageTables
 from autopar.planner.states import States
 
@@ -54,6 +55,10 @@ class _Suffixes(NamedTuple):
     """How many more a stage before needs in flight than its round trip takes, as what is behind keeps it waiting."""
     in_flight: Numbers
     """Of its first stage, on all replicas."""
+    most: Numbers
+    """How many micro-batches may pass before a gradient it sent must have arrived, for it to fit."""
+    turning: Numbers
+    """How many replicas of its first stage take turns."""
     way: Counts
     """Of its first stage."""
     stop: Counts
@@ -65,7 +70,9 @@ class _Stages(NamedTuple):
     way: Counts
     stop: Counts
     room: Numbers
-    """Most in flight on all replicas."""
+    """Most in flight on every replica."""
+    exchange: Numbers
+    """How many gradients on their way back hold as much as one in flight."""
     beside_s: Numbers
     """What it computes at least beside a round trip, with as many in flight."""
     terms: Numbers
@@ -98,7 +105,7 @@ class Paces:
         following = self.tables.next(first)
         following = following.some(np.flatnonzero(self._worth[following.way]))
         way, stop = following.way, first + following.length
-        depth = self.tables.sure_depth(way, first, following.length)
+        depth, exchange = self.tables.sure_depth(way, first, following.length)
         forward_s, backward_s, work_s = following.stages[:3, :, None]
         forth_s, back_s = following.links[2:4, None]
         terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
@@ -111,7 +118,7 @@ class Paces:
             # What does not fit is infinite, or no number.
             each_s = np.asarray(beside_s(terms[0], terms[1], self.turns[way], np.maximum(depth, 1)))
         least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
-        return _Stages(way, stop, (depth * self.turning[way]).astype(np.float32), least_s, terms)
+        return _Stages(way, stop, depth.astype(np.float32), exchange.astype(np.float32), least_s, terms)
 
 
 class Paced:
@@ -124,8 +131,12 @@ class Paced:
         self._layers, self._devices = layers, len(pool.remaining(0))
         shape = (layers + 1, none + 1)
         self._kept = _Suffixes(
-            np.full(shape, np.inf, np.float32), *np.zeros((2, *shape), np.float32), *np.zeros((2, *shape), np.int64)
+            np.full(shape, np.inf, np.float32),
+            *np.zeros((3, *shape), np.float32),
+            np.ones(shape, np.float32),
+            *np.zeros((2, *shape), np.int64),
         )
+        self._kept.most[layers] = np.inf
         self._kept.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
         self._kept.trip_s[layers, none] = np.inf
         self._stages, self._fewest = self._possible()
@@ -159,7 +170,8 @@ class Paced:
             each = each.some(np.flatnonzero(each.beside_s <= self.beside_s * (1 + ROUNDING)))
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
             devices = widths[each.way] + fewest[1, each.stop]
-            some = np.flatnonzero((self._wanted(least_s) <= each.room) & (devices <= self._devices))
+            room = each.room * self._paces.turning[each.way]
+            some = np.flatnonzero((self._wanted(least_s) <= room) & (devices <= self._devices))
             trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
             found.append(each.some(some))
         for first, each in enumerate(reversed(found)):
@@ -172,6 +184,15 @@ class Paced:
             found: Numbers = self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
         return found
 
+    def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
+        """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
+        behind = np.take(self._kept.turning, after)
+        if (turning == 1).all() and (behind == 1).all():
+            return in_flight
+        meeting = np.lcm(turning.astype(np.int64), behind.astype(np.int64))
+        found: Numbers = np.ceil(in_flight / meeting) * meeting
+        return found
+
     def _near(self, first: int) -> Counts:
         """States that leave to the layers before and behind about their part of the devices that the pace can spare."""
         before, behind = self._fewest[:, first]
@@ -182,33 +203,37 @@ class Paced:
         return np.flatnonzero(fair & (before <= used) & (behind <= left))
 
     def _keep(self, first: int) -> None:
-        way, stop, room, _, terms = self._stages[first]
+        way, stop, room, exchange, _, terms = self._stages[first]
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
             return
         after = self._states.after[way[:, None], states] + stop[:, None] * self._kept.trip_s.shape[1]
         where = self._states.codes[way[:, None], states] * len(way) + np.arange(len(way))[:, None]
-        trip_s, ahead, in_flight = (np.take(each, after) for each in self._kept[:3])
+        trip_s, ahead, in_flight, most = (np.take(each, after) for each in self._kept[:4])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
         turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
             wanted = np.maximum(in_flight, np.ceil((self._wanted(trip_s) + ahead) * (1 - ROUNDING)))
-            depth = turns if self._paces.whole else np.minimum(turns, np.ceil(wanted / turning))
+            depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
             beside = beside_s(forward_s, backward_s, turns, depth)
         in_flight = np.minimum(depth * turning, self._paces.micro_batches)
-        fits = (depth * turning <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING))
+        passing = self._passing(in_flight, turning, after)
+        fits = (depth <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING)) & (passing <= most)
         trip_s[~fits] = np.inf
         best, column = trip_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(trip_s[best, column])
         best, column, states = best[found], column[found], states[found]
-        trip_s, in_flight = trip_s[best, column], in_flight[best, column]
+        trip_s, in_flight, depth = (each[best, column] for each in (trip_s, in_flight, depth))
         pace_s = (self.beside_s + trip_s) / self._paces.micro_batches
         own_s = (forward_s + backward_s)[best, column]
         waiting = in_flight - 1 + (own_s - trip_s) / pace_s
         self._kept.trip_s[first, states] = trip_s
         self._kept.ahead[first, states] = np.maximum(ahead[best, column], waiting)
         self._kept.in_flight[first, states] = in_flight
+        more = LEAD + np.floor((room[best] - depth) * exchange[best])
+        self._kept.most[first, states] = (depth + more) * turning[best, 0]
+        self._kept.turning[first, states] = turning[best, 0]
         self._kept.way[first, states] = way[best]
         self._kept.stop[first, states] = stop[best]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import turns
+from autopar.planner.activations import rows_bytes
 from autopar.planner.areas import Counts
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice
@@ -16,11 +17,11 @@ from autopar.planner.memory import Held, Parts, peak_of
 from autopar.planner.ordered import Ordered
 from autopar.planner.pool import Pool
 
-__all__ = ["Room"]
+__all__ = ["LEAD", "Room"]
 
 MANY_LAYERS = 200
 LEAD = 3
-"""How many more micro-batches in flight the stage before has, where that is not known."""
+"""For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
 LONGEST = 16
 """Of stages looked at first; if any of so many layers fits, twice as many are looked at."""
 
@@ -111,6 +112,14 @@ class Room:
         """
         rows, held = max(self.shares(choice, width)), self.held(choice, max(self.shares(choice, width)), width)
         return self._deepest(self._sure_parts(choice, rows, kind), held._replace(lead=LEAD), limit)
+
+    def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
+        """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
+        rows = max(self.shares(choice, width))
+        parts = self._sure_parts(choice, rows, kind)
+        answered = np.asarray(rows_bytes(rows, parts.answered), dtype=np.float64)
+        found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
+        return found
 
     def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
