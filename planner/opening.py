@@ -23,11 +23,11 @@ __all__ = ["Opened", "opened"]
 
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
-MOST_SWEPT = 60_000_000
-"""Of them, in all sweeps together, as far as three sweeps are fewer."""
-MOST_TURNS = 500_000
-"""Micro-batches times devices that are simulated, likewise."""
-FEW_PASSES, PASSES = 6, 16
+MOST_SWEPT = 1_200_000_000
+"""Of them, in all passes together, as far as a few passes are fewer."""
+MOST_TOLD = 150_000_000
+"""Of them, in the one table of a family whose plans are not looked through; of more, none is made."""
+FEW_PASSES, PASSES = 5, 16
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36
@@ -59,8 +59,7 @@ class _Opening:
         self.states = States(stages)
         self.paces = Paces(stages, self.states, options)
         self.large = stages.size > MANY_ELEMENTS
-        turns = stages.family.micro_batches * len(self.costs.devices)
-        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size, MOST_TURNS // turns))
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
 
     def go(self) -> Opened:
         """See :func:`opened`."""
@@ -74,31 +73,34 @@ class _Opening:
         return self._bounded(max(least_s, cap_s / COARSE_STEP))
 
     def _try_paces(self, fewest_s: float) -> None:
-        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones."""
-        quickest_s, passes, found = fewest_s * AHEAD, 1, self._try(fewest_s * AHEAD)
+        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
+        quickest_s, passes = fewest_s * AHEAD, 1
+        found_s = self._try(quickest_s)
         low_s = 0.0
-        while not found and quickest_s < MOST_CAP * fewest_s:
+        while found_s == float("inf") and quickest_s < MOST_CAP * fewest_s:
             # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
             low_s, passes = quickest_s, passes + 1
             quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
-            found = self._try(quickest_s)
+            found_s = self._try(quickest_s)
+        slower_s = quickest_s
         while passes < self.passes and quickest_s > low_s * FINE_STEP:
             passes += 1
             next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
-            if self._try(next_s):
+            found_s = self._try(next_s)
+            if found_s < float("inf"):
                 quickest_s = next_s
             else:
                 low_s = next_s
-        for more in range(1, 1 + self.passes - passes):
-            if quickest_s * COARSE_STEP**more > self.best.step_s:
+        while passes < self.passes:
+            passes, slower_s = passes + 1, slower_s * COARSE_STEP
+            if self._try(slower_s) >= self.best.step_s:
                 break
-            self._try(quickest_s * COARSE_STEP**more)
 
-    def _try(self, beside_s: float) -> bool:
-        """Judge the plan of a pace; return whether there is one."""
+    def _try(self, beside_s: float) -> float:
+        """Judge the plan of a pace, if it may be better; return about how long its step takes."""
         paced = Paced(self.paces, beside_s)
-        if paced.step_s == float("inf"):
-            return False
+        if paced.step_s >= self.best.step_s:
+            return paced.step_s
         family = self.stages.family
         chosen = paced.chosen()
         frame = [self._placed(each) for each in chosen]
@@ -115,7 +117,7 @@ class _Opening:
         for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
             if bounds[at] < self.best.step_s:
                 self.best.judge(self.simulator, candidates[at])
-        return True
+        return paced.step_s
 
     def _placed(self, chosen: Chosen) -> Placed:
         first, stop, number, state, _ = chosen
@@ -143,8 +145,8 @@ class _Opening:
         if self.stages.chain:
             trips = Trips(self.stages, self.states, self.options)
             lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s) + overhead_s)
-            if self.large:
-                return Opened(lower_s, None)
+        if self.stages.chain and self.stages.size > MOST_TOLD:
+            return Opened(lower_s, None)
         tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
         lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
         for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):

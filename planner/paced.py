@@ -6,8 +6,13 @@ B + R(s) from its first forward on: of M micro-batches, it keeps as many in flig
 
     k = M R(s) / (B + R(s))
 
-and more where what is behind keeps it waiting (:func:`autopar.planner.depths.depth_choices`); and it computes no more
-than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest round trip is kept for
+and more where a stage b behind keeps it waiting. A backward of s lets a forward begin that b runs before the backward
+that is d = k - k(b) + 1 later, so these take W = R(s) - R(b) + t(b) for every d of the M - k that forwards follow, and
+the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W / d is no more than B - E, or
+
+    k >= ((k(b) - 1) (B - E) + M W) / (B - E + W)
+
+And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest round trip is kept for
 every state of the pool: it needs the fewest in flight. :mod:`autopar.planner.trips` bounds what may come of it.
 """
 
@@ -28,8 +33,12 @@ from autopar.planner.states import States
 __all__ = ["Chosen", "Paced", "Paces"]
 
 Numbers = npt.NDArray[np.floating]
+WAITING = 1.04
+"""Times as many in flight as what is necessary, with which stages wait less for each other."""
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
+MANY_SWEPT = 150_000_000
+"""Stages in all states; of more, not every state is looked at."""
 BAND, LEAST_BAND = 0.2, 8
 """Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
 
@@ -51,8 +60,10 @@ class _Suffixes(NamedTuple):
 
     trip_s: Numbers
     """Its round trip; infinite where none keeps the pace."""
-    ahead: Numbers
-    """How many more a stage before needs in flight than its round trip takes, as what is behind keeps it waiting."""
+    since_s: Numbers
+    """Of the stage behind that keeps those before it waiting longest: its round trip without what it computes."""
+    deep: Numbers
+    """And how many it has in flight, but for one."""
     in_flight: Numbers
     """Of its first stage, on all replicas."""
     most: Numbers
@@ -88,6 +99,8 @@ class Paces:
 
     def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
         self.tables, self.states, self.use_all = stages, states, options.use_all
+        self.many = stages.size > MANY_SWEPT
+        """Whether only states are looked at that leave about their part of the devices to either side."""
         self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
         self.widths = np.array([way.width for way in stages.ways])
         turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
@@ -130,12 +143,11 @@ class Paced:
         layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
         self._layers, self._devices = layers, len(pool.remaining(0))
         shape = (layers + 1, none + 1)
-        self._kept = _Suffixes(
-            np.full(shape, np.inf, np.float32),
-            *np.zeros((3, *shape), np.float32),
-            np.ones(shape, np.float32),
-            *np.zeros((2, *shape), np.int64),
-        )
+        trip_s, since_s, deep, in_flight, most = np.zeros((5, *shape), np.float32)
+        trip_s[:] = np.inf
+        way, stop = np.zeros((2, *shape), np.int64)
+        turning = np.ones(shape, np.float32)
+        self._kept = _Suffixes(trip_s, since_s, deep, in_flight, most, turning, way, stop)
         self._kept.most[layers] = np.inf
         self._kept.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
         self._kept.trip_s[layers, none] = np.inf
@@ -193,12 +205,20 @@ class Paced:
         found: Numbers = np.ceil(in_flight / meeting) * meeting
         return found
 
+    def _awaited(self, trip_s: Numbers, since_s: Numbers, deep: Numbers) -> Numbers:
+        """In flight for a round trip, in front of a stage that keeps others waiting."""
+        count, beside_s = WAITING * self._paces.micro_batches, self.beside_s
+        found: Numbers = (deep * (beside_s - since_s) + count * (trip_s - since_s)) / (beside_s + trip_s - 2 * since_s)
+        return found
+
     def _near(self, first: int) -> Counts:
         """States that leave to the layers before and behind about their part of the devices that the pace can spare."""
         before, behind = self._fewest[:, first]
         left = self._states.left
         spare, used = self._devices - before - behind, self._devices - left
         share = before + spare * before / max(1.0, before + behind)
+        if not self._paces.many:
+            return np.flatnonzero((before <= used) & (behind <= left))
         fair = np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
         return np.flatnonzero(fair & (before <= used) & (behind <= left))
 
@@ -209,13 +229,13 @@ class Paced:
             return
         after = self._states.after[way[:, None], states] + stop[:, None] * self._kept.trip_s.shape[1]
         where = self._states.codes[way[:, None], states] * len(way) + np.arange(len(way))[:, None]
-        trip_s, ahead, in_flight, most = (np.take(each, after) for each in self._kept[:4])
+        trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._kept[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
         turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
-            wanted = np.maximum(in_flight, np.ceil((self._wanted(trip_s) + ahead) * (1 - ROUNDING)))
+            wanted = np.maximum(in_flight, np.ceil(self._awaited(trip_s, since_s, deep) * (1 - ROUNDING)))
             depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
             beside = beside_s(forward_s, backward_s, turns, depth)
         in_flight = np.minimum(depth * turning, self._paces.micro_batches)
@@ -226,11 +246,14 @@ class Paced:
         found = np.isfinite(trip_s[best, column])
         best, column, states = best[found], column[found], states[found]
         trip_s, in_flight, depth = (each[best, column] for each in (trip_s, in_flight, depth))
-        pace_s = (self.beside_s + trip_s) / self._paces.micro_batches
         own_s = (forward_s + backward_s)[best, column]
-        waiting = in_flight - 1 + (own_s - trip_s) / pace_s
+        since_s, deep = since_s[best, column], deep[best, column]
+        own = trip_s - own_s, in_flight - 1
+        later_s = trip_s + own_s
+        longer = self._awaited(later_s, *own) > self._awaited(later_s, since_s, deep)
         self._kept.trip_s[first, states] = trip_s
-        self._kept.ahead[first, states] = np.maximum(ahead[best, column], waiting)
+        self._kept.since_s[first, states] = np.where(longer, own[0], since_s)
+        self._kept.deep[first, states] = np.where(longer, own[1], deep)
         self._kept.in_flight[first, states] = in_flight
         more = LEAD + np.floor((room[best] - depth) * exchange[best])
         self._kept.most[first, states] = (depth + more) * turning[best, 0]

@@ -30,12 +30,12 @@ from autopar.planner.states import States
 
 __all__ = ["Trips"]
 
-PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+PRICES = (0.0, 0.5, 1.0, 2.0)
 """Of a device, over its part of the longest round trip: some bound what takes few devices, some what takes many."""
 ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-SWEEPS = 11
+SWEEPS = 9
 COARSE = 0.9
 """Of a range's higher limit, the lower one, while nothing is known of what is below."""
 
@@ -103,25 +103,26 @@ class Trips:
         sweeps = 0
         while ranges[0][0] < cap_s and sweeps < SWEEPS:
             least_s, low, high, high_s = ranges[0]
-            if low == 0 and self._within(high + ROUNDING * cap_s, cap_s) is None:
-                heapreplace(ranges, (cap_s, low, high, high_s))
-                continue
-            sweeps += 1
             if low == 0:
-                low, high_s = COARSE * high, self.least_s(high, cap_s - COARSE * high)
+                kept = self._within(high, cap_s)
+                if kept is None:
+                    heapreplace(ranges, (cap_s, low, high, high_s))
+                    continue
+                low = COARSE * high
+                high_s = self._swept(kept, high, cap_s)
                 heapreplace(ranges, (max(least_s, low + high_s), low, high, high_s))
                 # With less beside it, the round trip is no shorter.
                 heappush(ranges, (min(high_s, cap_s - low), 0.0, low, 0.0))
-                continue
-            middle = (low + high) / 2
-            middle_s = self.least_s(middle, cap_s - low)
-            heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s))
-            heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s))
+            else:
+                middle = (low + high) / 2
+                middle_s = self.least_s(middle, cap_s - low)
+                heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s))
+                heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s))
+            sweeps += 1
         return min(cap_s, ranges[0][0])
 
     def least_s(self, beside_s: float, most_s: float) -> float:
         """Return the least round trip of plans within a B; infinite where none is below ``most_s``."""
-        beside_s += ROUNDING * most_s
         kept = self._within(beside_s, most_s)
         return float("inf") if kept is None else self._swept(kept, beside_s, most_s)
 
@@ -150,6 +151,7 @@ class Trips:
 
     def _within(self, beside_s: float, most_s: float) -> _Kept | None:
         """Return the stages that may be in a plan; None where there is none."""
+        beside_s += ROUNDING * most_s
         prices = np.array(PRICES) * most_s / self._devices
         stages = self._useful(self._stages.some(self._stages.beside_s <= beside_s), beside_s, most_s)
         before, trip_s = np.zeros((2, self._layers + 1))
@@ -214,6 +216,7 @@ class Trips:
 
     def _swept(self, kept: _Kept, beside_s: float, most_s: float) -> float:
         """The least round trip of all layers on all devices."""
+        beside_s += ROUNDING * most_s
         none = self._states.none
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
         trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
