@@ -12,8 +12,9 @@ the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W /
 
     k >= ((k(b) - 1) (B - E) + M W) / (B - E + W)
 
-And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest round trip is kept for
-every state of the pool: it needs the fewest in flight. :mod:`autopar.planner.trips` bounds what may come of it.
+And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
+round trip is kept for every state of the pool: it needs the fewest in flight. :mod:`autopar.planner.trips` bounds what
+may come of it.
 """
 
 from __future__ import annotations
