@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isqrt
+from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
@@ -50,6 +50,21 @@ class Placed(NamedTuple):
     def turning(self) -> int:
         """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
         return len(self.devices) if self.division == "round-robin" else 1
+
+    def lead(self, before: Placed, micro_batches: int) -> int:
+        """Return for how many more turns than are in flight a gradient may be on its way to the stage ``before``.
+
+        It has arrived when the replica that it went to sends the activations of a later micro-batch, as many behind
+        as that stage has in flight. Where replicas take turns, the same two meet again after as many micro-batches as
+        both numbers of replicas divide.
+
+        >>> one, two = Placed(0, 1, (0,), (4,), 7), Placed(1, 2, (1, 2), (4, 4), 2, division="round-robin")
+        >>> two.lead(one, 9), one.lead(two, 9), one._replace(warmup=1).lead(two, 9)
+        (2, 0, 3)
+        """
+        meeting = lcm(self.turning, before.turning)
+        met = -(-min(before.in_flight, micro_batches) // meeting) * meeting
+        return max(0, met // self.turning - self.warmup)
 
     def turns(self, replica: int, micro_batches: int) -> int:
         """Return how many of a step's micro-batches a replica takes part in.

@@ -43,12 +43,6 @@ class Capped:
         alone_s = self._kept(first)[1][place[following.way], np.arange(len(following.way))]
         return following.some(np.flatnonzero(alone_s <= self.limit_s))
 
-    def of(self, first: int, ways: npt.NDArray[np.bool_]) -> Next:
-        """Return the stages that may begin with a layer, of some ways."""
-        following, alone_s = self._stages.next(first), self._stages.alone_s(first)
-        meets = alone_s.min(axis=0, initial=np.inf) <= self.limit_s
-        return following.some(np.flatnonzero(meets & ways[following.way]))
-
     def _kept(self, first: int) -> tuple[Next, Numbers]:
         """The stages, and the seconds of a step of nothing else."""
         if first not in self._next:

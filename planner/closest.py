@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, Family, Placed, within
-from autopar.planner.choices import DIVISIONS
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import CostModel
 from autopar.planner.memory import Held, Parts, peak_of
@@ -47,6 +46,8 @@ class _Stage(NamedTuple):
     width: int
     stop: int
     after: int
+    lead: int
+    """How many more micro-batches it has in flight than the stage behind it."""
 
 
 class Closest:
@@ -54,8 +55,9 @@ class Closest:
 
     Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
     double, and of more than 64 layers these are taken in groups. Replicas take turns in the first stage only: behind
-    it, all stages before would need as much in flight. What a stage sends to several later stages is counted once, so
-    that a plan may lack more than the tables say: :func:`closest` asks the cost model.
+    it, all stages before would need as much in flight. The stage behind such a first one has gradients on their way to
+    all of its replicas. What a stage sends to several later stages is counted once, so that a plan may lack more than
+    the tables say: :func:`closest` asks the cost model.
     """
 
     def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:
@@ -66,7 +68,7 @@ class Closest:
         self.edges = self.constraints.edges(MOST_EDGES)
         grid = np.ix_(self.edges[:-1], self.edges)
         self._allowed = {kind: self.constraints.mask(kind)[grid] for kind in self.pool.kinds}
-        self._peaks: dict[tuple[int, int, bool], tuple[Numbers, list[_Way]]] = {}
+        self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_Way]]] = {}
 
     def candidate(self, stages: int | None = None) -> Candidate | None:
         """Return the candidate that lacks least, of so many stages, or of any number that the options admit."""
@@ -76,102 +78,117 @@ class Closest:
         counts = stages or (rules.most_stages if exact else rules.least_stages)
         least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
         for state in reversed(range(self.pool.empty)):
-            for kind, width in self._widths(state):
-                short = self._short(state, kind, width)
+            for kind, width, lead in self._widths(state):
+                short = self._short(state, kind, width, turning=lead > 0)
                 after = self.pool.take(state, kind, width)
                 for count in range(counts):
-                    worst = np.maximum(short, self._ends(least, count, after, exact=exact)).min(axis=1)
+                    worst = np.maximum(short, self._ends(least, count, after, lead, exact=exact)).min(axis=1)
                     np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
         fewest = stages or rules.least_stages
         if counts < fewest or not least[fewest - 1 :, 0, 0].min() < np.inf:
             return None
         placed = []
-        state = first = 0
+        state = first = lead = 0
         count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
         while first < len(self.edges) - 1:
-            stage = self._best(least, count, state, first, exact=exact)
-            placed.append(self._placed(state, first, stage))
-            state, first, count = stage.after, stage.stop, max(0, count - 1)
+            stage = self._best(least, count, state, first, lead, exact=exact)
+            placed.append(self._placed(state, first, stage, lead))
+            state, first, count, lead = stage.after, stage.stop, max(0, count - 1), stage.lead
         return Candidate(*self.family, tuple(placed))
 
     def alone(self) -> Numbers:
         """Return by how much every layer exceeds the device that suits it best, as a stage of its own."""
-        found = [self._short(0, kind, width).diagonal(1) for kind, width in self._widths(0)]
+        widths = self._widths(0)
+        found = [self._short(0, kind, width, turning=lead > 0).diagonal(1) for kind, width, lead in widths]
         return np.asarray(np.minimum.reduce(found))
 
-    def _widths(self, state: int) -> Iterator[tuple[int, int]]:
-        """Yield the kinds and widths that a stage may have in a state."""
+    def _widths(self, state: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the kinds and widths that a stage may have in a state, and its lead: none, or of replicas in turn."""
         most = 2**31 if self.costs.divisible else self._most(state)
+        count = self.family.micro_batches
         for kind in self.pool.kinds:
             left = self.pool.left(state, kind)
             width = 1
             while width <= min(left, most):
-                yield kind, width
+                if self.costs.divisible or width <= self.family.micro_batch_size:
+                    yield kind, width, 0
+                if not state and not self.costs.divisible and 1 < width <= count:
+                    yield kind, width, width - 1
                 width += 1 if width < MOST_WIDTHS else width
 
     def _most(self, state: int) -> int:
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         return rows if state else max(rows, count)
 
-    def _ends(self, least: Numbers, count: int, after: int, *, exact: bool) -> Numbers:
+    def _ends(self, least: Numbers, count: int, after: int, lead: int, *, exact: bool) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
         none = np.full(len(self.edges), np.inf)
-        ends = none if exact and count == 0 else least[max(0, count - 1), after].copy()
+        if exact and count == 0:
+            ends = none
+        elif lead and self.family.schedule != "gpipe":
+            ends = self._led(least, max(0, count - 1), after, lead, exact=exact)
+        else:
+            ends = least[max(0, count - 1), after].copy()
         done = count == 0 and (not self.options.use_all or after == self.pool.empty)
         ends[-1] = -np.inf if done else np.inf
         return ends
 
-    def _best(self, least: Numbers, count: int, state: int, first: int, *, exact: bool) -> _Stage:
+    def _led(self, least: Numbers, count: int, state: int, lead: int, *, exact: bool) -> Numbers:
+        """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
+        found = np.full(len(self.edges), np.inf)
+        for kind, width, _ in self._widths(state):
+            ends = self._ends(least, count, self.pool.take(state, kind, width), 0, exact=exact)
+            worst = np.maximum(self._short(state, kind, width, lead), ends).min(axis=1)
+            np.minimum(found[:-1], worst, out=found[:-1])
+        return found
+
+    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int, *, exact: bool) -> _Stage:
         """Return the first stage of the best suffix; the narrowest and shortest of equals."""
-        for kind, width in self._widths(state):
+        sought = (self._led(least, count, state, lead, exact=exact) if lead else least[count, state])[first]
+        for kind, width, own in self._widths(state):
             after = self.pool.take(state, kind, width)
-            ends = self._ends(least, count, after, exact=exact)
-            worst = np.maximum(self._short(state, kind, width)[first], ends)
-            if worst.min() <= least[count, state, first]:
-                return _Stage(kind, width, int(worst.argmin()), after)
+            ends = self._ends(least, count, after, own, exact=exact)
+            worst = np.maximum(self._short(state, kind, width, lead, turning=own > 0)[first], ends)
+            if worst.min() <= sought:
+                return _Stage(kind, width, int(worst.argmin()), after, own)
         raise AssertionError("a suffix without a first stage")
 
-    def _short(self, state: int, kind: int, width: int) -> Numbers:
+    def _short(self, state: int, kind: int, width: int, lead: int = 0, *, turning: bool = False) -> Numbers:
         limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
-        return self._least_peaks(kind, width, state == 0)[0] - limit
+        return self._least_peaks(kind, width, lead, turning=turning)[0] - limit
 
-    def _least_peaks(self, kind: int, width: int, begins: bool) -> tuple[Numbers, list[_Way]]:
+    def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_Way]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
-        if (kind, width, begins) not in self._peaks:
-            ways = list(self._ways(kind, width, begins))
+        key = kind, width, turning, lead
+        if key not in self._peaks:
+            ways = list(self._ways(kind, width, turning=turning))
             allowed = self._allowed[kind]
             least = np.full(allowed.shape, np.inf)
             for way in ways:
-                least = np.minimum(least, self._peak(kind, width, way))
-            self._peaks[kind, width, begins] = np.where(allowed, least, np.inf), ways
-        return self._peaks[kind, width, begins]
+                least = np.minimum(least, self._peak(kind, width, way, lead))
+            self._peaks[key] = np.where(allowed, least, np.inf), ways
+        return self._peaks[key]
 
-    def _peak(self, kind: int, width: int, way: _Way) -> Numbers:
+    def _peak(self, kind: int, width: int, way: _Way, lead: int) -> Numbers:
         count = len(turns(way.division, width, 0, self.family.micro_batches))
         rows = max(self.costs.shares(self.family.micro_batch_size, width, way.division))
-        held = Held(rows, self._depth(count), count, width, 0, frozenset(), way.shard)
+        held = Held(rows, self._depth(count), count, width, lead, frozenset(), way.shard)
         return np.asarray(peak_of(self._parts_of(kind, rows, way.recompute), held), dtype=np.float64)
 
     def _depth(self, turns: int) -> int:
         return turns if self.family.schedule == "gpipe" else 1
 
-    def _ways(self, kind: int, width: int, begins: bool) -> Iterator[_Way]:
+    def _ways(self, kind: int, width: int, *, turning: bool) -> Iterator[_Way]:
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         last = len(levels) - 1
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
         shards: Sequence[Shard] = SHARDS if self.options.shard == "auto" else (self.options.shard,)
-        for division in DIVISIONS:
-            most = self.family.micro_batch_size if division == "split" else self.family.micro_batches
-            turning = division == "round-robin"
-            if turning and (width == 1 or self.costs.divisible or not begins):
-                continue
-            if width > most and not self.costs.divisible:
-                continue
-            for shard in shards_of(division, shards) if width > 1 else ("none",):
-                for level in asked:
-                    yield _Way(division, shard, levels[level])
+        division: Division = "round-robin" if turning else "split"
+        for shard in shards_of(division, shards) if width > 1 else ("none",):
+            for level in asked:
+                yield _Way(division, shard, levels[level])
 
     def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
         key = (kind, rows, recompute)
@@ -184,9 +201,9 @@ class Closest:
             self._parts[key] = Parts(*found)
         return self._parts[key]
 
-    def _placed(self, state: int, first: int, stage: _Stage) -> Placed:
-        ways = self._least_peaks(stage.kind, stage.width, state == 0)[1]
-        way = min(ways, key=lambda each: self._peak(stage.kind, stage.width, each)[first, stage.stop])
+    def _placed(self, state: int, first: int, stage: _Stage, lead: int) -> Placed:
+        ways = self._least_peaks(stage.kind, stage.width, lead, turning=stage.lead > 0)[1]
+        way = min(ways, key=lambda each: self._peak(stage.kind, stage.width, each, lead)[first, stage.stop])
         begin, end = self.edges[first], self.edges[stage.stop]
         devices = self.pool.devices(state, stage.kind, stage.width)
         shares = self.costs.shares(self.family.micro_batch_size, stage.width, way.division)

@@ -343,7 +343,7 @@ class CostModel:
         stage = candidate.stages[index]
         forked = self.flows.forked(stage.first, stage.stop)
         cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
-        lead = max(0, candidate.stages[index - 1].warmup - stage.warmup) if index else 0
+        lead = stage.lead(candidate.stages[index - 1], candidate.micro_batches) if index else 0
         # A replica of later turns takes part in no more micro-batches than the first.
         turns = stage.turns(0, candidate.micro_batches)
         placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))

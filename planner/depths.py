@@ -12,7 +12,7 @@ from autopar.planner.candidate import Candidate, Family, Placed, with_depths
 from autopar.planner.costs import CostModel
 from autopar.planner.levels import Span
 
-__all__ = ["DepthChoices", "depth_choices"]
+__all__ = ["DepthChoices", "depth_choices", "least_recomputed"]
 
 MANY_SETS = 32
 MANY_STAGES = 32
@@ -66,7 +66,7 @@ def depth_choices(
         if found and vector in spare:
             # What holds least is for plans that fit no other way: a stage that leads another holds more messages.
             continue
-        candidate, short = _fitting(costs, family, with_depths(family, stages, vector).stages, spans)
+        candidate, short = least_recomputed(costs, family, with_depths(family, stages, vector).stages, spans)
         if short <= 0:
             found.append(candidate)
         elif closest is None or short < closest[0]:
@@ -177,7 +177,7 @@ def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
     return tuple(vector)
 
 
-def _fitting(
+def least_recomputed(
     costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""

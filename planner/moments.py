@@ -133,7 +133,7 @@ class Kept(NamedTuple):
 
 def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: Place) -> Kept:
     stages, stage = candidate.stages, candidate.stages[at]
-    lead = max(0, stages[at - 1].warmup - stage.warmup) if at else 0
+    lead = stage.lead(stages[at - 1], candidate.micro_batches) if at else 0
     recompute = frozenset(stage.recompute)
     held = Held(rows, stage.warmup, place.micro_batches, len(stage.devices), lead, recompute, stage.shard)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])

@@ -5,33 +5,34 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.planner.bounds import bound
-from autopar.planner.candidate import Placed
+from autopar.planner.candidate import Placed, with_depths
 from autopar.planner.caps import Capped
-from autopar.planner.depths import depth_choices
+from autopar.planner.depths import depth_choices, least_recomputed
 from autopar.planner.judge import Best
 from autopar.planner.levels import Span
 from autopar.planner.options import PlanOptions
-from autopar.planner.paced import Chosen, Paced
+from autopar.planner.paced import Chosen, Paced, Paces
 from autopar.planner.simulate import Simulator
 from autopar.planner.stages import StageTables
 from autopar.planner.states import States
 from autopar.planner.tables import SuffixTables
+from autopar.planner.trips import Trips
 from autopar.planner.work import work_s
 
 __all__ = ["Opened", "opened"]
 
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
-MOST_SWEPT = 60_000_000
-"""Of them, in all sweeps together, as far as three sweeps are fewer."""
-MOST_TURNS = 500_000
-"""Micro-batches times devices that are simulated, likewise."""
-FEW_PASSES, PASSES = 3, 16
-SPREAD, COARSE_STEP, FAR_STEP = 1.2, 1.06, 1.3
-"""From the first pace that is tried to the last one, at most; from one to the next; and while none can be kept."""
-AHEAD = 1.45
+MOST_SWEPT = 1_200_000_000
+"""Of them, in all passes together, as far as a few passes are fewer."""
+MOST_TOLD = 150_000_000
+"""Of them, in the one table of a family whose plans are not looked through; of more, none is made."""
+FEW_PASSES, PASSES = 5, 16
+COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
+"""From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
+AHEAD = 1.36
 """Of the pace with which devices alone would suffice, the first one that is tried."""
-LOWERED = 0.92
+LOWERED = 0.97
 """Of the best step, below which the one table of a large family looks: the lower the cap, the tighter and quicker."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
@@ -56,9 +57,9 @@ class _Opening:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
         self.states = States(stages)
+        self.paces = Paces(stages, self.states, options)
         self.large = stages.size > MANY_ELEMENTS
-        turns = stages.family.micro_batches * len(self.costs.devices)
-        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size, MOST_TURNS // turns))
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
 
     def go(self) -> Opened:
         """See :func:`opened`."""
@@ -68,48 +69,58 @@ class _Opening:
             cap_s *= COARSE_STEP
             if cap_s > MOST_CAP * least_s:
                 return Opened(float("inf"), None)
-        self._try_paces((cap_s - self.costs.profile.step_overhead_s) / self.stages.family.micro_batches)
+        self._try_paces(cap_s - self.costs.profile.step_overhead_s)
         return self._bounded(max(least_s, cap_s / COARSE_STEP))
 
     def _try_paces(self, fewest_s: float) -> None:
-        """Judge the plans of some paces, from one that is likely to be kept on, downwards or upwards."""
-        most = self.passes
-        step = min(COARSE_STEP, SPREAD ** (1 / (most - 1)))
-        pace_s, passes = fewest_s * AHEAD, 1
-        found = self._try(pace_s)
-        while not found and pace_s < MOST_CAP * fewest_s:
+        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
+        quickest_s, passes = fewest_s * AHEAD, 1
+        found_s = self._try(quickest_s)
+        low_s = 0.0
+        while found_s == float("inf") and quickest_s < MOST_CAP * fewest_s:
             # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
+            low_s, passes = quickest_s, passes + 1
+            quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
+            found_s = self._try(quickest_s)
+        slower_s = quickest_s
+        while passes < self.passes and quickest_s > low_s * FINE_STEP:
             passes += 1
-            pace_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
-            found = self._try(pace_s)
-        if passes == 1:
-            while passes < most and self._try(pace_s / step**passes):
-                passes += 1
-        for more in range(1, max(1, most - passes)):
-            if (self.stages.family.micro_batches - 1) * pace_s * step**more > self.best.step_s:
+            next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
+            found_s = self._try(next_s)
+            if found_s < float("inf"):
+                quickest_s = next_s
+            else:
+                low_s = next_s
+        while passes < self.passes:
+            passes, slower_s = passes + 1, slower_s * COARSE_STEP
+            if self._try(slower_s) >= self.best.step_s:
                 break
-            self._try(pace_s * step**more)
 
-    def _try(self, pace_s: float) -> bool:
-        """Judge the plan of a pace; return whether there is one."""
-        paced = Paced(self.stages, self.states, self.options, pace_s)
-        if paced.step_s == float("inf"):
-            return False
+    def _try(self, beside_s: float) -> float:
+        """Judge the plan of a pace, if it may be better; return about how long its step takes."""
+        paced = Paced(self.paces, beside_s)
+        if paced.step_s >= self.best.step_s:
+            return paced.step_s
         family = self.stages.family
         chosen = paced.chosen()
         frame = [self._placed(each) for each in chosen]
         spans = [self._span(each) for each in chosen]
-        found = depth_choices(self.costs, family, frame, spans, exact=False)
-        bounds = [bound(self.costs, candidate) for candidate in found.candidates]
+        depths = [each.depth for each in chosen]
+        own, short = least_recomputed(self.costs, family, with_depths(family, frame, depths).stages, spans)
+        candidates = [own] if short <= 0 else []
+        if short > 0 or not self.large:
+            found = depth_choices(self.costs, family, frame, spans, exact=False)
+            candidates += found.candidates
+            if found.closest is not None:
+                self.best.miss(*found.closest)
+        bounds = [bound(self.costs, candidate) for candidate in candidates]
         for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
             if bounds[at] < self.best.step_s:
-                self.best.judge(self.simulator, found.candidates[at])
-        if found.closest is not None:
-            self.best.miss(*found.closest)
-        return True
+                self.best.judge(self.simulator, candidates[at])
+        return paced.step_s
 
     def _placed(self, chosen: Chosen) -> Placed:
-        first, stop, number, state = chosen
+        first, stop, number, state, _ = chosen
         way, family = self.stages.ways[number], self.stages.family
         devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
         shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
@@ -131,6 +142,11 @@ class _Opening:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
         cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
+        if self.stages.chain:
+            trips = Trips(self.stages, self.states, self.options)
+            lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s) + overhead_s)
+        if self.stages.chain and self.stages.size > MOST_TOLD:
+            return Opened(lower_s, None)
         tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
         lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
         for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import turns
+from autopar.planner.activations import rows_bytes
 from autopar.planner.areas import Counts
 from autopar.planner.candidate import Family
 from autopar.planner.choices import Choice
@@ -16,9 +17,11 @@ from autopar.planner.memory import Held, Parts, peak_of
 from autopar.planner.ordered import Ordered
 from autopar.planner.pool import Pool
 
-__all__ = ["Room"]
+__all__ = ["LEAD", "Room"]
 
 MANY_LAYERS = 200
+LEAD = 3
+"""For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
 LONGEST = 16
 """Of stages looked at first; if any of so many layers fits, twice as many are looked at."""
 
@@ -101,6 +104,23 @@ class Room:
             self._depths[key] = np.minimum.reduce(list(found))
         return self._depths[key]
 
+    def sure_depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+        """Return micro-batches in flight that fit while as few layers are recomputed as the choice allows.
+
+        With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
+        :meth:`depth` takes both to be free.
+        """
+        rows, held = max(self.shares(choice, width)), self.held(choice, max(self.shares(choice, width)), width)
+        return self._deepest(self._sure_parts(choice, rows, kind), held._replace(lead=LEAD), limit)
+
+    def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
+        """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
+        rows = max(self.shares(choice, width))
+        parts = self._sure_parts(choice, rows, kind)
+        answered = np.asarray(rows_bytes(rows, parts.answered), dtype=np.float64)
+        found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
+        return found
+
     def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
         return self.costs.shares(self.family.micro_batch_size, width, choice.division)
@@ -145,6 +165,25 @@ class Room:
             activations=np.where(whole, every.activations, none.activations - freed),
             peak=np.where(whole, every.peak, none.peak - freed),
             first_peak=np.where(whole, every.first_peak, none.first_peak - freed),
+        )
+
+    def _sure_parts(self, choice: Choice, rows: float, kind: int) -> Parts:
+        none = self._whole_parts(rows, False, kind)
+        if not choice.recomputes:
+            return none
+        order = self.ordered(kind)
+        low, _ = choice.recomputed(order.counts)
+        freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
+        saved = order.sums(freed, low)
+        longest = int(self.lengths[-1])
+        windows = np.lib.stride_tricks.sliding_window_view(np.append(freed, np.zeros(longest - 1, np.int64)), longest)
+        at_work = np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1]
+        every = self._whole_parts(rows, True, kind)
+        whole = low == order.counts
+        return none._replace(
+            activations=np.where(whole, every.activations, none.activations - saved),
+            peak=np.where(whole, every.peak, none.peak - saved + at_work),
+            first_peak=np.where(whole, every.first_peak, none.first_peak - saved + at_work),
         )
 
     def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:

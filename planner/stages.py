@@ -183,6 +183,28 @@ class StageTables:
         each = self.ways[way]
         return int(self.room.depth(each.choice, each.kind, each.width, limit)[first, self._column(stop - first)])
 
+    def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
+        """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory.
+
+        And how many gradients on their way back hold as much as each (:meth:`autopar.planner.room.Room.exchange`).
+        """
+        depths, exchanges = self._sure
+        columns = np.searchsorted(self.lengths, lengths, side="right") - 1
+        return depths[ways, first, columns], exchanges[ways, first, columns]
+
+    @cached_property
+    def _sure(self) -> tuple[Counts, Numbers]:
+        limits = {kind: min(self.costs.limits_bytes[at] for at in self.pool.all_of(kind)) for kind in self.pool.kinds}
+        # Variants of a way stand elsewhere, and hold the same.
+        alike = {(each.kind, each.number, each.width): each for each in self.ways}
+        depths = {
+            key: self.room.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
+            for key, each in alike.items()
+        }
+        exchanges = {key: self.room.exchange(each.choice, each.kind, each.width) for key, each in alike.items()}
+        keys = [(each.kind, each.number, each.width) for each in self.ways]
+        return np.stack([depths[key] for key in keys]), np.stack([exchanges[key] for key in keys])
+
     def link(self, way: int, first: int, stop: int, state: int) -> LinkTerms:
         """Return the least transfers behind one stage.
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from itertools import accumulate
+
 import pytest
 
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
-from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    SEND,
+    SEND_GRADIENT,
+    Action,
+    Program,
+)
+from autopar.planner.candidate import Placed
 from autopar.runtime.retire import receives_ahead, retirements
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
@@ -27,23 +40,46 @@ def program_of(widths: list[int], micro_batches: int, schedule: str) -> Program:
         stages.append(Stage(layers=(f"l{index}",), devices=devices, shares=shares, warmup=depths[index]))
     last = len(widths) - 1
     pairs = [(index, (index + 1,)) for index in range(last)] + ([(0, (last,))] if last > 1 else [])
+    return expand(plan_of(stages, pairs, micro_batches, schedule))
+
+
+def plan_of(stages: list[Stage], pairs: list[tuple[int, tuple[int, ...]]], micro_batches: int, schedule: str) -> Plan:
     crossing = [
         Crossing(name=f"t{i}", producer=p, consumers=c, bytes_per_sample=4, dtype="float32", gradient=True)
         for i, (p, c) in enumerate(pairs)
     ]
-    return expand(
-        Plan(
-            model=ModelSource(source="m.py", sha256="0" * 64),
-            batch=6 * micro_batches,
-            precision="fp32",
-            schedule=schedule,  # type: ignore[arg-type]
-            micro_batches=micro_batches,
-            micro_batch_size=6,
-            stages=tuple(stages),
-            tensors=tuple(crossing),
-            predicted=Predicted(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(widths)),
-        )
+    return Plan(
+        model=ModelSource(source="m.py", sha256="0" * 64),
+        batch=6 * micro_batches,
+        precision="fp32",
+        schedule=schedule,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+        micro_batch_size=6,
+        stages=tuple(stages),
+        tensors=tuple(crossing),
+        predicted=Predicted(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(stages)),
     )
+
+
+def drawn_stages(drawn: random.Random, micro_batches: int) -> list[Stage]:
+    """Stages of some widths that split micro-batches or take turns, as deep as those behind, or a little deeper."""
+    stages: list[Stage] = []
+    behind = 1
+    for _ in range(drawn.choice([2, 3, 4])):
+        width = drawn.choice([1, 2, 3, 4])
+        turning = width if width > 1 and drawn.random() < 0.5 else 1
+        warmup = min(-(-micro_batches // turning), -(-behind // turning) + drawn.choice([0, 0, 1, 2]))
+        behind = min(micro_batches, warmup * turning)
+        shares = (6,) * width if turning > 1 else even_shares(6, width)
+        division = "round-robin" if turning > 1 else "split"
+        stages.insert(0, Stage(layers=("l",), devices=(0,) * width, shares=shares, warmup=warmup, division=division))
+    starts = accumulate((len(stage.devices) for stage in stages), initial=0)
+    return [
+        stage.model_copy(
+            update={"layers": (f"l{at}",), "devices": tuple(range(start, start + len(stage.devices)))},
+        )
+        for at, (stage, start) in enumerate(zip(stages, starts, strict=False))
+    ]
 
 
 def mirror(action: Action, rank: int) -> Action:
@@ -91,3 +127,36 @@ def test_receives_are_posted_two_computations_ahead_in_order(widths: list[int]) 
                 posted.append(receive)
         receives = [i for i, kind in enumerate(kinds) if kind in (RECEIVE, RECEIVE_GRADIENT)]
         assert posted == receives
+
+
+def test_sent_gradients_wait_for_their_proof_as_many_turns_as_the_planner_charges() -> None:
+    drawn, exactly, cases = random.Random(0), 0, 0
+    for _ in range(60):
+        micro_batches = drawn.choice([8, 12, 24, 37])
+        stages = drawn_stages(drawn, micro_batches)
+        pairs = [(at, (at + 1,)) for at in range(len(stages) - 1)]
+        program = expand(plan_of(stages, pairs, micro_batches, "1f1b"))
+        placed = [Placed(0, 1, each.devices, each.shares, each.warmup, division=each.division) for each in stages]
+        for at in range(1, len(stages)):
+            charged = placed[at].lead(placed[at - 1], micro_batches)
+            waiting = max(waiting_gradients(program, rank, placed[at].warmup) for rank in stages[at].devices)
+            assert waiting <= min(charged, placed[at].turns(0, micro_batches))
+            exactly += waiting == min(charged, placed[at].turns(0, micro_batches))
+            cases += 1
+    assert exactly > 0.9 * cases
+
+
+def waiting_gradients(program: Program, rank: int, deep: int) -> int:
+    """Return of how many micro-batches gradients have been sent without proof, beside all ``deep`` in flight."""
+    actions, found = list(program.ranks[rank]), retirements(program, rank)
+    waiting: set[int] = set()
+    most = in_flight = 0
+    for position, action in enumerate(actions):
+        waiting -= set(found.get(position, ()))
+        if action.kind == SEND_GRADIENT:
+            waiting.add(position)
+        in_flight += (action.kind == FORWARD) - (action.kind == BACKWARD)
+        if action.kind in (FORWARD, BACKWARD):
+            beside = in_flight + (action.kind == BACKWARD) - deep
+            most = max(most, len({actions[each].micro_batch for each in waiting}) + beside)
+    return most
