@@ -23,7 +23,7 @@ from autopar.runtime.settings import TrainSettings
 from autopar.runtime.silence import silent_peers
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand, rank_of
+from autopar.schedules.expand import expand, mine, rank_of
 
 __all__ = ["rehearse", "rehearse_model"]
 
@@ -129,12 +129,12 @@ class _SilentJob(Job):
         self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
     ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
         rows = self.plan.stages[min(self.stages)].rows[self.replica]
-        specs = [graph.tensor(name) for name in self.inputs]
+        specs, own = [graph.tensor(name) for name in self.inputs], mine(self.plan, self.rank)
 
         def load(step: int) -> list[dict[str, torch.Tensor]]:
-            count = self.plan.micro_batches
             return [
-                {spec.name: torch.empty(spec.shape(rows), dtype=spec.dtype) for spec in specs} for _ in range(count)
+                {spec.name: torch.empty(spec.shape(rows), dtype=spec.dtype) for spec in specs if micro_batch in own}
+                for micro_batch in range(self.plan.micro_batches)
             ]
 
         return load
