@@ -1,6 +1,6 @@
 """How fast does autopar train, beside torch's own pipelining, DDP, FSDP2, one process, and the best that could be?
 
-    python benchmarks/runtime.py --case all --json benchmarks/results/runtime.json
+    python benchmarks/runtime.py --case real --json benchmarks/results/runtime-real.json
 
 All contestants of a case share one process group and make a step each in turn, round after round. `real` computes: a
 transformer of twelve blocks on two ranks of one thread each. `emulated` has eight ranks whose layers sleep; everything

@@ -35,7 +35,7 @@ PRICES = (0.0, 0.5, 1.0, 2.0)
 ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-SWEEPS = 9
+SWEEPS = 6
 COARSE = 0.9
 """Of a range's higher limit, the lower one, while nothing is known of what is below."""
 
