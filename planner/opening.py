@@ -27,7 +27,10 @@ MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
 MOST_TOLD = 150_000_000
 """Of them, in the one table of a family whose plans are not looked through; of more, none is made."""
-FEW_PASSES, PASSES = 5, 16
+FEW_PASSES, PASSES = 5, 8
+FEW_SWEEPS, SWEEPS = 6, 11
+MOST_BOUNDED = 5_000_000_000
+"""Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36
@@ -144,7 +147,8 @@ class _Opening:
         cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
         if self.stages.chain:
             trips = Trips(self.stages, self.states, self.options)
-            lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s) + overhead_s)
+            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
+            lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s, sweeps) + overhead_s)
         if self.stages.chain and self.stages.size > MOST_TOLD:
             return Opened(lower_s, None)
         tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)

@@ -35,7 +35,6 @@ PRICES = (0.0, 0.5, 1.0, 2.0)
 ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-SWEEPS = 6
 COARSE = 0.9
 """Of a range's higher limit, the lower one, while nothing is known of what is below."""
 
@@ -96,12 +95,15 @@ class Trips:
         self._stages = self._stages._replace(group=np.cumsum(changes[: told.shape[1]]))
         self._limited = len({place.limit for place in stages.places.known}) > 1
 
-    def bound_s(self, cap_s: float) -> float:
-        """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``."""
+    def bound_s(self, cap_s: float, most_sweeps: int = 9) -> float:
+        """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.
+
+        The more sweeps, the closer.
+        """
         # What plans with B in a range take at least, the range, and the least round trip by its higher end.
         ranges = [(0.0, 0.0, cap_s, 0.0)]
         sweeps = 0
-        while ranges[0][0] < cap_s and sweeps < SWEEPS:
+        while ranges[0][0] < cap_s and sweeps < most_sweeps:
             least_s, low, high, high_s = ranges[0]
             if low == 0:
                 kept = self._within(high, cap_s)
