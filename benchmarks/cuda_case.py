@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cut import cut
-from race import Field
+from race import computing
 from real_case import MICRO_BATCHES, MODEL, ROWS
 from score import row, steps_s
 
@@ -30,20 +30,7 @@ def rows(arguments: argparse.Namespace, device_type: str = "cuda") -> list[dict[
     plan = plan.model_copy(update={"device_type": device_type})
     with tempfile.TemporaryDirectory() as folder, RankPool(1, device_type=device_type) as pool:
         Workspace(Path(folder)).prepare(user, plan, None)
-        field: Field = {
-            "plans": {"autopar": plan.dumps()},
-            "peers": ["plain"],
-            "micro_batches": MICRO_BATCHES,
-            "rows": ROWS,
-            "steps": arguments.steps,
-            "warm_up": arguments.warm_up,
-            "paces": [],
-            "chunks": {},
-            "split": [],
-            "delay_s": 0.0,
-            "model": str(MODEL),
-            "workspace": folder,
-        }
+        field = computing(arguments, {"autopar": plan}, ["plain"], MICRO_BATCHES, ROWS, MODEL, folder)
         told = pool.run("race:alone", field, on_message=lambda rank, said: sys.stderr.write(f"cuda: {said}\n"))
     results: list[Any] = list(told)
     laps = {name: [result[name] for result in results] for name in CONTESTANTS}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -62,6 +63,32 @@ class Field(TypedDict):
     delay_s: float
     model: str
     workspace: str
+
+
+def computing(
+    arguments: argparse.Namespace,
+    plans: Mapping[str, Plan],
+    peers: Sequence[str],
+    micro_batches: int,
+    rows: int,
+    model: Path,
+    workspace: str,
+) -> Field:
+    """Return a race of a model file that computes."""
+    return {
+        "plans": {name: plan.dumps() for name, plan in plans.items()},
+        "peers": list(peers),
+        "micro_batches": micro_batches,
+        "rows": rows,
+        "steps": arguments.steps,
+        "warm_up": arguments.warm_up,
+        "paces": [],
+        "chunks": {},
+        "split": [],
+        "delay_s": 0.0,
+        "model": str(model),
+        "workspace": workspace,
+    }
 
 
 def emulated(context: RankContext, field: Field) -> dict[str, list[Lap]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cut import cut
 from emulation import free_links, predicted_s, profile_of
-from race import Field
+from race import computing
 from score import Laps, row, steps_s
 from sleeping import Pace, graph_of, user_of
 
@@ -90,20 +90,7 @@ def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence
     with tempfile.TemporaryDirectory() as folder, RankPool(RANKS) as pool:
         if plans:
             Workspace(Path(folder)).prepare(load(str(MODEL)), next(iter(plans.values())), None)
-        field: Field = {
-            "plans": {name: plan.dumps() for name, plan in plans.items()},
-            "peers": list(peers),
-            "micro_batches": MICRO_BATCHES,
-            "rows": ROWS,
-            "steps": arguments.steps,
-            "warm_up": arguments.warm_up,
-            "paces": [],
-            "chunks": {},
-            "split": [],
-            "delay_s": 0.0,
-            "model": str(MODEL),
-            "workspace": folder,
-        }
+        field = computing(arguments, plans, peers, MICRO_BATCHES, ROWS, MODEL, folder)
         told = pool.run("race:real", field, on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
     results: list[Any] = list(told)
     return {name: [result[name] for result in results] for name in results[0]}

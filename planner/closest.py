@@ -122,9 +122,8 @@ class Closest:
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int, *, exact: bool) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
-        none = np.full(len(self.edges), np.inf)
         if exact and count == 0:
-            ends = none
+            ends = np.full(len(self.edges), np.inf)
         elif lead and self.family.schedule != "gpipe":
             ends = self._led(least, max(0, count - 1), after, lead, exact=exact)
         else:

@@ -17,8 +17,8 @@ from autopar.planner.flows import Flows
 from autopar.planner.layers import LayerCosts
 from autopar.planner.levels import Levels
 from autopar.planner.links import Collective, Level, LinkModel
-from autopar.planner.memory import Held, MemoryModel
-from autopar.planner.moments import rank_peaks
+from autopar.planner.memory import MemoryModel
+from autopar.planner.moments import held_of, rank_peaks
 from autopar.planner.options import PlanOptions
 from autopar.planner.sharing import Sharing
 from autopar.planner.sums import StageSums
@@ -343,20 +343,11 @@ class CostModel:
         stage = candidate.stages[index]
         forked = self.flows.forked(stage.first, stage.stop)
         cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
-        lead = stage.lead(candidate.stages[index - 1], candidate.micro_batches) if index else 0
-        # A replica of later turns takes part in no more micro-batches than the first.
-        turns = stage.turns(0, candidate.micro_batches)
         placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         return max(
-            self.memory[kind].peak(stage.first, stage.stop, self.held(stage, rows, turns, lead), cuts)
+            self.memory[kind].peak(stage.first, stage.stop, held_of(candidate, index, rows), cuts)
             for rows, kind in placed
         )
-
-    @staticmethod
-    def held(stage: Placed, rows: float, turns: int, lead: int) -> Held:
-        """Return what the memory of a stage's replica depends on."""
-        recompute = frozenset(stage.recompute)
-        return Held(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
 
     def _reduction(self, first: int, stop: int, ranks: int, level: Level, kind: Collective) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""

@@ -17,7 +17,7 @@ from autopar.planner.memory import Held, MemoryModel, Parts, messages_of, state_
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Place
 
-__all__ = ["Backwards", "Moment", "backwards", "moments", "place_of", "rank_peak", "rank_peaks"]
+__all__ = ["Backwards", "Moment", "backwards", "held_of", "moments", "place_of", "rank_peak", "rank_peaks"]
 
 
 class Backwards(NamedTuple):
@@ -131,13 +131,19 @@ class Kept(NamedTuple):
     """Whether the gradients that come back do."""
 
 
+def held_of(candidate: Candidate, at: int, rows: float) -> Held:
+    """Return what the memory of a replica of a stage depends on; of later turns, none takes part in more."""
+    stage, count = candidate.stages[at], candidate.micro_batches
+    lead = stage.lead(candidate.stages[at - 1], count) if at else 0
+    recompute = frozenset(stage.recompute)
+    return Held(rows, stage.warmup, stage.turns(0, count), len(stage.devices), lead, recompute, stage.shard)
+
+
 def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: Place) -> Kept:
     stages, stage = candidate.stages, candidate.stages[at]
-    lead = stage.lead(stages[at - 1], candidate.micro_batches) if at else 0
-    recompute = frozenset(stage.recompute)
-    held = Held(rows, stage.warmup, place.micro_batches, len(stage.devices), lead, recompute, stage.shard)
+    held = held_of(candidate, at, rows)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
-    parts = memory.parts(stage.first, stage.stop, rows, recompute)
+    parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
     kept = int(parts.activations) if pending is None else pending
     return Kept(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)

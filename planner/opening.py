@@ -25,8 +25,6 @@ MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
 MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
-MOST_TOLD = 150_000_000
-"""Of them, in the one table of a family whose plans are not looked through; of more, none is made."""
 FEW_PASSES, PASSES = 5, 8
 FEW_SWEEPS, SWEEPS = 6, 11
 MOST_BOUNDED = 5_000_000_000
@@ -77,20 +75,16 @@ class _Opening:
 
     def _try_paces(self, fewest_s: float) -> None:
         """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
-        quickest_s, passes = fewest_s * AHEAD, 1
-        found_s = self._try(quickest_s)
-        low_s = 0.0
-        while found_s == float("inf") and quickest_s < MOST_CAP * fewest_s:
+        quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
+        while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
             # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
             low_s, passes = quickest_s, passes + 1
             quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
-            found_s = self._try(quickest_s)
         slower_s = quickest_s
         while passes < self.passes and quickest_s > low_s * FINE_STEP:
             passes += 1
             next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
-            found_s = self._try(next_s)
-            if found_s < float("inf"):
+            if self._try(next_s) < float("inf"):
                 quickest_s = next_s
             else:
                 low_s = next_s
@@ -149,7 +143,7 @@ class _Opening:
             trips = Trips(self.stages, self.states, self.options)
             sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
             lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s, sweeps) + overhead_s)
-        if self.stages.chain and self.stages.size > MOST_TOLD:
+        if self.stages.chain and self.paces.many:
             return Opened(lower_s, None)
         tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
         lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))

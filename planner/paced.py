@@ -39,7 +39,7 @@ WAITING = 1.04
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
 MANY_SWEPT = 150_000_000
-"""Stages in all states; of more, not every state is looked at."""
+"""Stages in all states; of more, plans are looked for in some states only, and no table bounds them."""
 BAND, LEAST_BAND = 0.2, 8
 """Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
 
@@ -101,7 +101,7 @@ class Paces:
     def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
         self.tables, self.states, self.use_all = stages, states, options.use_all
         self.many = stages.size > MANY_SWEPT
-        """Whether only states are looked at that leave about their part of the devices to either side."""
+        """Whether there are too many stages to look at every state."""
         self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
         self.widths = np.array([way.width for way in stages.ways])
         turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
@@ -213,15 +213,15 @@ class Paced:
         return found
 
     def _near(self, first: int) -> Counts:
-        """States that leave to the layers before and behind about their part of the devices that the pace can spare."""
+        """States that leave enough devices to either side; of many, those that spare each about its part."""
         before, behind = self._fewest[:, first]
         left = self._states.left
         spare, used = self._devices - before - behind, self._devices - left
-        share = before + spare * before / max(1.0, before + behind)
-        if not self._paces.many:
-            return np.flatnonzero((before <= used) & (behind <= left))
-        fair = np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
-        return np.flatnonzero(fair & (before <= used) & (behind <= left))
+        possible = (before <= used) & (behind <= left)
+        if self._paces.many:
+            share = before + spare * before / max(1.0, before + behind)
+            possible &= np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
+        return np.flatnonzero(possible)
 
     def _keep(self, first: int) -> None:
         way, stop, room, exchange, _, terms = self._stages[first]

@@ -17,6 +17,7 @@ from autopar.planner.costs import CostModel
 from autopar.planner.layers import LayerCosts, at_rows
 from autopar.planner.links import LinkModel
 from autopar.planner.memory import Held
+from autopar.planner.moments import held_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulate import Simulator
 from autopar.schedules.buckets import bucket_limit_bytes, buckets
@@ -254,7 +255,8 @@ def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
 def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
-    held = [costs.memory[0].peak(0, 3, costs.held(_replicas(shard), 1, 4, 0)) for shard in ("none", "optimizer")]
+    alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
+    held = [costs.memory[0].peak(0, 3, held_of(each, 0, 1)) for each in alone]
     # Every replica also has its half of the parameters, from which they are gathered.
     assert held[0] - held[1] == (3000 - 1530) // 2
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}

@@ -10,7 +10,7 @@ import plain
 import pytest
 import torch
 from dictated import dictate
-from test_training import STEPS, Case, _case, _check, _check_buffers, _shares_of, _train, cases
+from test_training import STEPS, Case, _case, _check, _check_buffers, _shares_of, _train, cases, dropout
 from threads import own
 
 from autopar.errors import TrainingError, UsageError
@@ -23,7 +23,7 @@ from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.expand import expand
 
-__all__ = ["cases"]
+__all__ = ["cases", "dropout"]
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU, and torch finds none")
@@ -45,13 +45,6 @@ def pool() -> Iterator[RankPool]:
     with RankPool(RANKS, device_type="cuda", share_gpus=True) as pool:
         patch.undo()
         yield pool
-
-
-@pytest.fixture(scope="module")
-def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    file = tmp_path_factory.mktemp("dropout") / "dropout.py"
-    file.write_bytes((Path(__file__).parent / "models" / "dropout.py").read_bytes())
-    return _case(file)
 
 
 def _on_gpu(plan: Plan) -> Plan:
