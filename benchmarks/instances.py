@@ -24,8 +24,8 @@ import numpy as np
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
-from autopar.planner.costs import CostModel
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
 __all__ = ["Instance", "instance", "least_memory_bytes"]

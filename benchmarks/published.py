@@ -32,13 +32,13 @@ from autopar.interop.pipedream import pipedream_profile
 from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.pipedream import PipeDreamPlan, pipedream_plan
 from autopar.planner.objectives.piper import PiperPlan, piper_plan
 from autopar.planner.peers import dapple
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import trial
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 GIB = 2**30
 NO_LIMIT = 2**60

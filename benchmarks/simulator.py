@@ -27,13 +27,13 @@ from typing import TypeVar
 from autopar.formats.cluster import Cluster, Overlap
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
-from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.durations import Durations
-from autopar.planner.links import LinkModel
-from autopar.planner.sharing import Sharing, Traffic
-from autopar.planner.simulate import compile_rows, run
-from autopar.planner.wave import applies, ride, wave_of
+from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.links import LinkModel
+from autopar.planner.costs.sharing import Sharing, Traffic
+from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.simulate import compile_rows, run
+from autopar.planner.simulator.wave import applies, ride, wave_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import routes

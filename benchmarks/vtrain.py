@@ -31,7 +31,7 @@ from autopar.formats.cluster import Cluster, Curve
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
 from autopar.profiler.calibrate import Observation, calibrate, predict

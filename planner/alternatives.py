@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Division, Shard, shards_of
 from autopar.formats.predicted import Alternative
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, Placed, place
-from autopar.planner.costs import CostModel
-from autopar.planner.depths import depth_choices
-from autopar.planner.judge import Best, Found
-from autopar.planner.levels import Span
+from autopar.planner.costs.levels import Span
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from autopar.planner.search.depths import depth_choices
+from autopar.planner.search.judge import Best, Found
 from autopar.planner.shortfall import explain
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
 __all__ = ["Reference", "frames", "record", "references", "try_stages", "ways_of"]

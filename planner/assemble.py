@@ -9,19 +9,19 @@ from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
-from autopar.planner.binding import binding
+from autopar.planner.bounds.binding import binding
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.chunks import halves, plain
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.links import Collective
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.moments import backwards
+from autopar.planner.costs.sharing import Traffic
 from autopar.planner.heading import heading
-from autopar.planner.links import Collective
-from autopar.planner.moments import backwards
 from autopar.planner.options import PlanOptions
 from autopar.planner.provenance import communicated, computed
 from autopar.planner.shares import shares_of
-from autopar.planner.sharing import Traffic
-from autopar.planner.simulate import Simulator, trace
+from autopar.planner.simulator.simulate import Simulator, trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 

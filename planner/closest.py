@@ -12,10 +12,10 @@ import numpy.typing as npt
 from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, Family, Placed, within
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import in_order
+from autopar.planner.placement.pool import in_order
 
 __all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
 

@@ -12,12 +12,12 @@ from autopar.formats.profile import Profile
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
 from autopar.planner.scheduled import otherwise
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Comparison", "compare"]
 

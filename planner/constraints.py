@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.hardware.gpus import known_as
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.named import position, unknown
 from autopar.planner.options import PlanOptions
 

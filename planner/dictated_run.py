@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
-from autopar.planner.layers import LayerCosts
-from autopar.planner.simulate import Rows, Simulator, run
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator.simulate import Rows, Simulator, run
 from autopar.schedules import SCHEDULES
 
 __all__ = ["DictatedRun"]

@@ -13,15 +13,15 @@ import numpy as np
 
 from autopar.errors import UsageError
 from autopar.formats.plan import SHARDS, Division, Shard, shards_of
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
-from autopar.planner.judge import Best
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PLANNED, PlanOptions
-from autopar.planner.placement import groups_of
-from autopar.planner.reserve import Group
-from autopar.planner.simulate import Simulator
+from autopar.planner.placement.grouping import groups_of
+from autopar.planner.placement.reserve import Group
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Exhausted", "everything", "exhaust"]
 
@@ -41,7 +41,7 @@ class _Free(NamedTuple):
     """The devices that are left while stages take theirs."""
 
     groups: tuple[tuple[int, Group], ...]
-    """Kind and devices of all groups of :func:`autopar.planner.placement.groups_of`."""
+    """Kind and devices of all groups of :func:`autopar.planner.placement.grouping.groups_of`."""
     left: tuple[int, ...]
     """By group."""
     begun: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from autopar.formats.profile import DeviceType, ModelSource, Precision
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
 __all__ = ["Heading", "heading"]

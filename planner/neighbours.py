@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from autopar.formats.plan import Shard
 from autopar.planner.alternatives import Reference, try_stages, ways_of
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, divisors, place
 from autopar.planner.closest import MOST_EDGES, MOST_WIDTHS, closest
 from autopar.planner.constraints import Constraints
-from autopar.planner.judge import Best, Found
 from autopar.planner.options import PlanOptions
+from autopar.planner.search.judge import Best, Found
 from autopar.planner.shortfall import explain
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["neighbours"]
 

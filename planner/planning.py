@@ -14,27 +14,27 @@ from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
 from autopar.planner.chunks import chunk_counts, chunked, groups, plain
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
-from autopar.planner.judge import Best
-from autopar.planner.milp import programmed
+from autopar.planner.milp.programmed import programmed
 from autopar.planner.neighbours import neighbours
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
+from autopar.planner.placement.grouping import pool_of
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
-from autopar.planner.search import search
+from autopar.planner.search.best_first import search
+from autopar.planner.search.judge import Best
 from autopar.planner.shortfall import infeasible
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
 

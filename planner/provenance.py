@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from autopar.formats.document import Provenance, least_certain
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.links import Collective, Level
+from autopar.planner.costs.links import Collective, Level
+from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Routes
 
 __all__ = ["communicated", "computed"]

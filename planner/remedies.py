@@ -10,7 +10,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import divisors, families
 from autopar.planner.closest import Known, closest
-from autopar.planner.costs import UNLIMITED_BYTES, CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.options import PlanOptions
 
 __all__ = ["Fits", "any_plan_fits", "remedies"]

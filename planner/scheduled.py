@@ -8,18 +8,18 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.layout import group_of, layout_of
 from autopar.formats.predicted import Bounds
 from autopar.planner.alternatives import Reference, try_stages
+from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
-from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
+from autopar.planner.search.judge import Best
 from autopar.planner.shapes import Shape
 from autopar.planner.shortfall import explain
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
-from autopar.planner.work import work_s
 from autopar.schedules import SCHEDULES
 
 __all__ = ["bounds_of", "dictated_best", "improve", "listed", "otherwise", "shape_of", "tried_best", "usual"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from autopar.formats.layout import group_of, layout_of
 from autopar.formats.plan import Shard
 from autopar.planner.candidate import Family, Placed
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 
 __all__ = ["Shape", "balanced", "moved", "placed", "widths_of"]
 

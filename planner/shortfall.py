@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate, Family
 from autopar.planner.closest import closest, oversized
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.remedies import Fits, remedies
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autopar.formats.predicted import Bounds
+from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Family
 from autopar.planner.chunks import halves
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
-from autopar.planner.search import tables_of
-from autopar.planner.work import work_s
+from autopar.planner.placement.grouping import pool_of
+from autopar.planner.search.best_first import tables_of
 
 __all__ = ["Least", "least_bound_s", "stacked"]
 

@@ -13,16 +13,16 @@ from itertools import combinations
 from math import comb
 
 from autopar.formats.plan import SHARDS
+from autopar.planner.bounds.rank_bounds import least_s
 from autopar.planner.candidate import Candidate, Family, Placed, divisors, with_depths
 from autopar.planner.chunks import groups
 from autopar.planner.constraints import Constraints, Rule
-from autopar.planner.costs import CostModel
-from autopar.planner.judge import Best
-from autopar.planner.levels import Span
+from autopar.planner.costs.levels import Span
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.rank_bounds import least_s
+from autopar.planner.search.judge import Best
 from autopar.planner.shapes import Shape, balanced, moved, placed, widths_of
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 __all__ = ["Trials"]

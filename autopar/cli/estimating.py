@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
     from autopar.hardware.gpus import Gpu
-    from autopar.planner.costs import CostModel
+    from autopar.planner.costs.model import CostModel
     from autopar.planner.dictated_run import DictatedRun
     from autopar.profiler.calibrate import Calibration, Observation
     from autopar.profiler.estimate import Workload
@@ -88,7 +88,7 @@ def _observe(
     subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Callable[[str, float], None]
 ) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
-    from autopar.planner.costs import CostModel
+    from autopar.planner.costs.model import CostModel
     from autopar.planner.options import PlanOptions
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload

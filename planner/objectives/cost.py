@@ -20,19 +20,19 @@ from autopar.formats.plan import Plan
 from autopar.formats.predicted import Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
+from autopar.planner.bounds.work import layers_work_s
 from autopar.planner.candidate import Candidate, Family
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
-from autopar.planner.judge import Best, Found
+from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import groups_of
-from autopar.planner.pool import Pool, in_order
+from autopar.planner.placement.grouping import groups_of
+from autopar.planner.placement.pool import Pool, in_order
 from autopar.planner.remedies import any_plan_fits
-from autopar.planner.search import search
+from autopar.planner.search.best_first import search
+from autopar.planner.search.judge import Best, Found
 from autopar.planner.shortfall import infeasible
-from autopar.planner.simulate import Simulator
-from autopar.planner.work import layers_work_s
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Cheapest", "cheapest", "cheapest_plan"]
 

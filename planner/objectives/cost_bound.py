@@ -7,8 +7,8 @@ update, and U and V the least that the stages behind it take until their last ba
     V = min over first stages of  max(max(M t, t + U) + a, f + V)
 
 over all first stages that fit a device with one micro-batch in flight. Every plan's bound has these terms, and more
-(:mod:`autopar.planner.bounds`, also for boundaries that no gradient, or nothing, crosses); one table holds all numbers
-of devices, so that it takes little beside a search.
+(:mod:`autopar.planner.bounds.chain`, also for boundaries that no gradient, or nothing, crosses); one table holds all
+numbers of devices, so that it takes little beside a search.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import SHARDS, Shard
+from autopar.planner.bounds.work import ROUNDING
 from autopar.planner.candidate import Family
-from autopar.planner.costs import CostModel
-from autopar.planner.memory import Held, peak_of
+from autopar.planner.costs.memory import Held, peak_of
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool
-from autopar.planner.work import ROUNDING
+from autopar.planner.placement.pool import Pool
 
 __all__ = ["least_steps_s"]
 

@@ -12,7 +12,7 @@ from autopar.formats.predicted import Predicted
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble, crossings, shared
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.heading import heading
 from autopar.planner.objectives.pipedream import pipedream_plan
 from autopar.planner.objectives.pipedream_graph import mini_batch

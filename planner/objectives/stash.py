@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.links import Level
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.costs.links import Level
+from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.model import CostModel
 
 __all__ = ["Numbers", "Shape", "StashCosts", "depths"]
 

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.links import Level
+from autopar.planner.costs.links import Level
 from autopar.planner.objectives.stash import Numbers, Shape, StashCosts, depths
 from autopar.planner.options import PlanOptions
-from autopar.planner.pool import Pool, in_order
+from autopar.planner.placement.pool import Pool, in_order
 
 __all__ = ["Quickest", "quickest"]
 

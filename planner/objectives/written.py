@@ -13,7 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import provenance
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.heading import heading
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.objectives.throughput import quickest

@@ -19,7 +19,7 @@ from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.peers.trial import counts_of, planned_counts, trial
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Peer", "peers"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.policies import choices
+from autopar.planner.placement.policies import choices
 
 __all__ = ["Alike", "Choice", "Free", "Groups", "Positions", "alike", "choose", "group_of", "reachable"]
 

@@ -13,15 +13,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.compared import VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.allocation import Allocation, allocations
 from autopar.planner.peers.partition import Makeup, Partition, Partitioner, Pipelined, depths, makeup_of
 from autopar.planner.peers.partition import work as partition_work
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.workers import Worker, Workers, bound_s, candidate_of, peaks, step_s
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Dealt", "Found", "best", "dealt", "described", "partitioned", "work"]
 

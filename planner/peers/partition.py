@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs import CostModel
-from autopar.planner.links import Level
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.costs.links import Level
+from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Array, Prices
 
 __all__ = ["Makeup", "Partition", "Partitioner", "Pipelined", "depths", "makeup_of", "work"]

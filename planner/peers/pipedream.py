@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.links import Level
+from autopar.planner.costs.links import Level
 from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal, in_order
 

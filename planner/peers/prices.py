@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs import CostModel
-from autopar.planner.links import Level
+from autopar.planner.costs.links import Level
+from autopar.planner.costs.model import CostModel
 
 __all__ = ["Array", "Prices"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Placed, divisors
-from autopar.planner.costs import CostModel
-from autopar.planner.judge import Best
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
+from autopar.planner.search.judge import Best
 from autopar.planner.shortfall import explain
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 __all__ = ["counts_of", "place", "planned_counts", "trial"]

@@ -16,15 +16,15 @@ from typing import NamedTuple
 from autopar.formats.plan import Division, Plan, Stage
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.planner.assemble import crossings, shared
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
-from autopar.planner.memory import Held
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.memory import Held
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.sharing import Traffic
 from autopar.planner.peers.allocation import Policy
 from autopar.planner.peers.partition import Pipelined, depths
-from autopar.planner.sharing import Traffic
-from autopar.planner.simulate import trace
+from autopar.planner.simulator.simulate import trace
 from autopar.schedules.expand import expand
 
 __all__ = ["Worker", "Workers", "bound_s", "candidate_of", "peaks", "step_s"]

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from autopar.formats.plan import shards_of
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations
+from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import even_shares, routes
 
 Flows = list[tuple[int, int, bool]]

@@ -9,9 +9,9 @@ import pytest
 from instances import random_profile
 
 from autopar.formats.profile import Profile
-from autopar.planner.flows import Flows
-from autopar.planner.layers import LayerCosts
-from autopar.planner.memory import MemoryModel
+from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.memory import MemoryModel
 
 
 def _model(profile: Profile) -> MemoryModel:

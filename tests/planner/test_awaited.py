@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from drawn import long_candidate
 
-from autopar.planner.awaited import awaited
-from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.durations import Durations
-from autopar.planner.rows import rows_of
-from autopar.planner.simulate import run, skeleton
+from autopar.planner.costs.durations import Durations
+from autopar.planner.simulator.awaited import awaited
+from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.rows import rows_of
+from autopar.planner.simulator.simulate import run, skeleton
 
 
 def test_a_step_takes_as_long_without_the_messages_that_nobody_waits_for() -> None:

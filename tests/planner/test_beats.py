@@ -9,12 +9,12 @@ from drawn import long_candidate, random_candidate
 from instances import random_cluster, random_profile
 
 from autopar.planner import PlanOptions
-from autopar.planner.beats import beats_of, march
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import durations
-from autopar.planner.rows import rows_of
-from autopar.planner.simulate import Simulator, run, skeleton
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.rows import rows_of
+from autopar.planner.simulator.simulate import Simulator, run, skeleton
 
 
 def test_beats_take_as_long_as_the_program() -> None:

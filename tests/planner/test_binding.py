@@ -9,10 +9,10 @@ import pytest
 from drawn import random_candidate
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
-from autopar.planner.binding import binding
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.binding import binding
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, place
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
 

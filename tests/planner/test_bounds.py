@@ -8,11 +8,11 @@ import pytest
 from drawn import random_candidate
 from instances import random_cluster, random_profile, two_kinds
 
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, place
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 

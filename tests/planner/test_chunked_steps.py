@@ -11,13 +11,13 @@ from chunked import OTHERS, random_chunked, random_costs
 from autopar.formats.cluster import Overlap
 from autopar.formats.plan import Plan
 from autopar.planner.assemble import assemble
+from autopar.planner.bounds.rank_bounds import least_s
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.sharing import Sharing, Traffic
 from autopar.planner.options import PlanOptions
-from autopar.planner.rank_bounds import least_s
-from autopar.planner.sharing import Sharing, Traffic
-from autopar.planner.simulate import Simulator, run
+from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules.expand import expand, messages, stages_of
 
 

@@ -9,7 +9,7 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.planner.candidate import families
 from autopar.planner.closest import closest
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 

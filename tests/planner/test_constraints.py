@@ -17,12 +17,12 @@ from autopar.planner.candidate import Candidate, families, place
 from autopar.planner.closest import closest
 from autopar.planner.comparison import compare
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything, exhaust
-from autopar.planner.judge import Best
 from autopar.planner.neighbours import neighbours
-from autopar.planner.search import search
-from autopar.planner.simulate import Simulator
+from autopar.planner.search.best_first import search
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
 
 
 def _drawn(rng: random.Random, layers: int) -> dict[str, object]:

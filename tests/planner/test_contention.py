@@ -16,11 +16,11 @@ from autopar.formats.cluster import Cluster, Device, Link, Overlap
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
-from autopar.planner.contention import Contended
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
-from autopar.planner.sharing import Sharing, Traffic
-from autopar.planner.simulate import Rows, Simulator, compile_rows, run, trace
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.sharing import Sharing, Traffic
+from autopar.planner.simulator.contention import Contended
+from autopar.planner.simulator.simulate import Rows, Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand
 
 

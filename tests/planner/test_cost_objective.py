@@ -14,10 +14,10 @@ from autopar.formats.plan import Objective
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.objectives.cost import Cheapest, cheapest
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 
 def _priced(cluster: Cluster, seed: int) -> Cluster:

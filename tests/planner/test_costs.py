@@ -11,15 +11,15 @@ from instances import cost, gpt_profile, local_cluster, profile_of, random_clust
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.profile import Layer, Line, Tensor, Tied
 from autopar.planner import plan
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, families
-from autopar.planner.costs import CostModel
-from autopar.planner.layers import LayerCosts, at_rows
-from autopar.planner.links import LinkModel
-from autopar.planner.memory import Held
-from autopar.planner.moments import held_of
+from autopar.planner.costs.layers import LayerCosts, at_rows
+from autopar.planner.costs.links import LinkModel
+from autopar.planner.costs.memory import Held
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.moments import held_of
 from autopar.planner.options import PlanOptions
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.buckets import bucket_limit_bytes, buckets
 
 MIB = 2**20

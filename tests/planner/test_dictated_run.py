@@ -11,10 +11,10 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 

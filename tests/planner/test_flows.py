@@ -8,8 +8,8 @@ from drawn import random_candidate, shares_of
 from instances import random_cluster, random_profile
 
 from autopar.planner import PlanOptions
-from autopar.planner.costs import CostModel
-from autopar.planner.flows import Exchange
+from autopar.planner.costs.flows import Exchange
+from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Divide, routes
 
 

@@ -10,24 +10,24 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner import search as searching
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
-from autopar.planner.caps import Capped
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything, exhaust
-from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
-from autopar.planner.search import Searched, search
-from autopar.planner.simulate import Simulator
-from autopar.planner.stages import StageTables
-from autopar.planner.tables import SuffixTables
+from autopar.planner.placement.grouping import pool_of
+from autopar.planner.search import best_first
+from autopar.planner.search.best_first import Searched, search
+from autopar.planner.search.caps import Capped
+from autopar.planner.search.judge import Best
+from autopar.planner.search.stages import StageTables
+from autopar.planner.search.tables import SuffixTables
+from autopar.planner.simulator.simulate import Simulator
 
 
 @pytest.fixture
 def taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "MOST_APART", 0)
+    monkeypatch.setattr(best_first, "MOST_APART", 0)
 
 
 def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:

@@ -10,10 +10,10 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 from autopar.formats.plan import Plan
 from autopar.formats.predicted import Alternative
 from autopar.planner import PlanOptions, plan
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
-from autopar.planner.judge import Best
-from autopar.planner.simulate import Simulator
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
 
 MIB = 2**20
 

@@ -21,12 +21,12 @@ from autopar.interop.pipedream import pipedream_profile
 from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.others import _candidate, _shallower
 from autopar.planner.objectives.pipedream import pipedream_plan
 from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
 from autopar.planner.objectives.stash import StashCosts
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.runtime.scope import check_scope
 
 

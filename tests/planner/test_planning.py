@@ -13,10 +13,11 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
-from autopar.planner import PlanOptions, plan, stages
-from autopar.planner.costs import CostModel
+from autopar.planner import PlanOptions, plan
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
-from autopar.planner.simulate import Simulator
+from autopar.planner.search import stages
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from autopar.schedules.holding import in_flight

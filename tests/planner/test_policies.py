@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autopar.planner.peers.groups import choose, reachable
-from autopar.planner.policies import choices
+from autopar.planner.placement.policies import choices
 
 
 @pytest.mark.parametrize(

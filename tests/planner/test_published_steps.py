@@ -10,11 +10,11 @@ import pytest
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.interop.pipedream import pipedream_profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import dapple
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import trial
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 NO_LIMIT = 2**60
 FLAT = Cluster(

@@ -16,7 +16,7 @@ from autopar.formats.units import parse_bytes
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import families
 from autopar.planner.closest import closest
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 
 MIB = 2**20

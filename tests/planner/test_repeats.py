@@ -11,12 +11,13 @@ from instances import random_cluster, random_profile
 
 from autopar.errors import InfeasibleError
 from autopar.formats.profile import Layer, Profile, Tensor, Tied
-from autopar.planner import PlanOptions, activations, plan
-from autopar.planner import search as searching
-from autopar.planner.flows import Flows
-from autopar.planner.layers import LayerCosts
-from autopar.planner.memory import Held, MemoryModel
-from autopar.planner.repeats import Repeats
+from autopar.planner import PlanOptions, plan
+from autopar.planner.costs import activations
+from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.memory import Held, MemoryModel
+from autopar.planner.costs.repeats import Repeats
+from autopar.planner.search import best_first
 
 
 def _plain(codes: Sequence[str], first: int, stop: int) -> int:
@@ -157,9 +158,9 @@ def _planned(seed: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("most_apart", [0, searching.MOST_APART])
+@pytest.mark.parametrize("most_apart", [0, best_first.MOST_APART])
 def test_plans_are_equal_byte_for_byte(most_apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "MOST_APART", most_apart)
+    monkeypatch.setattr(best_first, "MOST_APART", most_apart)
     monkeypatch.setattr(activations, "FEW_ROWS", 1)
     for seed in range(20):
         with monkeypatch.context() as patched:

@@ -17,10 +17,10 @@ from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import families
 from autopar.planner.chunks import chunked
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.scheduled import bounds_of
 from autopar.planner.shapes import Shape
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.trials import Trials
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand

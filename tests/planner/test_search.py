@@ -10,14 +10,14 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import Exhausted, exhaust
-from autopar.planner.judge import Best
 from autopar.planner.options import PlanOptions
-from autopar.planner.search import Searched, search
-from autopar.planner.simulate import Simulator
+from autopar.planner.search.best_first import Searched, search
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
 
 INSTANCES = 1000
 

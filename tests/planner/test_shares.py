@@ -11,12 +11,12 @@ from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import durations
+from autopar.planner.costs.durations import durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.sharing import Traffic
 from autopar.planner.options import PlanOptions
 from autopar.planner.shares import shares_of
-from autopar.planner.sharing import Traffic
-from autopar.planner.simulate import skeleton, trace
+from autopar.planner.simulator.simulate import skeleton, trace
 from autopar.schedules.expand import expand
 
 

@@ -20,15 +20,15 @@ from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Family, place, with_depths
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
-from autopar.planner.simulate import Simulator, compile_rows, run, trace
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 
 Times = dict[tuple[int, int], float]
 # The package's function of the same name hides the module.
-simulating = sys.modules["autopar.planner.simulate"]
+simulating = sys.modules["autopar.planner.simulator.simulate"]
 
 
 def _naive_ends(program: Program, times: Durations) -> list[float]:

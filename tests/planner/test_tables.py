@@ -6,14 +6,14 @@ import numpy as np
 from hierarchies import hierarchy
 from instances import random_cluster, random_profile
 
-from autopar.planner.bounds import bound
+from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family, families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
-from autopar.planner.tables import StageTables, SuffixTables
-from autopar.planner.work import work_s
+from autopar.planner.placement.grouping import pool_of
+from autopar.planner.search.tables import StageTables, SuffixTables
 
 Key = tuple[int, int, str, int, str, str]
 

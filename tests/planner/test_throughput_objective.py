@@ -17,7 +17,7 @@ from autopar.formats.plan import Division, Plan
 from autopar.formats.profile import Profile
 from autopar.planner import plan, simulate
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.stash import StashCosts, depths
 from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions

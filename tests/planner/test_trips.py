@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from instances import random_cluster, random_profile
 
-from autopar.planner.bounds import bound, round_trips
+from autopar.planner.bounds.chain import bound, round_trips
 from autopar.planner.candidate import Candidate, families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
-from autopar.planner.stages import StageTables
-from autopar.planner.states import States
-from autopar.planner.trips import Trips
+from autopar.planner.placement.grouping import pool_of
+from autopar.planner.search.stages import StageTables
+from autopar.planner.search.states import States
+from autopar.planner.search.trips import Trips
 
 
 def _instance(seed: int) -> tuple[CostModel, PlanOptions]:

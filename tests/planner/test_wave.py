@@ -12,13 +12,13 @@ from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
 from autopar.planner import PlanOptions
-from autopar.planner import wave as waving
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs import CostModel
-from autopar.planner.durations import Durations, durations
-from autopar.planner.rows import rows_of
-from autopar.planner.simulate import Simulator, run, skeleton
-from autopar.planner.wave import ABSENT_S, Wave, applies, ride, wave_of
+from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator import wave as waving
+from autopar.planner.simulator.rows import rows_of
+from autopar.planner.simulator.simulate import Simulator, run, skeleton
+from autopar.planner.simulator.wave import ABSENT_S, Wave, applies, ride, wave_of
 
 
 def _drawn(seed: int) -> tuple[Simulator, Candidate, Durations]:

@@ -16,7 +16,7 @@ from autopar.cli.estimating import calibrated, estimated
 from autopar.errors import FileError
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
 from autopar.profiler.calibrate import Observation, calibrate, predict

@@ -21,7 +21,7 @@ from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.program import WEIGHT_BACKWARD
-from autopar.planner.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Held, Parts, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.settings import TrainSettings

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from autopar.formats.cluster import Cluster, Device
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.prices import Prices
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from priced import prices_of
 
-from autopar.planner.links import Level
+from autopar.planner.costs.links import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.latency import latency_s
 from autopar.planner.peers.prices import Prices
-from autopar.planner.policies import choices
+from autopar.planner.placement.policies import choices
 
 Stages = list[tuple[int, tuple[int, ...]]]
 """(end, devices of every node) of every stage."""

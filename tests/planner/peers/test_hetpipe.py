@@ -10,8 +10,8 @@ import pytest
 from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster, Link
-from autopar.planner.costs import CostModel
-from autopar.planner.memory import Held
+from autopar.planner.costs.memory import Held
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
 from autopar.planner.peers.allocation import allocations
@@ -19,7 +19,7 @@ from autopar.planner.peers.partition import Partitioner, Pipelined, depths, make
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import counts_of
 from autopar.planner.peers.workers import Worker, Workers, bound_s, candidate_of, peaks, step_s
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 MIB = 2**20
 

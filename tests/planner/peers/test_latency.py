@@ -12,11 +12,11 @@ from priced import cost, profile_of
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.latency import latency_s, pivots
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.one_forward_one_backward import warmups
 
 

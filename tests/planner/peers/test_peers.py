@@ -11,11 +11,11 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.alternatives import references
 from autopar.planner.candidate import families
-from autopar.planner.costs import CostModel
+from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import Peer, peers
 from autopar.planner.peers.proposal import Proposal, in_order
 from autopar.planner.peers.trial import MOST_WORK, counts_of, place, planned_counts, trial
-from autopar.planner.simulate import Simulator
+from autopar.planner.simulator.simulate import Simulator
 
 NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DAPPLE", "HetPipe"]
 MIB = 2**20

@@ -1,0 +1,1 @@
+"""Bounds: seconds that no schedule of some stages can undercut."""

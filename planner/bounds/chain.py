@@ -1,0 +1,237 @@
+"""Bounds: a step time that no schedule with whole forwards and backwards can undercut (docs/planning.md).
+
+With stages s = 1..S, one micro-batch's forward f and backward b, t = f + b, transfers c forth and c' back across the
+boundary behind a stage, M micro-batches, k in flight, and a from the last backward to the end of the update:
+
+    R(s) = t + c + c' + R(s+1)                                            one micro-batch's round trip
+    U(s) = max(M t, M R(s) / k, R(s) + max((M - k) f + (M - 1) b, (M - 1) f + (M - k) b),
+               t + c + c' + U(s+1),
+               t + R(s+1) + max(M c + c', c + M c'))                      until the last backward of s
+    V(s) = max(U(s) + a, f + c + V(s+1))                                  until everything behind s is done
+
+When the first backward of s ends, R(s) has passed and at most k forwards have begun; when the last forward begins, at
+most k backwards are left, and R(s) is yet to come.
+
+Of a stage whose replicas split micro-batches, all numbers are those of the last replica. It holds a micro-batch's last
+rows, and so do the last ones of the stages beside: these rows' way is a micro-batch's shortest way of which every part
+is known, and no replica has more rows. Replicas that take turns each have their own M, and k, and so has every queue.
+Only tensors that the next stage reads count in c. Where none travels back, R(s) = t and U(s) has no terms of what is
+behind; where none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters'
+reductions count 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import lcm
+from types import EllipsisType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.costs.model import CostModel
+from autopar.schedules.route import Route
+
+__all__ = [
+    "LinkTerms",
+    "StageTerms",
+    "Terms",
+    "Value",
+    "beside_s",
+    "bound",
+    "fold",
+    "fold_chain",
+    "last",
+    "link_terms",
+    "round_trips",
+    "stage_terms",
+]
+
+Value = float | npt.NDArray[np.float64]
+Flag = bool | npt.NDArray[np.bool_]
+Index = tuple[int | slice | EllipsisType | npt.NDArray[np.int64] | None, ...]
+
+
+class StageTerms(NamedTuple):
+    """One stage's seconds."""
+
+    forward_s: Value
+    backward_s: Value
+    work_s: Value
+    """Forwards and backwards of a whole step."""
+    closing_s: Value
+    """Exposed reduction, and the update."""
+    rate: Value
+    """Micro-batches of a step over those in flight at most."""
+    beside_s: Value
+    """What is computed at least while none of one micro-batch's round trip passes."""
+
+    def at(self, index: Index) -> StageTerms:
+        """Return the terms at an index of all arrays."""
+        return StageTerms(*(np.asarray(each)[index] for each in self))
+
+    def shaped(self, shape: tuple[int, ...]) -> StageTerms:
+        """Return the terms with all arrays in another shape."""
+        return StageTerms(*(np.asarray(each).reshape(shape) for each in self))
+
+
+class LinkTerms(NamedTuple):
+    """The transfers across the boundary behind a stage."""
+
+    forth: Flag
+    """Whether the next stage reads a tensor of this one."""
+    back: Flag
+    """Whether a gradient returns."""
+    forth_s: Value
+    back_s: Value
+    """A message of each direction."""
+    forth_work_s: Value
+    back_work_s: Value
+    """What a step's messages occupy their queue."""
+
+    def at(self, index: Index) -> LinkTerms:
+        """Return the terms at an index of all arrays."""
+        return LinkTerms(*(np.asarray(each)[index] for each in self))
+
+    def shaped(self, shape: tuple[int, ...]) -> LinkTerms:
+        """Return the terms with all arrays in another shape."""
+        return LinkTerms(*(np.asarray(each).reshape(shape) for each in self))
+
+
+class Terms(NamedTuple):
+    """R, U and V of a suffix of stages."""
+
+    trip_s: Value
+    backward_s: Value
+    done_s: Value
+    step_s: Value
+    """The largest V of the suffix and of all that is behind: a boundary that nothing crosses starts anew."""
+
+
+def last(stage: StageTerms) -> Terms:
+    """Return the terms of the last stage."""
+    trip = stage.forward_s + stage.backward_s
+    # Of one micro-batch after the other, at most so many as are in flight overlap.
+    busy = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
+    return Terms(trip, busy, busy + stage.closing_s, busy + stage.closing_s)
+
+
+def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
+    """Return the terms of a stage in front of the stages ``behind``; scalars and arrays alike."""
+    own = stage.forward_s + stage.backward_s
+    around = own + link.forth_s + link.back_s
+    trip = _either(link.back, around + behind.trip_s, own)
+    queued = _larger(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
+    ahead = _larger(around + behind.backward_s, own + behind.trip_s + queued)
+    backward = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
+    backward = _larger(backward, _either(link.back, ahead, 0.0))
+    later = _either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
+    done = _larger(backward + stage.closing_s, later)
+    return Terms(trip, backward, done, _larger(done, behind.step_s))
+
+
+def _larger(one: Value, other: Value) -> Value:
+    """The larger of two numbers, or of each two; of numbers, comparing takes a tenth of what numpy does."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one if one >= other else other
+    return np.maximum(one, other)
+
+
+def _either(flag: Flag, one: Value, other: Value) -> Value:
+    """The first where the flag holds, else the second."""
+    if isinstance(flag, bool) and isinstance(one, float) and isinstance(other, float):
+        return one if flag else other
+    return np.where(flag, one, other)
+
+
+def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
+    """Return :func:`fold` where tensors travel forth and back; overwrites the arrays ``behind``."""
+    trip, backward, done = (np.asarray(each) for each in behind[:3])
+    own = stage.forward_s + stage.backward_s
+    around = own + link.forth_s + link.back_s
+    queued = np.maximum(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s) + own - around
+    trip += around
+    backward += around
+    np.maximum(backward, stage.work_s, out=backward)
+    np.maximum(backward, stage.rate * trip, out=backward)
+    np.maximum(backward, trip + np.maximum(stage.beside_s, queued), out=backward)
+    done += stage.forward_s + link.forth_s
+    np.maximum(done, backward + stage.closing_s, out=done)
+    return Terms(trip, backward, done, np.maximum(done, behind.step_s))
+
+
+def bound(costs: CostModel, candidate: Candidate) -> float:
+    """Return a lower bound of a candidate's simulated seconds per step."""
+    for terms in _suffixes(costs, candidate):
+        found = float(terms.step_s)
+    return costs.profile.step_overhead_s + found
+
+
+def round_trips(costs: CostModel, candidate: Candidate) -> list[float]:
+    """Return the least seconds of one micro-batch's way from each stage to the last one and back."""
+    return [float(terms.trip_s) for terms in _suffixes(costs, candidate)][::-1]
+
+
+def _suffixes(costs: CostModel, candidate: Candidate) -> Iterator[Terms]:
+    """The terms of the last stage, the last two, and so on."""
+    stages = candidate.stages
+    terms = last(stage_terms(costs, stages[-1], candidate.micro_batches))
+    yield terms
+    for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
+        link = link_terms(costs, before, after, candidate)
+        terms = fold(stage_terms(costs, before, candidate.micro_batches), link, terms)
+        yield terms
+
+
+def stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
+    """Return one stage's terms."""
+    at = [len(stage.devices) - 1]
+    if stage.division == "round-robin":
+        # Of replicas on one kind of device, the first has the most turns.
+        at = list({costs.kind_of[device]: index for index, device in reversed([*enumerate(stage.devices)])}.values())
+    counts = [stage.turns(each, micro_batches) for each in at]
+    forward = [costs.forward_s(stage, each) for each in at]
+    backward = [costs.backward_s(stage, each, count) for each, count in zip(at, counts, strict=True)]
+    columns = list(zip(forward, backward, counts, strict=True))
+    work = max(count * (there + back) for there, back, count in columns)
+    beside = max(float(beside_s(*column, stage.warmup)) for column in columns)
+    closing = min(costs.replica_exposed_s(stage, each) for each in at) + costs.update_s(stage)
+    return StageTerms(min(forward), min(backward), work, closing, max(counts) / stage.warmup, beside)
+
+
+def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: Value) -> Value:
+    """Return what a replica computes before its last forward, or behind its first backward, whichever is more."""
+    plain = isinstance(depth, int) and isinstance(micro_batches, int)
+    idle = micro_batches - (min(depth, micro_batches) if plain else np.minimum(depth, micro_batches))
+    most = micro_batches - 1
+    return _larger(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
+
+
+def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candidate) -> LinkTerms:
+    """Return the terms of the boundary between two neighbours."""
+    flow = costs.flows.between(before.first, before.stop, after.first, after.stop)
+    if not flow.tensors:
+        return LinkTerms(False, False, 0.0, 0.0, 0.0, 0.0)
+    # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
+    rows = min(before.shares[-1], after.shares[-1])
+    count = len(range(0, candidate.micro_batches, lcm(before.turning, after.turning)))
+    forth, back = [], []
+    for sender, receiver in product(_ends(costs, before), _ends(costs, after)):
+        route = Route(0, 0, 0, rows)
+        sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
+        there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
+        apart = sender != receiver
+        forth.append(costs.message_s(there, sender, receiver) if apart else 0.0)
+        back.append(costs.message_s(returned, receiver, sender) if apart and flow.gradients else 0.0)
+    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
+
+
+def _ends(costs: CostModel, stage: Placed) -> list[int]:
+    """Devices that a micro-batch's last rows may be on, one of every node."""
+    if stage.division == "split":
+        return [stage.devices[-1]]
+    topology = costs.links.topology
+    return list({(topology.racks[each], topology.nodes[each]): each for each in stage.devices}.values())

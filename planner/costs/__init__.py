@@ -1,0 +1,1 @@
+"""Costs: the one cost model; what a stage takes, sends and holds."""

@@ -1,0 +1,220 @@
+"""Activations: what stages keep of a micro-batch for its backward, and the most that its way through them holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.planner.costs.areas import Area, Areas, Counts
+from autopar.planner.costs.flows import Flows, FlowTensor
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.repeats import Repeats
+
+__all__ = ["Activations", "Swept", "rows_bytes"]
+
+FEW_ROWS = 4
+"""Of the layers, one in how many begins a window like no earlier one, that each of these is gone through by itself."""
+
+
+class Swept(NamedTuple):
+    """Bytes of one stage, or of many."""
+
+    activations: int | Counts
+    """What one micro-batch in flight keeps."""
+    peak: int | Counts
+    """The most that one micro-batch's forward and backward hold."""
+    first_peak: int | Counts
+    """The same with the gradients that the micro-batch's backward makes, if it is a step's first."""
+
+
+def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
+    """Return the bytes of some rows, rounded up where rows are fractions."""
+    return rows * per_sample if isinstance(rows, int) else np.ceil(rows * np.asarray(per_sample)).astype(np.int64)
+
+
+class Activations:
+    """Activations of all stages at any number of rows; layers that are recomputed save their inputs only."""
+
+    def __init__(self, costs: LayerCosts, flows: Flows, made: Callable[[int, int], int], repeats: Repeats) -> None:
+        """Take what is known of the layers; ``made`` returns the bytes of the gradients of a stage."""
+        self._costs, self._flows, self._made, self._repeats = costs, flows, made, repeats
+        self._count = len(costs.layers)
+        self._saved: dict[float, list[dict[str, int]]] = {}
+        self._transients: dict[tuple[float, int, bool], int] = {}
+        self._sweeps: dict[tuple[int, float, frozenset[int]], _Sweep] = {}
+
+    def of(self, first: int, stop: int, rows: float, recompute: frozenset[int]) -> Swept:
+        """Return what one stage holds."""
+        key = (first, rows, frozenset(layer for layer in recompute if first <= layer < stop))
+        if key not in self._sweeps:
+            self._sweeps[key] = _Sweep(first)
+        sweep = self._sweeps[key]
+        # A sweep serves later stops, too, as long as their further layers are not recomputed.
+        while len(sweep.found) < stop - first:
+            self._advance(sweep, rows, recompute)
+        return sweep.found[stop - first - 1]
+
+    def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> Swept:
+        """Return what all stages of up to ``longest`` layers hold, as arrays ``[first, length - 1]``.
+
+        ``gradients`` are their gradients' bytes.
+        """
+        repeats = self._repeats.among(recompute) if self._repeats.any else self._repeats
+        if repeats.any and len(repeats.windows(longest).rows) * FEW_ROWS <= self._count:
+            found = self._each(rows, recompute, longest, repeats.windows(longest).rows.tolist())
+            return Swept(*(repeats.windows(longest).spread(np.asarray(each)) for each in found))
+        if self._irregular(rows):
+            return self._each(rows, recompute, longest, range(self._count))
+        totals = Areas(self._count, self._kept(rows, recompute)).window(longest)
+        ahead = Areas(self._count, self._ahead(rows, recompute)).window(longest)
+        layers = range(self._count)
+        transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
+        sent = (self._sent_bytes(layer, self.saved(layer, rows, layer in recompute)) for layer in layers)
+        finals = np.maximum(0, transients - np.array([int(rows_bytes(rows, each)) for each in sent]))
+        highest = np.zeros(self._count, dtype=np.int64)
+        begun = np.full(self._count, -(2**60))
+        peaks, first_peaks = np.zeros_like(totals), np.zeros_like(totals)
+        for at in range(longest):
+            last = np.minimum(np.arange(self._count) + at, self._count - 1)
+            total, final = totals[:, at], totals[:, at] + finals[last]
+            peaks[:, at] = np.maximum(highest, final) + ahead[:, at]
+            first_peaks[:, at] = np.maximum(begun + gradients[:, at], final) + ahead[:, at]
+            highest = np.maximum(highest, total + transients[last])
+            begun = np.maximum(begun, total + transients[last] - gradients[:, at])
+        return Swept(totals + ahead, peaks, first_peaks)
+
+    def saved(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
+        """Return the bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
+        if recomputed:
+            received = self._flows.received_by(layer)
+            return {tensor.name: int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in received}
+        if rows not in self._saved:
+            inputs = {tensor.name for tensor in self._flows.inputs}
+            self._saved[rows] = [
+                {name: size for name, size in self._costs.saved_at(index, rows).items() if name not in inputs}
+                for index in range(self._count)
+            ]
+        return self._saved[rows][layer]
+
+    def transient(self, layer: int, rows: float, recomputed: bool) -> int:
+        """Return the bytes a layer holds for a while beyond what it saves; its peak does not count its inputs."""
+        key = (rows, layer, recomputed)
+        if key not in self._transients:
+            read = {tensor.name for tensor in self._flows.received_by(layer)}
+            own = sum(size for name, size in self.saved(layer, rows, recomputed).items() if name not in read)
+            self._transients[key] = max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
+        return self._transients[key]
+
+    def _sent_bytes(self, layer: int, held: Container[str]) -> int:
+        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
+        made = self._flows.made_by(layer)
+        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in held)
+        return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
+
+    def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int]) -> None:
+        """Add the next layer to a stage."""
+        first, last, held = sweep.first, sweep.first + len(sweep.found), sweep.held
+        saved = self.saved(last, rows, last in recompute)
+        transient = self.transient(last, rows, last in recompute)
+        for name, size in saved.items():
+            sweep.total += max(0, size - held.get(name, 0))
+            held[name] = max(size, held.get(name, 0))
+        for tensor in self._flows.received_by(last):
+            if tensor.producer < first and tensor.name not in held:
+                held[tensor.name] = int(rows_bytes(rows, tensor.bytes_per_sample))
+                sweep.total += held[tensor.name]
+        # Behind this layer, the first backward has left the gradients of the stage's later layers.
+        made = self._made(first, last + 1)
+        for tensor in self._flows.made_by(last):
+            sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
+        sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
+        kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total
+        # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
+        final = total + max(0, transient - int(rows_bytes(rows, self._sent_bytes(last, held))))
+        first_peak = max(sweep.highest_begun + made, final) + kept
+        sweep.found.append(Swept(total + kept, max(sweep.highest, final) + kept, first_peak))
+        sweep.highest = max(sweep.highest, total + transient)
+        sweep.highest_begun = max(sweep.highest_begun, total + transient - made)
+
+    def _irregular(self, rows: float) -> bool:
+        """Whether a layer keeps a storage that bears the name of what a later one makes."""
+        producers = {tensor.name: tensor.producer for tensor in self._flows.crossing}
+        names = ((layer, name) for layer in range(self._count) for name in self.saved(layer, rows, recomputed=False))
+        return any(layer < producers.get(name, -1) for layer, name in names)
+
+    def _each(self, rows: float, recompute: frozenset[int], longest: int, firsts: Sequence[int]) -> Swept:
+        """The stages that begin with some layers, one after the other, ``[index of the layer, length - 1]``."""
+        found = np.zeros((3, len(firsts), longest), dtype=np.int64)
+        for row, first in enumerate(firsts):
+            sweep = _Sweep(first)
+            while len(sweep.found) < min(longest, self._count - first):
+                self._advance(sweep, rows, recompute)
+            found[:, row, : len(sweep.found)] = np.array(sweep.found).T
+        return Swept(*found)
+
+    def _kept(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
+        """What joins the union of kept storages at a layer, by the first layers for which it does."""
+        events: dict[str, list[tuple[int, int]]] = {}
+        for layer in range(self._count):
+            for name, size in self.saved(layer, rows, layer in recompute).items():
+                events.setdefault(name, []).append((layer, size))
+        tensors = {tensor.name: tensor for tensor in self._flows.crossing}
+        for name in dict.fromkeys((*events, *tensors)):
+            saves = events.get(name, [])
+            yield from _union(saves, tensors.get(name), rows, self._count)
+
+    def _ahead(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
+        """What is made in a stage, kept by none of its layers yet, and read behind it."""
+        saves: dict[str, int] = {}
+        for layer in range(self._count):
+            for name in self.saved(layer, rows, layer in recompute):
+                saves.setdefault(name, layer)
+        for tensor in self._flows.crossing:
+            until = min(tensor.consumers[-1], saves.get(tensor.name, self._count))
+            size = int(rows_bytes(rows, tensor.bytes_per_sample))
+            yield Area(0, tensor.producer, tensor.producer + 1, until, size)
+
+
+class _Sweep:
+    """A stage that grows layer by layer."""
+
+    __slots__ = ("ahead", "first", "found", "held", "highest", "highest_begun", "total")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.found: list[Swept] = []
+        """By length."""
+        self.held: dict[str, int] = {}
+        self.ahead: dict[str, tuple[int, int]] = {}
+        self.total = self.highest = 0
+        self.highest_begun = -(2**60)
+
+
+def _union(saves: list[tuple[int, int]], tensor: FlowTensor | None, rows: float, count: int) -> Iterator[Area]:
+    """Areas of one storage: the largest of what the stage's layers keep of it, or of what it receives."""
+    reads = () if tensor is None else tensor.consumers
+    made = -1 if tensor is None else tensor.producer
+    received = 0 if tensor is None else int(rows_bytes(rows, tensor.bytes_per_sample))
+    sizes = dict(saves)
+    places = sorted({*sizes, *reads})
+    starts = sorted({-1, *places, *([made] if tensor else [])})
+    most = max((*sizes.values(), received if reads else 0), default=0)
+    for before, start in zip(starts, (*starts[1:], count - 1), strict=True):
+        # Stages that begin behind `before`, and at `start` at the latest.
+        held = 0
+        known = False
+        for at in range(bisect_left(places, start), len(places)):
+            if known and held >= most:
+                break
+            place = places[at]
+            size = sizes.get(place)
+            more = held if size is None else max(held, size)
+            known = known or size is not None
+            if not known and place in reads and before >= made:
+                more, known = received, True
+            if more > held:
+                yield Area(before + 1, start, place + 1, count, more - held)
+            held = more

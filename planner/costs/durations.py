@@ -1,0 +1,143 @@
+"""Durations: how long every action of a candidate takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from autopar.planner.candidate import Candidate
+from autopar.planner.chunks import chunked, groups, halves
+from autopar.planner.costs.links import Level
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.moments import backwards
+from autopar.schedules.route import Routes
+
+__all__ = ["Durations", "durations"]
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of every action, by replica.
+
+    Replicas count those of all stages in order. So do ranks, where each runs one stage.
+    """
+
+    overhead_s: float
+    stage: list[int] = field(default_factory=list)
+    """Of every replica."""
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    """From the end of a replica's last backward to the end of its gradients' reduction."""
+    reduce_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    """Of a rank that runs several stages, all at the first of them."""
+    message_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By (sending replica, receiving replica), of different ranks."""
+    tied_s: list[float] = field(default_factory=list)
+    """By index into the plan's shared parameters."""
+    turns: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(first, period) of the micro-batches that a pair's messages carry; only where not all do."""
+    input_s: list[float] = field(default_factory=list)
+    """Halves of a backward; empty where the schedule has none."""
+    weight_s: list[float] = field(default_factory=list)
+    last_s: list[float] = field(default_factory=list)
+    """Of the last that makes gradients: a whole backward, or a weight half; empty like the halves."""
+    rank: list[int] = field(default_factory=list)
+    """Of every replica; empty where ranks run one stage each."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank of every replica."""
+        return self.rank or range(len(self.stage))
+
+    def place_of(self, rank: int, stage: int) -> int:
+        """Return the replica of a stage that a rank is."""
+        if not self.rank:
+            return rank
+        if not self._places:
+            self._places.update({ends: at for at, ends in enumerate(zip(self.rank, self.stage, strict=True))})
+        return self._places[rank, stage]
+
+    _places: dict[tuple[int, int], int] = field(default_factory=dict, compare=False, repr=False)
+
+
+def durations(costs: CostModel, candidate: Candidate) -> Durations:
+    """Return the durations of a candidate's actions."""
+    found = Durations(costs.profile.step_overhead_s)
+    ends = backwards(candidate) if halves(candidate.schedule) else None
+    for index, stage in enumerate(candidate.stages):
+        reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
+        alike: dict[tuple[float, int], tuple[float, ...]] = {}
+        for replica, key in enumerate(zip(stage.shares, map(costs.kind_of.__getitem__, stage.devices), strict=True)):
+            if key not in alike:
+                backward_s = costs.backward_s(stage, replica, candidate.micro_batches)
+                whole = ends is None or ends[index].ends_whole
+                exposed_s = costs.replica_exposed_s(stage, replica, split=not whole)
+                alike[key] = costs.forward_s(stage, replica), backward_s, exposed_s
+                if ends is not None:
+                    input_s, weight_s = costs.halves_s(stage, replica, candidate.micro_batches)
+                    alike[key] += input_s, weight_s, backward_s if whole else weight_s
+            columns = (
+                *(found.forward_s, found.backward_s, found.exposed_s),
+                *(found.input_s, found.weight_s, found.last_s),
+            )
+            for column, seconds in zip(columns, alike[key], strict=False):
+                column.append(seconds)
+        width = len(stage.devices)
+        found.stage.extend([index] * width)
+        found.reduce_s.extend([reduce_s] * width)
+        found.update_s.extend([update_s] * width)
+    if chunked(candidate.schedule):
+        _share_ranks(candidate, found)
+    _price_messages(costs, candidate, found)
+    for tied, holders in costs.tied_between(candidate.stages):
+        devices = list(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
+        found.tied_s.append(costs.tied_s(tied, devices))
+    return found
+
+
+def _share_ranks(candidate: Candidate, found: Durations) -> None:
+    """Note the ranks of replicas that share them."""
+    stages = candidate.stages
+    starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    found.rank.extend([0] * starts[-1])
+    rank = 0
+    for chunks in groups(stages):
+        width = len(stages[chunks[0]].devices)
+        for replica in range(width):
+            mine = [starts[stage] + replica for stage in chunks]
+            for at in mine:
+                found.rank[at] = rank + replica
+            found.update_s[mine[0]] = sum(found.update_s[at] for at in mine)
+            for at in mine[1:]:
+                found.update_s[at] = 0.0
+        rank += width
+
+
+def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) -> None:
+    stages, known = candidate.stages, Routes()
+    starts = [0, *accumulate(len(stage.devices) for stage in stages)]
+    level = costs.links.topology.pair
+    for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages]):
+        sending, receiving = stages[producer], stages[consumer]
+        alike: dict[tuple[float, Level], tuple[float, float]] = {}
+        for route in known.between(sending, receiving):
+            pair = starts[producer] + route.sender, starts[consumer] + route.receiver
+            devices = sending.devices[route.sender], receiving.devices[route.receiver]
+            if devices[0] == devices[1]:
+                continue
+            key = route.stop - route.start, level(*devices)
+            if key not in alike:
+                sizes = (
+                    costs.message_bytes(route, candidate.micro_batch_size, each)
+                    for each in (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
+                )
+                forth_s, back_s = (costs.links.message_s(size, key[1]) for size in sizes)
+                alike[key] = forth_s, back_s
+            found.message_s[pair] = alike[key][0]
+            if flow.gradients:
+                found.message_s[pair[::-1]] = alike[key][1]
+            if route.period > 1:
+                found.turns[pair] = found.turns[pair[::-1]] = route.first, route.period

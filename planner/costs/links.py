@@ -1,0 +1,194 @@
+"""Links: seconds of messages and collectives, from a cluster's curves or its latencies and bandwidths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.cluster import Cluster, Curve, Device, Level
+from autopar.formats.document import Provenance
+from autopar.planner.costs.topology import Topology
+
+__all__ = ["Collective", "Level", "LinkModel"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Rounds of a ring, in multiples of n - 1."""
+Numbers = npt.NDArray[np.float64]
+
+
+class _Way(NamedTuple):
+    """One of a level's links."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Of a transfer, while all that share the link send."""
+    known: Provenance
+
+
+class _Line:
+    """A measured curve made monotone: flat before its first size, its last slope behind the last one.
+
+    Where that slope is none, the link's bandwidth continues it, as it does a curve of one size.
+    """
+
+    def __init__(self, curve: Curve, bytes_per_s: float) -> None:
+        self.known: Provenance = curve.provenance
+        self.sizes = np.array(curve.sizes, dtype=np.float64)
+        self.seconds = np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64))
+        self.slope = 1 / bytes_per_s
+        if len(self.sizes) > 1:
+            self.slope = float((self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
+        if self.slope == 0:
+            rounds = 1.0 if curve.kind == "p2p" else _ROUNDS[curve.kind] * (curve.ranks - 1) / curve.ranks
+            self.slope = rounds / bytes_per_s
+
+    def provenance(self, size_bytes: float) -> Provenance:
+        """Return where the seconds at a size come from."""
+        if self.known == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
+            return "estimated"
+        return self.known if size_bytes in self.sizes else "interpolated"
+
+    def __call__(self, sizes_bytes: Numbers) -> Numbers:
+        beyond = np.maximum(sizes_bytes - self.sizes[-1], 0.0) * self.slope
+        return np.asarray(np.interp(sizes_bytes, self.sizes, self.seconds) + beyond)
+
+
+class LinkModel:
+    """Prices of communication between devices; times never fall as messages grow, which the bounds rely on."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        devices: Sequence[Device],
+        bytes_per_s: float | None = None,
+        *,
+        latencies: bool = True,
+    ) -> None:
+        """Read a cluster's numbers.
+
+        Args:
+            cluster: curves and links.
+            devices: those that are planned for.
+            bytes_per_s: of every link, in place of the cluster's numbers and curves.
+            latencies: whether a link that has no curve has its latency.
+        """
+        self.topology = Topology(cluster, devices)
+        self._ways: dict[Level, list[_Way]] = {}
+        self._lines: dict[tuple[str, int, Level], _Line] = {}
+        for link in cluster.links:
+            # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
+            shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
+            known = "estimated" if bytes_per_s else link.provenance
+            way = _Way(link.latency_s if latencies else 0.0, bytes_per_s or shared, known)
+            self._ways.setdefault(link.level, []).append(way)
+        for curve in cluster.curves if bytes_per_s is None else ():
+            ranks = 2 if curve.kind == "p2p" else curve.ranks
+            # What a curve does not say of large messages, the link of most bandwidth does.
+            rate = max(way.bytes_per_s for way in self._ways[curve.level])
+            self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, rate))
+        self._collected: dict[tuple[Collective, int, int, Level], float] = {}
+        self._sent: dict[tuple[float, Level], float] = {}
+
+    def among(self, devices: Sequence[int]) -> LinkModel:
+        """Return the prices between some of the devices, which are then counted from 0."""
+        other = copy(self)
+        other.topology = self.topology.among(devices)
+        return other
+
+    def level(self, devices: Sequence[int]) -> Level:
+        """Return the widest level that these devices need to reach each other."""
+        return self.topology.level(devices)
+
+    def message_provenance(self, size_bytes: float, level: Level) -> Provenance:
+        """Return where the seconds of a message come from."""
+        line = self._lines.get(("p2p", 2, level))
+        if line is not None:
+            return line.provenance(size_bytes)
+        return min(self._ways[level], key=lambda way: way.latency_s + size_bytes / way.bytes_per_s).known
+
+    def collective_provenance(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> Provenance:
+        """Return where the seconds of a collective come from."""
+        line = self._lines.get((kind, ranks, level))
+        return "estimated" if line is None else line.provenance(size_bytes)
+
+    def messages_s(self, sizes_bytes: Numbers, level: Level) -> Numbers:
+        """Return the seconds of point-to-point messages: by the level's curve, else on the quickest of its links."""
+        line = self._lines.get(("p2p", 2, level))
+        if line is not None:
+            return line(sizes_bytes)
+        seconds = [way.latency_s + sizes_bytes / way.bytes_per_s for way in self._ways[level]]
+        return np.asarray(np.minimum.reduce(seconds))
+
+    def message_s(self, size_bytes: float, level: Level) -> float:
+        """Return the seconds of one point-to-point message."""
+        key = (size_bytes, level)
+        if key not in self._sent:
+            self._sent[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
+        return self._sent[key]
+
+    def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+        """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
+
+        Without a curve of exactly so many ranks the nearest one is scaled as a ring's: bytes by (n - 1) / n, latency by
+        n - 1, and an all-reduce takes both twice (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+        Without any curve, it is a ring over the quickest of the level's links.
+        """
+        if ranks < 2 or size_bytes == 0:
+            return 0.0
+        key = (kind, size_bytes, ranks, level)
+        if key not in self._collected:
+            self._collected[key] = self._collective_s(kind, size_bytes, ranks, level)
+        return self._collected[key]
+
+    def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
+        """Return the seconds per byte that no size goes below."""
+        largest = 2.0**62
+        sizes = [largest]
+        nearest = self._nearest(kind, ranks, level)
+        if nearest is not None:
+            sizes += [float(size) for size in self._lines[kind, nearest, level].sizes if size > 0]
+        return min(self._collective_s(kind, int(size), ranks, level) / size for size in sizes)
+
+    def collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
+        """Return :meth:`collective_s` of many sizes."""
+        if ranks < 2:
+            return np.zeros(sizes_bytes.shape)
+        return np.where(sizes_bytes > 0, self._collectives_s(kind, sizes_bytes, ranks, level), 0.0)
+
+    def _collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
+        return float(self._collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
+
+    def _collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
+        nearest = self._nearest(kind, ranks, level)
+        if nearest is None:
+            rounds = _ROUNDS[kind] * (ranks - 1)
+            moved = rounds / ranks * sizes_bytes
+            every = [moved / way.bytes_per_s + rounds * way.latency_s for way in self._ways[level]]
+            return np.asarray(np.minimum.reduce(every))
+        line = self._lines[kind, nearest, level]
+        seconds = line(sizes_bytes)
+        if nearest == ranks:
+            return seconds
+        latency = float(line.seconds[0])
+        bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
+        scaled: Numbers = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
+        return scaled
+
+    def collective_note(self, kind: Collective, ranks: int, level: Level) -> str | None:
+        """Return what is estimated about a collective, or None where it was measured."""
+        nearest = self._nearest(kind, ranks, level)
+        if nearest == ranks:
+            return None
+        what = f"{kind.replace('_', '-')} among {ranks} ranks"
+        if nearest is None:
+            return f"{what} is computed from the {level} link's latency and bandwidth"
+        return f"{what} is estimated from {nearest}"
+
+    def _nearest(self, kind: Collective, ranks: int, level: Level) -> int | None:
+        measured = [key[1] for key in self._lines if key[0] == kind and key[2] == level]
+        return min(measured, key=lambda count: (abs(count - ranks), count), default=None)

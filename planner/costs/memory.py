@@ -1,0 +1,342 @@
+"""Memory: the most bytes that a stage holds at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.formats.plan import Shard
+from autopar.formats.profile import Layer
+from autopar.planner.costs.activations import Activations, rows_bytes
+from autopar.planner.costs.areas import Area, Areas, Counts, windowed
+from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.repeats import Repeats
+
+__all__ = ["Held", "MemoryModel", "Parts", "messages_of", "peak_of", "state_of"]
+
+MOST_KEPT = 100_000
+"""Peaks of single stages that are remembered."""
+
+Bytes = int | Counts
+
+
+class Held(NamedTuple):
+    """What a stage's peak depends on besides its layers."""
+
+    rows: float
+    """Of the replica's share."""
+    warmup: int
+    """Most micro-batches in flight."""
+    micro_batches: int
+    """How many of a step's the replica takes part in."""
+    replicas: int = 1
+    lead: int = 0
+    """How many more micro-batches the stage before has in flight; 0 where there is none."""
+    recompute: frozenset[int] = frozenset()
+    """Layers of the stage that are run forward again."""
+    shard: Shard = "none"
+
+
+class Parts(NamedTuple):
+    """What a stage's peak is made of: one stage's numbers, or arrays over stages."""
+
+    parameters: Bytes
+    """With buffers."""
+    optimizer: Bytes
+    gradients: Bytes
+    largest: Bytes
+    """Parameters of the largest layer."""
+    lasting: Bytes
+    """Gradients of parameters that other stages share."""
+    update: Bytes
+    """What the optimizer's step holds for a while."""
+    inputs: Bytes
+    """Model inputs per sample."""
+    received: Bytes
+    """Activations received per sample."""
+    answered: Bytes
+    """Gradients sent back per sample."""
+    returned: Bytes
+    """Gradients received per sample, each tensor counted as if one stage read it."""
+    activations: Bytes
+    """What one micro-batch in flight keeps."""
+    peak: Bytes
+    """The most that one micro-batch's forward and backward hold."""
+    first_peak: Bytes
+    """The same with the gradients that the micro-batch's backward makes, if it is a step's first."""
+
+
+def peak_of(parts: Parts, held: Held) -> Bytes:
+    """Return the most bytes that a stage holds, every tensor that it sends read by one stage only."""
+    kept, gradients, update = state_of(parts, held)
+    full = held.warmup - 1
+    messages = messages_of(parts, held)
+    begun: Bytes = 0
+    sent: Bytes = 0
+    if held.warmup == held.micro_batches and held.replicas == 1:
+        begun = full * parts.activations + parts.first_peak + parts.lasting
+        # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
+        full, sent = full - 1, rows_bytes(held.rows, parts.answered)
+    steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
+    inputs = held.micro_batches * rows_bytes(held.rows, parts.inputs)
+    most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
+    return kept + inputs + most
+
+
+def state_of(parts: Parts, held: Held) -> tuple[Bytes, Bytes, Bytes]:
+    """Return a replica's parameters and optimizer state, its gradients, and what an update holds for a while."""
+    r = held.replicas
+    kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
+    if held.shard != "none":
+        kept, gradients = _sharded(parts, held)
+        update = -(-update // r)
+    return kept, gradients, update
+
+
+def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
+    """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
+    apart = parts.lasting
+    """Parameters that other stages hold, too, are whole everywhere."""
+
+    def part(total: Bytes, whole: Bytes) -> Bytes:
+        return whole - (-(total - whole) // held.replicas)
+
+    most: Bytes = np.maximum(parts.gradients, 1)
+    optimizer = part(parts.optimizer, parts.optimizer * apart // most)
+    if held.shard == "parameters":
+        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
+        kept: Bytes = part(parts.parameters, apart) + optimizer
+        passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
+        return kept, passing
+    # Every step gathers the parameters from parts of them.
+    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // held.replicas)
+    if held.shard == "optimizer":
+        return kept, parts.gradients
+    # Two layers' gradients are on their way to the parts.
+    passing = part(parts.gradients, apart) + 2 * parts.largest
+    return kept, passing
+
+
+def messages_of(parts: Parts, held: Held) -> Bytes:
+    """Return the bytes of messages under way, beside what is in flight."""
+    rows, most = held.rows, held.micro_batches
+    returned = rows_bytes(rows, parts.returned)
+    answered = min(held.lead, most) * rows_bytes(rows, parts.answered)
+    if held.warmup == most:
+        return min(3, most) * returned + answered
+    least = rows_bytes(rows, parts.received) + min(2, most) * returned
+    longest: Bytes = np.maximum(least, min(3, most) * returned)
+    return longest + answered
+
+
+class MemoryModel:
+    """Peak memory of a stage (docs/planning.md), with k of the step's M micro-batches in flight at a replica's rows.
+
+    It is the largest of three moments, with everywhere the state (parameters, buffers, optimizer state; a parameter
+    tied within the stage counted once), the mini-batch's M shares of model inputs, and messages under way:
+
+        a backward with gradients there:   gradients + (k - 1) activations + peak of one micro-batch
+        the first backward, if k = M:      the same, with gradients of the layers only that it has left
+        the update:                        gradients + what the optimizer holds for a while
+
+    Where k = M, the first of these has one micro-batch less in flight. Replicas, and parameters that other stages
+    share, keep their gradients throughout. What replicas shard is divided by their number, but for the layers that are
+    at work (docs/planning.md).
+
+    Activations are the union, by storage, of what the layers save, what the stage receives and what it sends, model
+    inputs excepted; a layer that is recomputed saves its inputs only. The peak of one micro-batch is the largest, over
+    the stage's layers l, of the activations of the layers up to l and what l holds beyond what it saves, plus the
+    outputs the stage keeps because it sends them.
+
+    Messages: receives are posted two computations ahead, and a sent gradient stays until the program proves that it
+    has arrived, which takes as many micro-batches as the stage before leads.
+    """
+
+    def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
+        self._costs, self._flows, self.updates_at_once = costs, flows, updates_at_once
+        self._count = len(costs.layers)
+        self._repeats = Repeats.of(costs.layers, flows)
+        self._peaks: dict[tuple[int, int, Held], int] = {}
+        """By the earliest of the stages that are alike."""
+        self._totals: dict[float, tuple[int, int]] = {}
+        self._fixed: dict[tuple[int, int], Parts] = {}
+        self._windows: dict[int, Parts] = {}
+        layers = costs.layers
+        state = (
+            ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, tied: tied.bytes),
+            ([layer.optimizer_bytes for layer in layers], lambda at, tied: _share(at, tied, at.optimizer_bytes)),
+            ([layer.gradient_bytes for layer in layers], lambda at, tied: _share(at, tied, at.gradient_bytes)),
+        )
+        self._state = [(np.array([0, *accumulate(values)]), self._shared(share)) for values, share in state]
+        """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
+        self._activations = Activations(costs, flows, self._gradients_made, self._repeats)
+        self._largest = [layer.parameters_bytes for layer in layers]
+        self._updates = [layer.update_bytes for layer in layers]
+        gradients = [tensor for tensor in flows.crossing if tensor.gradient]
+        self._messages = (
+            self._read(flows.inputs),
+            self._read(flows.crossing),
+            self._read(gradients),
+            Areas(
+                self._count,
+                (
+                    Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
+                    for tensor in gradients
+                ),
+            ),
+        )
+        """Per sample: model inputs, activations received, gradients sent back, gradients received."""
+        self._lasting = self._lasting_areas()
+
+    def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+        """Return what the peak of one stage is made of."""
+        if (first, stop) not in self._fixed:
+            state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
+            update = (sum if self.updates_at_once else max)(self._updates[first:stop])
+            messages = (areas.at(first, stop) for areas in self._messages)
+            largest = max(self._largest[first:stop])
+            fixed: list[int] = [*state, largest, self._lasting.at(first, stop), update, *messages]
+            self._fixed[first, stop] = Parts._make((*fixed, 0, 0, 0))
+        return self._fixed[first, stop]._replace(**self._activations.of(first, stop, rows, recompute)._asdict())
+
+    def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
+        """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
+
+        ``recompute`` are layers of the model: a stage recomputes those of its own among them. What stages would hold
+        that end behind the last layer has no meaning.
+        """
+        if longest not in self._windows:
+            state = [windowed(sums, longest) - shared.window(longest) for sums, shared in self._state]
+            update = np.add if self.updates_at_once else np.maximum
+            messages = [areas.window(longest) for areas in self._messages]
+            lasting = self._lasting.window(longest)
+            running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
+            self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
+        known = self._windows[longest]
+        swept = self._activations.window(rows, recompute, longest, np.asarray(known.gradients))
+        return known._replace(**swept._asdict())
+
+    def by_stop(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
+        """Return :meth:`arrays` of all stages as ``[first, stop]``; 0 where there are none."""
+        firsts, stops = np.triu_indices(self._count, 1, self._count + 1)
+        found = []
+        for each in self.arrays(rows, recompute, self._count):
+            table = np.zeros((self._count, self._count + 1), dtype=np.int64)
+            table[firsts, stops] = np.asarray(each)[firsts, stops - firsts - 1]
+            found.append(table)
+        return Parts._make(found)
+
+    def most(self, rows: float, micro_batches: int) -> int:
+        """Return what no stage exceeds, whatever it is and however it is run: everything there is, twice."""
+        if rows not in self._totals:
+            layers = range(self._count)
+            saved = sum(sum(self._activations.saved(layer, rows, recomputed=False).values()) for layer in layers)
+            passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
+            crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
+            inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
+            state = sum(
+                layer.parameters_bytes
+                + layer.buffers_bytes
+                + layer.optimizer_bytes
+                + layer.gradient_bytes
+                + layer.update_bytes
+                + 4 * layer.parameters_bytes
+                for layer in self._costs.layers
+            )
+            self._totals[rows] = state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
+        fixed, each = self._totals[rows]
+        return 2 * (fixed + micro_batches * each)
+
+    def freed_bytes(self, layer: int, rows: float) -> int:
+        """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
+        read = {tensor.name for tensor in self._flows.received_by(layer)}
+        saved = self._activations.saved(layer, rows, recomputed=False)
+        return sum(size for name, size in saved.items() if name not in read)
+
+    def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
+        """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
+        return self._own_peak(first, stop, held) + self.further(first, stop, held.rows, cuts)
+
+    def pending(self, first: int, stop: int, rows: float) -> int | None:
+        """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
+        known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
+        return None if None in known else sum(size for size in known if size is not None)
+
+    def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
+        """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""
+        extra = 0
+        for tensor in self._flows.forked(first, stop):
+            if tensor.gradient and tensor.consumers[-1] >= stop:
+                readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
+                extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
+        return 2 * int(rows_bytes(rows, extra))
+
+    def _own_peak(self, first: int, stop: int, held: Held) -> int:
+        """The peak, but for tensors that several later stages read."""
+        at = self._repeats.earliest(first, stop)
+        if at != first and held.recompute:
+            held = held._replace(recompute=frozenset(layer - first + at for layer in held.recompute))
+        key = (at, stop - first, held)
+        if key not in self._peaks:
+            if len(self._peaks) >= MOST_KEPT:
+                self._peaks.clear()
+            self._peaks[key] = int(peak_of(self.parts(at, at + stop - first, held.rows, held.recompute), held))
+        return self._peaks[key]
+
+    def _gradients_made(self, first: int, stop: int) -> int:
+        sums, shared = self._state[2]
+        return int(sums[stop] - sums[first]) - shared.at(first, stop)
+
+    def _shared(self, share: Callable[[Layer, TiedLayers], int]) -> Areas:
+        """What layers of one stage count twice, since they share a parameter."""
+        return Areas(
+            self._count,
+            (
+                Area(0, before, layer + 1, self._count, share(self._costs.layers[layer], tied))
+                for tied in self._flows.tied
+                for before, layer in pairwise(tied.layers)
+            ),
+        )
+
+    def _lasting_areas(self) -> Areas:
+        """Gradients of parameters that a stage holds, and another one too."""
+        found = []
+        for tied in self._flows.tied:
+            if tied.trainable:
+                first, last = tied.layers[0], tied.layers[-1]
+                for before, layer in pairwise((-1, *tied.layers)):
+                    found.append(Area(before + 1, layer, layer + 1, self._count, tied.bytes))
+                found.append(Area(0, first, last + 1, self._count, -tied.bytes))
+        return Areas(self._count, found)
+
+    def _read(self, tensors: Iterable[FlowTensor]) -> Areas:
+        """Bytes per sample that layers first:stop read of what is made before them."""
+        found = []
+        for tensor in tensors:
+            start = tensor.producer + 1
+            for consumer in tensor.consumers:
+                # Of stages that begin behind the reader before, this is the first one to be met.
+                found.append(Area(start, consumer, consumer + 1, self._count, tensor.bytes_per_sample))
+                start = max(start, consumer + 1)
+        return Areas(self._count, found)
+
+
+def _running(values: Sequence[int], longest: int, join: np.ufunc) -> Counts:
+    """``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``."""
+    found = np.zeros((len(values), longest), dtype=np.int64)
+    found[:, 0] = values
+    for at in range(1, longest):
+        found[:, at] = found[:, at - 1]
+        join(found[: len(values) - at, at], found[at:, 0], out=found[: len(values) - at, at])
+    return found
+
+
+def _share(layer: Layer, tied: TiedLayers, size: int) -> int:
+    """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
+    share = min(1.0, tied.bytes / layer.trainable_bytes) if tied.trainable and layer.trainable_bytes else 0.0
+    return int(share * size)

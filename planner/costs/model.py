@@ -1,0 +1,374 @@
+"""CostModel: the one place where seconds and bytes of a plan come from."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster, Device
+from autopar.formats.plan import Division, Shard
+from autopar.formats.profile import Profile
+from autopar.hardware.gpus import known_as
+from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.chunks import plain
+from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.levels import Levels
+from autopar.planner.costs.links import Collective, Level, LinkModel
+from autopar.planner.costs.memory import MemoryModel
+from autopar.planner.costs.moments import held_of, rank_peaks
+from autopar.planner.costs.sharing import Sharing
+from autopar.planner.costs.sums import StageSums
+from autopar.planner.options import PlanOptions
+from autopar.schedules.buckets import buckets as grouped
+from autopar.schedules.route import Route, shares_of
+
+__all__ = ["UNLIMITED_BYTES", "CostModel"]
+
+UNLIMITED_BYTES = 2**62
+
+_Halves = tuple[list[float], list[float]]
+
+
+class CostModel:
+    """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, options: PlanOptions) -> None:
+        self.profile = profile
+        self.batch = options.batch or profile.batch
+        if self.batch >= 2**31:
+            raise UsageError(f"--batch must be below {2**31}, found {self.batch}")
+        self.notes: list[str] = []
+        self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
+        limit = options.memory_bytes
+        self.kinds = (profile.device, *(other.device for other in profile.others))
+        first_of = {device.type: index for index, device in reversed(list(enumerate(self.devices)))}
+        kinds = {name: self._kind(name, index) for name, index in sorted(first_of.items(), key=lambda each: each[1])}
+        self.kind_of = [kinds[device.type] for device in self.devices]
+        """By device, the index of its kind."""
+        reserved = [self.kinds[kind].reserved_bytes for kind in self.kind_of]
+        limits = [device.memory_bytes if limit is None else limit for device in self.devices]
+        self.limits_bytes = [max(0, each - own) for each, own in zip(limits, reserved, strict=True)]
+        self.layers = [LayerCosts(layers) for layers in (profile.layers, *(other.layers for other in profile.others))]
+        """By kind."""
+        self.flows = Flows(profile)
+        self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
+        self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
+        """By kind."""
+        self.layer_count = len(profile.layers)
+        self.every_layer = frozenset(range(self.layer_count))
+        self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
+        self.divisible = options.divisible
+        self.cluster = cluster
+        self._forget()
+
+    def _forget(self) -> None:
+        # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.
+        slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
+        alone = self.profile.device.type == "cpu"
+        self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
+        self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
+        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
+        self._levels: dict[tuple[float, int], Levels] = {}
+        self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
+
+    def _devices(self, cluster: Cluster, count: int) -> list[Device]:
+        listed = list(cluster.devices)
+        plural = "s" if len(listed) > 1 else ""
+        if count > len(listed):
+            more = count - len(listed)
+            where = (
+                ", in the same node (--cluster describes others)" if {device.node for device in listed} == {0} else ""
+            )
+            self.notes.append(
+                f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
+                + where
+            )
+        return [listed[index % len(listed)] for index in range(count)]
+
+    def _kind(self, name: str, index: int) -> int:
+        """Return which of the profile's kinds a type is; a cluster of a single, unknown type is taken for the first.
+
+        Raises:
+            FileError: devices of several types, and the profile has no costs for this one; or a type of several kinds.
+        """
+        names = [known_as(kind.name) for kind in self.kinds]
+        if known_as(name) in names:
+            return names.index(known_as(name))
+        known = ", ".join(kind.name for kind in self.kinds)
+        alike = [number for number, kind in enumerate(self.kinds) if kind.type == name]
+        if len(alike) > 1:
+            raise FileError(
+                f"$.devices[{index}].type: {name!r} may be any of {known}, which the profile has costs for; "
+                "write there which it is"
+            )
+        if alike:
+            return alike[0]
+        types = sorted({each.type for each in self.devices})
+        if len(types) > 1 or len(self.kinds) > 1:
+            raise FileError(
+                f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
+                "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
+                "profiles with `autopar import profiles`"
+            )
+        note = f"the profile is of {known}, but the cluster has {', '.join(types)}: times are {known}'s"
+        if note not in self.notes:
+            self.notes.append(note)
+        return 0
+
+    def among(self, devices: Sequence[int]) -> CostModel:
+        """Return this model of some of its devices, which are then counted from 0."""
+        other = copy(self)
+        other.devices = [self.devices[device] for device in devices]
+        other.kind_of = [self.kind_of[device] for device in devices]
+        other.limits_bytes = [self.limits_bytes[device] for device in devices]
+        other.links = self.links.among(devices)
+        other.sharing = self.sharing.among(devices)
+        return other
+
+    def retimed(self, layers: LayerCosts) -> CostModel:
+        """Return this model with other times of the layers, of a single kind; memory stays as it was."""
+        other = copy(self)
+        other.layers = [layers]
+        other._forget()
+        return other
+
+    def without(self, *, links: bool = False, memory: bool = False) -> CostModel:
+        """Return this model with communication that takes no time, or with devices whose memory has no limit."""
+        other = copy(self)
+        if links:
+            other.links = LinkModel(self.cluster, self.devices, float("inf"), latencies=False)
+        if memory:
+            other.limits_bytes = [UNLIMITED_BYTES] * len(self.devices)
+        other._forget()
+        return other
+
+    def shares(self, rows: int, replicas: int, division: Division = "split") -> tuple[float, ...]:
+        """Return the rows of a micro-batch that each replica takes."""
+        return shares_of(rows, replicas, division, divisible=self.divisible)
+
+    def types(self, devices: Iterable[int]) -> tuple[str, ...]:
+        """Return the kinds of some devices, each once; none where the profile has costs for one kind only."""
+        if len(self.kinds) == 1:
+            return ()
+        return tuple(dict.fromkeys(self.kinds[self.kind_of[device]].name for device in devices))
+
+    def limit_bytes(self, devices: Iterable[int]) -> int:
+        """Return the memory of the smallest of some devices."""
+        return min(self.limits_bytes[device] for device in devices)
+
+    def forward_s(self, stage: Placed, replica: int) -> float:
+        """Return the seconds of one forward of a stage's replica."""
+        kind = self.kind_of[stage.devices[replica]]
+        sums = self.sums.forward(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
+        return sums[stage.stop] - sums[stage.first]
+
+    def backward_s(self, stage: Placed, replica: int, micro_batches: int) -> float:
+        """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
+        ranks = len(stage.devices)
+        rows, adding = stage.shares[replica], self.adding(micro_batches, ranks)
+        where = stage.shard, ranks, self._level(stage), self.kind_of[stage.devices[replica]]
+        sums = self.sums.backward(rows, adding, frozenset(), *where)
+        seconds = sums[stage.stop] - sums[stage.first]
+        if stage.recompute:
+            again = self.sums.backward(rows, adding, self.every_layer, *where)
+            seconds += sum(again[at + 1] - again[at] - (sums[at + 1] - sums[at]) for at in stage.recompute)
+        return seconds
+
+    @property
+    def halved(self) -> bool:
+        """Whether the halves of backwards are known on every kind of device that is planned for."""
+        return all(self.layers[kind].halved for kind in set(self.kind_of))
+
+    def halves_s(self, stage: Placed, replica: int, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
+        ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
+        where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
+        key = (stage.shares[replica], self.adding(micro_batches, ranks), *where)
+        if key not in self._halves:
+            self._halves[key] = self.sums.halves(*key)
+        first, second = self._halves[key]
+        return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
+
+    def _level(self, stage: Placed) -> Level:
+        return self.links.level(stage.devices)
+
+    @staticmethod
+    def adding(micro_batches: int, ranks: int) -> float:
+        """Return the share of a stage's backwards that add to gradients.
+
+        The step's first one makes them, except among replicas, which add to buffers from the first one on. The time of
+        a backward is the average one's.
+        """
+        return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
+
+    def recompute_levels(self, rows: float, kind: int = 0) -> Levels:
+        """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
+
+        Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
+        own layers that are in one of the sets.
+        """
+        if (rows, kind) not in self._levels:
+            ranked = []
+            for layer in range(self.layer_count):
+                freed = self.memory[kind].freed_bytes(layer, rows)
+                if freed > 0:
+                    ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
+            self._levels[rows, kind] = Levels([layer for _, layer in sorted(ranked)])
+        return self._levels[rows, kind]
+
+    def update_s(self, stage: Placed) -> float:
+        """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
+        ranks, level = len(stage.devices), self._level(stage)
+        kinds = {self.kind_of[device] for device in stage.devices}
+        return max(self.updating_s(stage.first, stage.stop, ranks, level, stage.shard, kind) for kind in kinds)
+
+    def updating_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int = 0) -> float:
+        """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
+        seconds = self._own_update_s(first, stop, kind)
+        if shard == "none":
+            return seconds
+        gathered = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
+        gather_s = 0.0 if shard == "parameters" else self.links.collective_s("all_gather", gathered, ranks, level)
+        return seconds / ranks + gather_s
+
+    def _own_update_s(self, first: int, stop: int, kind: int) -> float:
+        sums = self.layers[kind].update_sums
+        seconds = sums[stop] - sums[first]
+        for tied in self.flows.tied:
+            # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
+            owner, trainable_bytes = tied.layers[0], self.profile.layers[tied.layers[0]].trainable_bytes
+            apart = owner < first and any(first <= layer < stop for layer in tied.layers)
+            if tied.trainable and apart and trainable_bytes:
+                owner_s = sums[owner + 1] - sums[owner]
+                seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
+        return seconds
+
+    def reduce_s(self, stage: Placed) -> float:
+        """Return the seconds that the last reduction of a stage's gradients occupies the link."""
+        ranks, level = len(stage.devices), self._level(stage)
+        if stage.shard in ("gradients", "parameters"):
+            return self.sums.scatters(ranks, level)[stage.first]
+        kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
+        return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
+
+    def replica_exposed_s(self, stage: Placed, replica: int, *, split: bool = False) -> float:
+        """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
+        ranks, level = len(stage.devices), self._level(stage)
+        kind = self.kind_of[stage.devices[replica]]
+        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind, split)
+
+    def exposed_s(
+        self,
+        first: int,
+        stop: int,
+        rows: float,
+        ranks: int,
+        level: Level,
+        shard: Shard = "none",
+        kind: int = 0,
+        split: bool = False,
+    ) -> float:
+        """Return :meth:`replica_exposed_s` of layers ``first:stop``.
+
+        Buckets are reduced one after the other, each from the moment when the backward has left its layers; sharded
+        gradients layer by layer in every backward, so that those of the first layer are left.
+        """
+        if ranks == 1:
+            return 0.0
+        key = (first, stop, rows, ranks, level, shard, kind, split)
+        if key not in self._exposed:
+            self._exposed[key] = self._exposed_s(*key)
+        return self._exposed[key]
+
+    def _exposed_s(
+        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
+    ) -> float:
+        if shard in ("gradients", "parameters"):
+            return self.sums.scatters(ranks, level)[first]
+        sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)
+        free = 0.0
+        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
+        for layer, seconds in self._reduction(first, stop, ranks, level, operation):
+            left = sums[stop] - sums[first if self.divisible else layer]
+            free = max(free, left) + seconds
+        return max(0.0, free - (sums[stop] - sums[first]))
+
+    def tied_s(self, index: int, devices: Sequence[int]) -> float:
+        """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
+        level = self.links.level(devices)
+        return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, len(devices), level)
+
+    def message_bytes(self, route: Route, rows: int, bytes_per_sample: int) -> float:
+        """Return the bytes of a message of a micro-batch of ``rows``.
+
+        Where micro-batches divide freely, all of a boundary's tensors cross one link, as planners in papers have it.
+        """
+        return bytes_per_sample * (rows if self.divisible else route.stop - route.start)
+
+    def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
+        """Return the seconds of a message between two devices."""
+        return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
+
+    def peak_bytes(self, candidate: Candidate) -> list[int]:
+        """Return the peak memory of every stage's largest replica, with what else its rank holds."""
+        if not plain(candidate.schedule):
+            return rank_peaks(self.memory, self.kind_of, candidate)
+        return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
+
+    def shortfalls(self, candidate: Candidate) -> list[int]:
+        """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
+        limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
+        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
+
+    def shortfall(self, candidate: Candidate, index: int) -> int:
+        """Return by how many bytes one stage exceeds its smallest device."""
+        own = self._stage_peak(candidate, index) if plain(candidate.schedule) else self.peak_bytes(candidate)[index]
+        return own - self.limit_bytes(candidate.stages[index].devices)
+
+    def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
+        """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
+        stops = [stage.stop for stage in stages]
+        found = []
+        for tied in self.flows.tied:
+            held = (layer for layer in tied.layers if stages[0].first <= layer < stops[-1])
+            holders = tuple(sorted({bisect_right(stops, layer) for layer in held}))
+            if tied.trainable and len(holders) > 1:
+                found.append((tied.number, holders))
+        return found
+
+    def _stage_peak(self, candidate: Candidate, index: int) -> int:
+        stage = candidate.stages[index]
+        forked = self.flows.forked(stage.first, stage.stop)
+        cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
+        placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
+        return max(
+            self.memory[kind].peak(stage.first, stage.stop, held_of(candidate, index, rows), cuts)
+            for rows, kind in placed
+        )
+
+    def _reduction(self, first: int, stop: int, ranks: int, level: Level, kind: Collective) -> list[tuple[int, float]]:
+        """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
+        key = (first, stop, ranks, level, kind)
+        if key not in self._reductions:
+            self._reductions[key] = [
+                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self.buckets(first, stop)
+            ]
+        return self._reductions[key]
+
+    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
+        sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
+        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
+
+    def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
+        total = self.profile.layers[layer].trainable_bytes
+        for tied in self.flows.tied:
+            if tied.trainable and layer in tied.layers:
+                shared = any(not first <= other < stop for other in tied.layers)
+                # Within one stage the sum is complete when the backward leaves the first layer that uses it.
+                if shared or any(first <= other < layer for other in tied.layers):
+                    total -= tied.bytes
+        return max(0, total)

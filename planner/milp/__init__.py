@@ -1,0 +1,1 @@
+"""MILP: the search's question as a mixed-integer linear program."""

@@ -1,0 +1,1 @@
+"""Placement: which devices stages may take, and what is near what."""

@@ -1,0 +1,132 @@
+"""Places: where the devices that a stage takes stand, in every state of the pool."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.cluster import Level
+from autopar.planner.costs.model import CostModel
+from autopar.planner.placement.pool import Pool
+
+__all__ = ["Move", "Place", "Places"]
+
+Indices = npt.NDArray[np.int64]
+FEW_STATES = 300
+"""Up to so many, every state is looked at by itself."""
+
+
+class Place(NamedTuple):
+    """What a stage's own seconds depend on of its devices."""
+
+    level: Level
+    """That connects them."""
+    limit: int
+    """The memory of the smallest."""
+
+
+class Move(NamedTuple):
+    """One of the variants of taking a number of devices of a kind, in every state of the pool."""
+
+    after: Indices
+    """The state that it leads to; the number of states where there is no such variant."""
+    place: Indices
+    """Index into :attr:`Places.known`."""
+    near: Indices
+    """Index into :attr:`Places.nears`."""
+
+
+class _Chained(NamedTuple):
+    """A kind's devices, in cluster order."""
+
+    limits: Indices
+    pairs: Indices
+    """The level, as a number, at which each reaches the next one."""
+    latest: list[Indices]
+    """By kind of device, where among those the last one of each device's node stands; -1 where there is none."""
+
+
+class Places:
+    """What the prices of stages depend on, of the devices that they take."""
+
+    def __init__(self, costs: CostModel, pool: Pool) -> None:
+        self._costs, self._pool = costs, pool
+        self._topology = costs.links.topology
+        self.known: list[Place] = []
+        self.nears: list[frozenset[Level]] = []
+        """Levels at which a next stage may stand."""
+        self._moves: dict[tuple[int, int], list[Move]] = {}
+        self._chains: dict[int, _Chained] = {}
+
+    def moves(self, kind: int, width: int) -> list[Move]:
+        """Return the variants of taking so many devices."""
+        if (kind, width) not in self._moves:
+            chains = [self._pool.chain(each) is not None for each in self._pool.kinds]
+            if self._pool.states > FEW_STATES and all(chains):
+                self._moves[kind, width] = [self._along(kind, width)]
+            else:
+                variants = range(len(self._pool.moves(kind, width)))
+                self._moves[kind, width] = [self._each(kind, width, variant) for variant in variants]
+        return self._moves[kind, width]
+
+    def _each(self, kind: int, width: int, variant: int) -> Move:
+        pool = self._pool
+        after = pool.moves(kind, width)[variant].after
+        place, near = np.zeros((2, pool.states), dtype=np.int64)
+        for state in np.flatnonzero(after >= 0).tolist():
+            devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
+            known = Place(self._topology.level(devices), self._costs.limit_bytes(devices))
+            place[state] = _index(self.known, known)
+            # Where none is left, no stage follows.
+            levels = self._topology.between(devices, rest) if rest else frozenset(self._topology.levels[-1:])
+            near[state] = _index(self.nears, levels)
+        return Move(np.where(after < 0, pool.states, after), place, near)
+
+    def _along(self, kind: int, width: int) -> Move:
+        """Take the next devices in cluster order; of levels behind a node's, any may connect to what is left."""
+        pool, levels, slide = self._pool, self._topology.levels, np.lib.stride_tricks.sliding_window_view
+        chain = pool.all_of(kind)
+        after = pool.moves(kind, width)[0].after
+        states = np.flatnonzero(after >= 0)
+        starts = pool.taken(kind)[states]
+        limits, pairs, _ = self._chained(kind)
+        widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(chain), dtype=np.int64)
+        found = list(zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True))
+        number = {each: _index(self.known, Place(levels[each[0]], each[1])) for each in dict.fromkeys(found)}
+        known = np.array([number[each] for each in found])
+        place, near = np.zeros((2, pool.states), dtype=np.int64)
+        place[states] = known[starts]
+        # Where no device of the stage's nodes is left, the next one stands in another.
+        beside, beyond = _index(self.nears, frozenset(levels)), _index(self.nears, frozenset(levels[1:] or levels))
+        near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
+        return Move(np.where(after < 0, pool.states, after), place, near)
+
+    def _beside(self, kind: int, width: int, starts: Indices, after: Indices) -> npt.NDArray[np.bool_]:
+        """Whether a device that is left stands in a node of those taken."""
+        found = np.zeros(len(starts), dtype=bool)
+        for other, latest in zip(self._pool.kinds, self._chained(kind).latest, strict=True):
+            highest = np.lib.stride_tricks.sliding_window_view(latest, width).max(axis=1)
+            found |= highest[starts] >= self._pool.taken(other)[after]
+        return found
+
+    def _chained(self, kind: int) -> _Chained:
+        if kind not in self._chains:
+            chain, nodes = self._pool.all_of(kind), self._topology.nodes
+            lasts = (
+                {nodes[device]: at for at, device in enumerate(self._pool.all_of(other))} for other in self._pool.kinds
+            )
+            self._chains[kind] = _Chained(
+                np.array([self._costs.limits_bytes[device] for device in chain]),
+                np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
+                [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
+            )
+        return self._chains[kind]
+
+
+def _index(known: list[Place] | list[frozenset[Level]], one: Place | frozenset[Level]) -> int:
+    if one not in known:
+        known.append(one)  # type: ignore[arg-type]  # of the list's own kind
+    return known.index(one)  # type: ignore[arg-type]

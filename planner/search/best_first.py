@@ -1,0 +1,312 @@
+"""Search: candidates in the order of their lower bounds, judged by the simulator.
+
+Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
+its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms
+from autopar.planner.bounds.work import work_s
+from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.costs.levels import Span
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.placement.grouping import pool_of
+from autopar.planner.placement.pool import Pool
+from autopar.planner.search.caps import Capped
+from autopar.planner.search.depths import depth_choices
+from autopar.planner.search.judge import Best
+from autopar.planner.search.opening import opened
+from autopar.planner.search.prefix import NOTHING
+from autopar.planner.search.stages import StageTables
+from autopar.planner.search.tables import SuffixTables
+from autopar.planner.simulator.simulate import Simulator
+
+__all__ = ["Searched", "search", "tables_of"]
+
+MOST_APART = 10_000_000
+"""Stages in all states of the pool up to which each is told apart; above, similar ones are taken together."""
+MOST_BOUNDED = 100_000_000
+"""Stages in all states up to which bounds are found that no plan is looked for with."""
+MOST_PUSHED = 20
+"""Next stages that are kept where they are taken together."""
+EXPANSIONS = 1_000
+EXPANSIONS_WHEN_EXACT = 2_000_000
+HOPELESS = 1.1
+LEAST_CANDIDATES = 60
+"""Simulated even where fewer certify the gap: what is left of it costs little to try for."""
+
+
+class Searched(NamedTuple):
+    """What a search proves."""
+
+    lower_bound_s: float
+    """No plan that was searched takes less."""
+    least_bound_s: float
+    """The least bound of any plan that fits; infinite where none does, or none was met."""
+
+
+class _Step(NamedTuple):
+    """A chosen stage, without its depth."""
+
+    first: int
+    stop: int
+    way: int
+    state: int
+    """Of the pool, before."""
+
+
+class _Path:
+    """The first stages of a plan."""
+
+    __slots__ = ("before", "count", "placed", "prefix", "step", "terms", "trip_s")
+
+    def __init__(
+        self, before: _Path | None, step: _Step, placed: Placed, terms: StageTerms, link: LinkTerms | None
+    ) -> None:
+        self.before, self.step, self.placed, self.terms = before, step, placed, terms
+        self.count, self.prefix, self.trip_s = 1, NOTHING, 0.0
+        if before is not None and link is not None:
+            self.count = before.count + 1
+            self.prefix = before.prefix.then(before.terms, link)
+            own = before.terms.forward_s + before.terms.backward_s + link.forth_s + link.back_s
+            self.trip_s = before.trip_s + float(own)
+
+    def stages(self) -> list[_Path]:
+        """Return the path to every stage, the first one's first."""
+        found: list[_Path] = []
+        path: _Path | None = self
+        while path is not None:
+            found.append(path)
+            path = path.before
+        return found[::-1]
+
+
+class _Node(NamedTuple):
+    """A family with its first stages chosen, or a candidate; the heap's order is the fields' order."""
+
+    bound_s: float
+    left: int
+    """Layers yet to place; the deepest of equals is first, so that plateaus yield plans. -1 for a candidate."""
+    trip_s: float
+    sequence: int
+    family: int
+    path: _Path | None = None
+    step: _Step | None = None
+    """The last stage, behind those of the path."""
+    behind: int | None = None
+    """Stages yet to choose, as the tables tell them apart; none: any number."""
+    candidate: Candidate | None = None
+
+
+class _Search:
+    def __init__(
+        self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, pool: Pool
+    ) -> None:
+        self.simulator, self.costs = simulator, simulator.costs
+        self.families, self.options, self.best, self.pool = families, options, best, pool
+        self.tables: dict[int, SuffixTables] = {}
+        self.heap: list[_Node] = []
+        self.sequence = self.candidates = 0
+        self.floor_s = float("inf")
+        """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
+        self.least_bound_s = float("inf")
+        self.placed: dict[tuple[int, _Step], tuple[Placed, StageTerms] | None] = {}
+
+    def go(self) -> Searched:
+        """Search; see :func:`search`."""
+        for index, family in enumerate(self.families):
+            self._push(_Node(work_s(self.costs, family), self.costs.layer_count, 0.0, 0, index))
+        expansions = 0
+        most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
+        limit = self.options.candidate_limit
+        while self.heap and self.candidates < limit and expansions < most:
+            proved_s = min(self.heap[0].bound_s, self.floor_s)
+            if self.best.step_s <= self.heap[0].bound_s or (
+                self.best.step_s <= (1 + self.options.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
+            ):
+                break
+            node = heapq.heappop(self.heap)
+            if node.candidate is not None:
+                self._judge(node.bound_s, node.candidate)
+                continue
+            # Down to a whole plan at once: what is below a promising prefix is soon known, and prunes the rest.
+            below: _Node | None = node
+            while below is not None and below.left > 0:
+                expansions += 1
+                below = self._open(below)
+            if below is not None:
+                self._complete(below)
+        ahead = self.heap[0].bound_s if self.heap else float("inf")
+        return Searched(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
+
+    def _push(self, node: _Node) -> None:
+        self.sequence += 1
+        heapq.heappush(self.heap, node._replace(sequence=self.sequence))
+
+    def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
+        self.least_bound_s = min(self.least_bound_s, bound_s)
+        self.candidates += 1
+        return self.best.judge(self.simulator, candidate)
+
+    def _complete(self, node: _Node) -> None:
+        """Push the candidates of a plan that is whole but for its depths."""
+        path = self._path(node)
+        if path is None:
+            return
+        family = self.families[node.family]
+        paths = path.stages()
+        stages = [each.placed for each in paths]
+        exact = self.options.gap == 0
+        spans = [self._span(node.family, each.step) for each in paths]
+        found = depth_choices(self.costs, family, stages, spans, exact=exact)
+        tried: list[float] = []
+        for candidate in found.candidates:
+            bound_s = max(node.bound_s, bound(self.costs, candidate))
+            if bound_s < self.best.step_s and exact:
+                self._push(_Node(bound_s, -1, 0.0, 0, node.family, candidate=candidate))
+            elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
+                # Where the first choices of depths are far behind, the others are not tried.
+                tried.append(self._judge(bound_s, candidate) or 0.0)
+        if found.closest is not None:
+            self.best.miss(*found.closest)
+        if not found.complete:
+            self.floor_s = min(self.floor_s, max(node.bound_s, bound(self.costs, self._frame(node.family, stages))))
+
+    def _span(self, family: int, step: _Step) -> Span:
+        """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
+        tables = self.tables[family].stages
+        low, high = tables.recomputed(step.way, step.first, step.stop)
+        levels = self.costs.recompute_levels(self.families[family].micro_batch_size, tables.ways[step.way].kind)
+        return Span(levels, low, high if tables.apart or self.options.recompute == "none" else None)
+
+    def _place(self, family: int, step: _Step) -> tuple[Placed, StageTerms] | None:
+        """Return a chosen stage with as much in flight as fits, and the least recomputation of its choice."""
+        if (family, step) not in self.placed:
+            tables, rows = self.tables[family].stages, self.families[family].micro_batch_size
+            kind, _, choice, width, _, variant = tables.ways[step.way]
+            devices = self.pool.devices(step.state, kind, width, variant)
+            depth = tables.depth_of(step.way, step.first, step.stop, self.costs.limit_bytes(devices))
+            shares = self.costs.shares(rows, width, choice.division)
+            recompute = self._span(family, step).within(step.first, step.stop)[0]
+            stage = Placed(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
+            terms = stage_terms(self.costs, stage, self.families[family].micro_batches) if depth else None
+            self.placed[family, step] = None if terms is None else (stage, terms)
+        return self.placed[family, step]
+
+    def _path(self, node: _Node) -> _Path | None:
+        """Return a node's stages; None where the last one fits only if it is wider than it is tried."""
+        assert node.step is not None
+        placed = self._place(node.family, node.step)
+        if placed is None:
+            return None
+        link = None
+        if node.path is not None:
+            frame = self._frame(node.family, (node.path.placed, placed[0]))
+            link = link_terms(self.costs, node.path.placed, placed[0], frame)
+        return _Path(node.path, node.step, *placed, link)
+
+    def _prepare(self, index: int) -> bool:
+        """Make a family's tables; return whether its plans are to be looked through one by one."""
+        family = self.families[index]
+        apart = self.options.gap == 0 or looked_at(self.costs, self.pool, family) <= MOST_APART
+        stages = StageTables(self.costs, self.pool, family, self.options, apart=apart)
+        if apart:
+            self.tables[index] = SuffixTables(stages, self.options)
+            return True
+        found = opened(self.simulator, stages, self.options, self.best)
+        # Not every plan is a node, but none is below this.
+        self.floor_s = min(self.floor_s, found.lower_bound_s)
+        if found.tables is not None:
+            self.tables[index] = found.tables
+        return found.tables is not None
+
+    def _open(self, node: _Node) -> _Node | None:
+        """Push every choice of the next stage but the best one; return that."""
+        if node.step is None and not self._prepare(node.family):
+            return None
+        tables, path = self.tables[node.family], None
+        stop = state = 0
+        if node.step is not None:
+            path = self._path(node)
+            if path is None:
+                return None
+            stop, state = node.step.stop, tables.after(node.step.way, node.step.state)
+        found: list[_Node] = []
+        for behind in tables.behinds(node.behind):
+            # Behind as many as are told apart there may be more: too few cannot be known, too many can.
+            count = behind + 1 + (0 if path is None else path.count)
+            if count < self.options.min_stages or count > tables.stages.constraints.most_stages:
+                continue
+            following, terms = tables.terms(stop, state, behind)
+            for at, bound_s, trip_s in self._promising(node, path, terms):
+                after = stop + int(following.length[at])
+                step = _Step(stop, after, int(following.way[at]), state)
+                left = self.costs.layer_count - after
+                found.append(_Node(bound_s, left, trip_s, len(found), node.family, path, step, behind))
+        if not found:
+            return None
+        found.sort()
+        for each in found[1 : None if tables.stages.apart else MOST_PUSHED]:
+            self._push(each)
+        return found[0]
+
+    def _promising(self, node: _Node, path: _Path | None, terms: Terms) -> Iterator[tuple[int, float, float]]:
+        """Yield the next stages that may beat the best plan, with their bounds and round trips."""
+        if path is not None:
+            tables = self.tables[node.family].stages
+            terms = fold(
+                path.terms, tables.link(path.step.way, path.step.first, path.step.stop, path.step.state), terms
+            )
+        bounds = np.asarray(terms.step_s if path is None else path.prefix.step_s(terms))
+        bounds = bounds + self.costs.profile.step_overhead_s
+        trips = np.asarray(terms.trip_s) + (0.0 if path is None else path.trip_s)
+        some = np.flatnonzero(bounds < self.best.step_s)
+        least = np.maximum(node.bound_s, bounds[some]).tolist()
+        return zip(some.tolist(), least, trips[some].tolist(), strict=True)
+
+    def _frame(self, family: int, stages: Sequence[Placed]) -> Candidate:
+        return Candidate(*self.families[family], tuple(stages))
+
+
+def tables_of(
+    costs: CostModel,
+    family: Family,
+    options: PlanOptions,
+    pool: Pool,
+    cap_s: float = float("inf"),
+    *,
+    late: bool = False,
+) -> SuffixTables | None:
+    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long.
+
+    ``late`` as of :class:`StageTables`.
+    """
+    most = looked_at(costs, pool, family)
+    if most > MOST_BOUNDED:
+        return None
+    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART, late=late)
+    return SuffixTables(stages, options, Capped(stages, cap_s))
+
+
+def looked_at(costs: CostModel, pool: Pool, family: Family) -> int:
+    """Return about how many stages there are, over all states of the pool, were each told apart."""
+    widths = min(len(costs.devices), family.micro_batch_size) + min(len(costs.devices), family.micro_batches)
+    return pool.states * widths * costs.layer_count**2 // 2
+
+
+def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> Searched:
+    """Improve on ``best``.
+
+    The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
+    enough, or as many plans were simulated as the options allow.
+    """
+    pool = pool_of(simulator.costs, exact=options.gap == 0, use_all=options.use_all)
+    return _Search(simulator, families, options, best, pool).go()

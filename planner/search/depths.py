@@ -1,0 +1,207 @@
+"""Depths: how many micro-batches the stages of a plan keep in flight, and what they recompute for it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil, log, prod
+from typing import NamedTuple
+
+from autopar.planner.bounds.chain import round_trips
+from autopar.planner.candidate import Candidate, Family, Placed, with_depths
+from autopar.planner.costs.levels import Span
+from autopar.planner.costs.model import CostModel
+
+__all__ = ["DepthChoices", "depth_choices", "least_recomputed"]
+
+MANY_SETS = 32
+MANY_STAGES = 32
+AHEAD = (1.0, 1.5, 2.0, 3.0)
+FINER = 1.02
+ROUNDING = 1e-9
+MOST_VECTORS = 20_000
+SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
+"""How many more than the stage behind a stage keeps in flight; 1 and 2 are DAPPLE's PA and PB."""
+
+
+class DepthChoices(NamedTuple):
+    """Candidates that differ in depths."""
+
+    candidates: list[Candidate]
+    complete: bool
+    """Whether no other depths are possible."""
+    closest: tuple[int, Candidate] | None
+    """Of the candidates that do not fit, the one that lacks least, and how many bytes."""
+
+
+def depth_choices(
+    costs: CostModel,
+    family: Family,
+    stages: Sequence[Placed],
+    spans: Sequence[Span],
+    *,
+    exact: bool,
+) -> DepthChoices:
+    """Return the candidates whose stages keep at most their ``warmup`` in flight, and fit.
+
+    ``spans`` are, by stage, the levels of recomputation of which the least that fits is taken. With ``exact`` these are
+    all candidates, unless they are too many.
+    """
+    most = [stage.warmup for stage in stages]
+    complete = True
+    if family.schedule == "gpipe":
+        vectors = [tuple(stage.turns(0, family.micro_batches) for stage in stages)]
+    elif exact and prod(most) <= MOST_VECTORS:
+        vectors = list(_all(stages, family.micro_batches, most))
+    else:
+        timed = _timed(costs, family, stages, spans)
+        usual = _preferred(stages, family.micro_batches, most) if len(stages) <= MANY_STAGES or not timed else []
+        vectors = list(dict.fromkeys((*usual, *timed)))
+        complete = prod(most) <= 1
+    found: list[Candidate] = []
+    closest: tuple[int, Candidate] | None = None
+    least = _least(stages, family.micro_batches)
+    spare = [] if family.schedule == "gpipe" or least in vectors else [least]
+    for vector in (*vectors, *spare):
+        if found and vector in spare:
+            # What holds least is for plans that fit no other way: a stage that leads another holds more messages.
+            continue
+        candidate, short = least_recomputed(costs, family, with_depths(family, stages, vector).stages, spans)
+        if short <= 0:
+            found.append(candidate)
+        elif closest is None or short < closest[0]:
+            closest = (short, candidate)
+    return DepthChoices(found, complete, closest)
+
+
+def _all(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every choice of depths; no stage has more in flight than the stage before, which would deadlock."""
+    if not stages:
+        yield ()
+        return
+    for others in _all(stages[1:], micro_batches, most[1:]):
+        behind = 0
+        if others:
+            behind = min(micro_batches, stages[1]._replace(warmup=others[0]).in_flight)
+        for depth in range(1, most[0] + 1):
+            if min(micro_batches, stages[0]._replace(warmup=depth).in_flight) >= behind:
+                yield (depth, *others)
+
+
+def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> list[tuple[int, ...]]:
+    """Depths that grow steadily from the last stage to the first, as far as they fit; and as deep as fits."""
+    found = []
+    for slope in (*SLOPES, float(micro_batches)):
+        vector: list[int] = []
+        allowed = micro_batches
+        for index, stage in enumerate(stages):
+            wanted = min(allowed, 1 + int(slope * (len(stages) - 1 - index)))
+            if slope == micro_batches:
+                wanted = allowed
+            # Replicas that take turns keep as many between them as one that does not.
+            depth = max(1, min(most[index], -(-wanted // stage.turning)))
+            while depth > 1 and min(micro_batches, depth * stage.turning) > allowed:
+                depth -= 1
+            if min(micro_batches, depth * stage.turning) > allowed:
+                # Replicas that take turns have one each in flight at least: more than the stage before has.
+                break
+            vector.append(depth)
+            allowed = min(allowed, depth * stage.turning)
+        if len(vector) == len(stages) and tuple(vector) not in found:
+            found.append(tuple(vector))
+    return found
+
+
+def _timed(costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]) -> list[tuple[int, ...]]:
+    """Depths for which stages do not wait: as many in flight as the busiest stage runs in a micro-batch's round trip.
+
+    More are in flight where that helps against uneven stages. Where they do not fit, the stages' pace is taken as much
+    slower as it must be: with so many in flight they cannot keep the quicker one anyway.
+    """
+    trips = round_trips(costs, Candidate(*family, tuple(stages)))
+    turns = [stage.turns(0, family.micro_batches) for stage in stages]
+    alone = [
+        costs.forward_s(stage, 0) + costs.backward_s(stage, 0, count)
+        for stage, count in zip(stages, turns, strict=True)
+    ]
+    pace_s = max(own_s * count for own_s, count in zip(alone, turns, strict=True)) / family.micro_batches
+    if pace_s <= 0:
+        return []
+    last = (span.within(stage.first, stage.stop)[-1] for stage, span in zip(stages, spans, strict=True))
+    least = [stage._replace(recompute=recompute) for stage, recompute in zip(stages, last, strict=True)]
+
+    def fitting(vector: Sequence[int] | None) -> bool:
+        return vector is not None and max(costs.shortfalls(with_depths(family, least, vector))) <= 0
+
+    found: list[tuple[int, ...]] = []
+    for more in AHEAD:
+        vector = _paced(family, stages, trips, alone, pace_s / more)
+        if vector is None or not fitting(vector):
+            paces = [pace_s / more * FINER**power for power in range(1 + int(log(trips[0] * more / pace_s, FINER)) + 1)]
+            at = bisect_left(paces, True, key=lambda each: fitting(_paced(family, stages, trips, alone, each)))
+            vector = None if at == len(paces) else _paced(family, stages, trips, alone, paces[at])
+            return [*found, vector] if vector is not None else found
+        found.append(vector)
+    return found
+
+
+def _paced(
+    family: Family, stages: Sequence[Placed], trips: Sequence[float], alone: Sequence[float], pace_s: float
+) -> tuple[int, ...] | None:
+    """Depths with which stages keep a pace, or None where a stage cannot have so many in flight.
+
+    From stage a, of k in flight, to stage b, of l: b begins the backward of a micro-batch behind the forward of the one
+    that is l - 1 later, which a has sent behind the backward of the one that is k earlier. A micro-batch's way from a
+    to b and back hence takes no more than k - l + 1 micro-batches' time.
+    """
+    vector: list[int] = []
+    behind, ahead = 1, 0.0
+    for stage, trip_s, own_s in zip(reversed(stages), reversed(trips), reversed(alone), strict=True):
+        wanted = max(behind, min(family.micro_batches, ceil((trip_s / pace_s + ahead) * (1 - ROUNDING))))
+        depth = min(-(-wanted // stage.turning), stage.turns(0, family.micro_batches))
+        if depth > stage.warmup:
+            return None
+        vector.append(depth)
+        behind = min(family.micro_batches, depth * stage.turning)
+        ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
+    return tuple(vector[::-1])
+
+
+def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
+    """Return the least depths that do not deadlock."""
+    vector: list[int] = []
+    behind = 1
+    for stage in reversed(stages):
+        vector.insert(0, -(-behind // stage.turning))
+        behind = min(micro_batches, vector[0] * stage.turning)
+    return tuple(vector)
+
+
+def least_recomputed(
+    costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]
+) -> tuple[Candidate, int]:
+    """Return the candidate that recomputes least, and by how many bytes it does not fit."""
+    worst = -(2**62)
+    chosen = list(stages)
+    for index, stage in enumerate(stages):
+        sets = spans[index].within(stage.first, stage.stop)
+
+        def short(at: int, index: int = index, sets: Sequence[tuple[int, ...]] = sets) -> int:
+            chosen[index] = chosen[index]._replace(recompute=sets[at])
+            return costs.shortfall(Candidate(*family, tuple(chosen)), index)
+
+        worst = max(worst, _first_fitting(short, len(sets)))
+    return Candidate(*family, tuple(chosen)), worst
+
+
+def _first_fitting(short: Callable[[int], int], count: int) -> int:
+    """Return the shortfall of the first of some sets that fits, or of the last; leave that one chosen."""
+    if count > MANY_SETS:
+        # Larger sets hold less, or next to nothing more.
+        at = bisect_left(range(count - 1), True, key=lambda each: short(each) <= 0)
+        return short(at)
+    for at in range(count):
+        found = short(at)
+        if found <= 0:
+            break
+    return found

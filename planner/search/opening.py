@@ -1,0 +1,154 @@
+"""Opening: good plans, and a lower bound, of a family too large to tell every stage apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.work import work_s
+from autopar.planner.candidate import Placed, with_depths
+from autopar.planner.costs.levels import Span
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.caps import Capped
+from autopar.planner.search.depths import depth_choices, least_recomputed
+from autopar.planner.search.judge import Best
+from autopar.planner.search.paced import Chosen, Paced, Paces
+from autopar.planner.search.stages import StageTables
+from autopar.planner.search.states import States
+from autopar.planner.search.tables import SuffixTables
+from autopar.planner.search.trips import Trips
+from autopar.planner.simulator.simulate import Simulator
+
+__all__ = ["Opened", "opened"]
+
+MANY_ELEMENTS = 5_000_000
+"""Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
+MOST_SWEPT = 1_200_000_000
+"""Of them, in all passes together, as far as a few passes are fewer."""
+FEW_PASSES, PASSES = 5, 8
+FEW_SWEEPS, SWEEPS = 6, 11
+MOST_BOUNDED = 5_000_000_000
+"""Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
+COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
+"""From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
+AHEAD = 1.36
+"""Of the pace with which devices alone would suffice, the first one that is tried."""
+LOWERED = 0.97
+"""Of the best step, below which the one table of a large family looks: the lower the cap, the tighter and quicker."""
+MOST_CAP = 1000
+"""Times the work's bound, above which nothing is looked for."""
+
+
+class Opened(NamedTuple):
+    """What is known of a family."""
+
+    lower_bound_s: float
+    """No plan of it takes less."""
+    tables: SuffixTables | None
+    """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
+
+
+def opened(simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> Opened:
+    """Improve on ``best`` with plans that keep a pace, and prove how much better others might be."""
+    return _Opening(simulator, stages, options, best).go()
+
+
+class _Opening:
+    def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
+        self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
+        self.options, self.best = options, best
+        self.states = States(stages)
+        self.paces = Paces(stages, self.states, options)
+        self.large = stages.size > MANY_ELEMENTS
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
+
+    def go(self) -> Opened:
+        """See :func:`opened`."""
+        least_s = work_s(self.costs, self.stages.family)
+        cap_s = least_s
+        while not Capped(self.stages, cap_s).possible:
+            cap_s *= COARSE_STEP
+            if cap_s > MOST_CAP * least_s:
+                return Opened(float("inf"), None)
+        self._try_paces(cap_s - self.costs.profile.step_overhead_s)
+        return self._bounded(max(least_s, cap_s / COARSE_STEP))
+
+    def _try_paces(self, fewest_s: float) -> None:
+        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
+        quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
+        while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
+            # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
+            low_s, passes = quickest_s, passes + 1
+            quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
+        slower_s = quickest_s
+        while passes < self.passes and quickest_s > low_s * FINE_STEP:
+            passes += 1
+            next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
+            if self._try(next_s) < float("inf"):
+                quickest_s = next_s
+            else:
+                low_s = next_s
+        while passes < self.passes:
+            passes, slower_s = passes + 1, slower_s * COARSE_STEP
+            if self._try(slower_s) >= self.best.step_s:
+                break
+
+    def _try(self, beside_s: float) -> float:
+        """Judge the plan of a pace, if it may be better; return about how long its step takes."""
+        paced = Paced(self.paces, beside_s)
+        if paced.step_s >= self.best.step_s:
+            return paced.step_s
+        family = self.stages.family
+        chosen = paced.chosen()
+        frame = [self._placed(each) for each in chosen]
+        spans = [self._span(each) for each in chosen]
+        depths = [each.depth for each in chosen]
+        own, short = least_recomputed(self.costs, family, with_depths(family, frame, depths).stages, spans)
+        candidates = [own] if short <= 0 else []
+        if short > 0 or not self.large:
+            found = depth_choices(self.costs, family, frame, spans, exact=False)
+            candidates += found.candidates
+            if found.closest is not None:
+                self.best.miss(*found.closest)
+        bounds = [bound(self.costs, candidate) for candidate in candidates]
+        for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
+            if bounds[at] < self.best.step_s:
+                self.best.judge(self.simulator, candidates[at])
+        return paced.step_s
+
+    def _placed(self, chosen: Chosen) -> Placed:
+        first, stop, number, state, _ = chosen
+        way, family = self.stages.ways[number], self.stages.family
+        devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
+        shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
+        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
+        levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
+        recompute = Span(levels, *self.stages.recomputed(number, first, stop)).within(first, stop)[0]
+        stage = Placed(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
+        return stage._replace(warmup=stage.turns(0, family.micro_batches))
+
+    def _span(self, chosen: Chosen) -> Span:
+        """How many layers of a stage may be recomputed: as few as fit what it comes to hold in the plan."""
+        way = self.stages.ways[chosen.way]
+        levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
+        if self.options.recompute == "auto":
+            return Span(levels)
+        return Span(levels, *self.stages.recomputed(chosen.way, chosen.first, chosen.stop))
+
+    def _bounded(self, lower_s: float) -> Opened:
+        """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
+        overhead_s = self.costs.profile.step_overhead_s
+        cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
+        if self.stages.chain:
+            trips = Trips(self.stages, self.states, self.options)
+            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
+            lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s, sweeps) + overhead_s)
+        if self.stages.chain and self.paces.many:
+            return Opened(lower_s, None)
+        tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
+        lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
+        for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
+            cap_s = (lower_s + self.best.step_s) / 2
+            below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states)
+            lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
+        return Opened(lower_s, None if self.large else tables)

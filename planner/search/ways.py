@@ -1,0 +1,86 @@
+"""Ways: how a stage may be run and on how many devices; widths that run alike are one way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autopar.formats.plan import Division, turns
+from autopar.planner.candidate import Family
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.choices import Choice
+
+__all__ = ["Way", "lengths_of", "ways_of"]
+
+MOST_CLASSES = {"split": 48, "round-robin": 8}
+"""Of widths, where not every one is told apart; beyond, neighbouring ones are taken together."""
+EXACT_WIDTHS = 16
+EXACT_LENGTHS = 24
+GROWTH = 1.12
+
+
+class Way(NamedTuple):
+    """A choice, and a range of widths that it is made with."""
+
+    kind: int
+    number: int
+    """Of the choice, among those for the kind of device."""
+    choice: Choice
+    width: int
+    """The least; the plans that the search tries have this many."""
+    widths: tuple[int, ...]
+    """Those of the range that differ in what a replica does, ascending."""
+    variant: int = 0
+    """Which of the ways of taking so many devices."""
+
+
+def ways_of(costs: CostModel, family: Family, kind: int, choices: Sequence[Choice], *, apart: bool) -> list[Way]:
+    """Return every way to run a stage on a kind of device, whatever its layers.
+
+    Unless all widths are to be told ``apart``, a way stands for all whose busiest replicas have as much to do: more
+    devices than the fewest of them gain next to nothing.
+    """
+    count = costs.kind_of.count(kind)
+    rows, micro_batches = family.micro_batch_size, family.micro_batches
+    found: list[Way] = []
+    for number, choice in enumerate(choices):
+        asked = choice.widths(micro_batches, rows, costs.divisible)
+        widths = range(asked.start, min(asked.stop - 1, count) + 1)
+        classes = _classes(costs, family, choice.division, widths, apart)
+        found += [Way(kind, number, choice, together[0], together) for together in classes]
+    return found
+
+
+def _classes(costs: CostModel, family: Family, division: Division, widths: range, apart: bool) -> list[tuple[int, ...]]:
+    if apart:
+        return [(width,) for width in widths]
+    busiest: dict[tuple[float, int], list[int]] = {}
+    for width in widths:
+        rows = family.micro_batch_size / width if costs.divisible else -(-family.micro_batch_size // width)
+        key = (rows, 0) if division == "split" else (0, len(turns(division, width, 0, family.micro_batches)))
+        # One replica makes its first gradients itself; several add to buffers.
+        busiest.setdefault((key[0], -1 if width == 1 else key[1]), []).append(width)
+    classes = [(each[0], each[-1]) for each in busiest.values()]
+    merged: list[list[int]] = []
+    most = MOST_CLASSES[division]
+    ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
+    for low, high in classes:
+        if merged and len(classes) > most and low > EXACT_WIDTHS and high <= merged[-1][0] * ratio:
+            merged[-1] += [low, high]
+        else:
+            merged.append([low, high])
+    return [tuple(sorted(set(each))) for each in merged]
+
+
+def lengths_of(longest: int, *, apart: bool) -> list[int]:
+    """Return the numbers of layers of stages that are told apart, ascending from 1.
+
+    >>> lengths_of(40, apart=False)[20:]
+    [21, 22, 23, 24, 27, 31, 35, 40]
+    """
+    if apart:
+        return list(range(1, longest + 1))
+    found = list(range(1, min(longest, EXACT_LENGTHS) + 1))
+    while (after := int(found[-1] * GROWTH) + 1) <= longest:
+        found.append(after)
+    return found

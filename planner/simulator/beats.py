@@ -1,0 +1,195 @@
+"""Beats: a step whose every action has a beat fixed beforehand, so that all actions of a beat are simulated at once.
+
+The beats of a program are the levels of its graph of actions, for whole stages: a forward or backward stands behind
+what its rank did before and behind all that it receives. No duration is in them; they only say in which order numbers
+can be had. A forward of micro-batch m on stage s has beat s + P m, its backward has beat b(s) + P m, with the least
+period P for which that order is every rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs.durations import Durations
+
+__all__ = ["Beats", "beats_of", "march"]
+
+Numbers = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
+Holders = Sequence[tuple[int, ...]]
+NEVER_S = float("-inf")
+"""When a message arrives that is not sent: who would receive it waits for nothing."""
+SCHEDULES = ("1f1b", "gpipe")
+"""Schedules in which F(m) stands behind B(m - k) on a rank, and B(m) behind F(m + k - 1)."""
+MOST_LATE = 2**22
+"""Arrivals kept until they are read; of more, a program takes turns so long that it is quicker one by one."""
+
+
+class Beats(NamedTuple):
+    """The beats of all stages."""
+
+    period: int
+    """Beats from one micro-batch's to the next one's."""
+    forward: Whole
+    """By stage, the beat of the first micro-batch's forward."""
+    backward: Whole
+    """By stage, that of its backward; falls from stage to stage."""
+    total: int
+
+
+def beats_of(candidate: Candidate) -> Beats | None:
+    """Return the beats of a candidate's program; None of a schedule or depths that have none.
+
+    With k in flight on each of r replicas that take turns (r = 1 where they split), b(s) lies in
+
+        s + P r (k - 1)  <  b(s)  <  s + P r k
+
+    the right side only where some micro-batches come after the k first; and b(s) > b(s + 1).
+
+    >>> from autopar.planner.candidate import Placed
+    >>> stages = tuple(Placed(at, at + 1, (at,), (1,), 3 - at) for at in range(3))
+    >>> found = beats_of(Candidate(4, 1, "1f1b", stages))
+    >>> found.period, found.forward.tolist(), found.backward.tolist(), found.total
+    (2, [0, 1, 2], [5, 4, 3], 12)
+    """
+    if candidate.schedule not in SCHEDULES:
+        return None
+    micro_batches, stages = candidate.micro_batches, candidate.stages
+    turns = np.array([stage.turns(0, micro_batches) for stage in stages])
+    wide = np.array([stage.turning for stage in stages])
+    depths = np.minimum(turns, [stage.warmup for stage in stages])
+    if candidate.schedule == "gpipe":
+        depths = turns
+    own = np.arange(len(stages))
+    followed = depths < turns
+
+    def backwards(period: int) -> Whole | None:
+        least = 2 * own + period * wide * (depths - 1) + 1
+        found = np.maximum.accumulate(least[::-1])[::-1] - own
+        fits = found[followed] < (own + period * wide * depths)[followed]
+        return np.asarray(found) if fits.all() else None
+
+    # Feasible periods have no gaps, and beyond this none follows where none came before.
+    low, high = 1, 2 * len(stages) + 2
+    backward = backwards(high)
+    while low < high and backward is not None:
+        middle = (low + high) // 2
+        found = backwards(middle)
+        low, high, backward = (middle + 1, high, backward) if found is None else (low, middle, found)
+    if backward is None:
+        return None
+    return Beats(high, own, backward, int(backward[0]) + high * (micro_batches - 1) + 1)
+
+
+def march(candidate: Candidate, times: Durations, tied: Holders, beats: Beats) -> float | None:
+    """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
+
+    ``tied`` are the stages of every parameter shared between stages. None where arrivals would be kept for too long.
+    """
+    state = _March(candidate, times, beats)
+    if state.late * state.columns > MOST_LATE:
+        return None
+    clock = state.go()
+    stages = np.array(times.stage)
+    exposed_s = np.array(times.exposed_s)
+    for index, stage in enumerate(candidate.stages):
+        if len(stage.devices) > 1:
+            mine = stages == index
+            clock[mine] = (clock[mine] + exposed_s[mine]).max()
+    for holders, seconds in zip(tied, times.tied_s, strict=True):
+        members = np.isin(stages, holders)
+        clock[members] = clock[members].max() + seconds
+    return float((clock + times.update_s).max())
+
+
+class _March:
+    """What one beat leaves to the next.
+
+    A place is a rank's forward or its backward; places stand in the order of (beat modulo period, beat), so that those
+    of one beat are neighbours. A message has a column, where its arrival waits, in the row of the receiver's beat.
+    """
+
+    def __init__(self, candidate: Candidate, times: Durations, beats: Beats) -> None:
+        self._beats, self._last = beats, beats.period * (candidate.micro_batches - 1)
+        self.clock = np.full(len(times.stage), times.overhead_s)
+        stages, ranks = np.array(times.stage), np.arange(len(times.stage))
+        beat = np.concatenate((beats.forward[stages], beats.backward[stages]))
+        order = np.lexsort((beat, beat % beats.period))
+        self._beat = beat[order]
+        self._ranks = np.concatenate((ranks, ranks))[order]
+        self._seconds = np.array([*times.forward_s, *times.backward_s])[order]
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        self._take_turns(candidate, times, order)
+        self._wire(times, stages, position)
+
+    def _take_turns(self, candidate: Candidate, times: Durations, order: Whole) -> None:
+        wide, turn = [], []
+        for stage in candidate.stages:
+            wide += [stage.turning] * len(stage.devices)
+            turn += [replica % stage.turning for replica in range(len(stage.devices))]
+        self._wide, self._turn = (np.array([*each, *each])[order] for each in (wide, turn))
+        self._turning = bool((self._wide > 1).any())
+
+    def _wire(self, times: Durations, stages: Whole, position: Whole) -> None:
+        """Give every message its column, and its place in the order of the senders."""
+        places, count = len(position), len(times.message_s)
+        senders, receivers = np.array(list(times.message_s), dtype=np.int64).reshape(-1, 2).T
+        back = np.where(stages[senders] > stages[receivers], len(stages), 0)
+        sender, receiver = position[senders + back], position[receivers + back]
+        lag = self._beat[receiver] - self._beat[sender]
+        # Who receives nothing has a column where nothing arrives.
+        idle = np.setdiff1d(np.arange(places), receiver)
+        columns = np.concatenate((receiver, idle))
+        by_column = np.argsort(columns, kind="stable")
+        column = np.empty_like(by_column)
+        column[by_column] = np.arange(len(columns))
+        self._starts = np.searchsorted(columns[by_column], np.arange(places + 1))
+        self.columns, self.late = len(columns), int(lag.max(initial=0)) + 1
+        by_sender = np.argsort(sender, kind="stable")
+        self._sends = np.searchsorted(sender[by_sender], np.arange(places + 1))
+        self._sender = sender[by_sender]
+        self._target = (lag * self.columns + column[:count])[by_sender]
+        self._length_s = np.array(list(times.message_s.values()))[by_sender]
+        self._free_s = np.full(count, NEVER_S)
+        taken = np.array([times.turns.get(pair, (0, 1)) for pair in times.message_s]).reshape(-1, 2)[by_sender]
+        self._first, self._every = taken.T
+
+    def go(self) -> Numbers:
+        """Run all beats; return when every rank ends its last backward."""
+        self._arrivals = np.full((self.late, self.columns), NEVER_S)
+        beats, period = np.arange(self._beats.total), self._beats.period
+        scale = self._beats.total + 1
+        keys = self._beat % period * scale + self._beat
+        first = np.searchsorted(keys, beats % period * scale + np.maximum(beats - self._last, 0))
+        stop = np.searchsorted(keys, beats % period * scale + beats, side="right")
+        for beat in np.flatnonzero(first < stop).tolist():
+            self._perform(beat, int(first[beat]), int(stop[beat]))
+        return self.clock
+
+    def _perform(self, beat: int, low: int, high: int) -> None:
+        """Run what has this beat: the places ``low:high``."""
+        starts = self._starts[low : high + 1]
+        arrived = self._arrivals[beat % self.late, starts[0] : starts[-1]]
+        waits = np.maximum.reduceat(arrived, starts[:-1] - starts[0])
+        ranks = self._ranks[low:high]
+        ends = np.maximum(self.clock[ranks], waits) + self._seconds[low:high]
+        sent = slice(self._sends[low], self._sends[high])
+        arrives = np.maximum(self._free_s[sent], ends[self._sender[sent] - low]) + self._length_s[sent]
+        at = (beat % self.late * self.columns + self._target[sent]) % self._arrivals.size
+        if self._turning:
+            index = (beat - self._beat[low:high]) // self._beats.period
+            own = index % self._wide[low:high] == self._turn[low:high]
+            carried = index[self._sender[sent] - low] % self._every[sent] == self._first[sent]
+            ranks, ends = ranks[own], ends[own]
+            self._free_s[sent] = np.where(carried, arrives, self._free_s[sent])
+            arrives = np.where(carried, arrives, NEVER_S)
+        else:
+            self._free_s[sent] = arrives
+        self.clock[ranks] = ends
+        self._arrivals.reshape(-1)[at] = arrives

@@ -1,0 +1,341 @@
+"""Contention: a program interpreted with durations, where transfers share ports and slow computing, and it them."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+
+from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.sharing import Traffic
+from autopar.planner.simulator.lanes import Lane, Lanes, Part, Passage, Queue
+from autopar.planner.simulator.rows import RECEIVES, REDUCE_CODE, TIED_CODE, Meeting, Rows, meetings
+from autopar.planner.simulator.views import views
+
+__all__ = ["Contended"]
+
+Span = tuple[float, float]
+
+_JOINT = (REDUCE_CODE, TIED_CODE)
+
+
+class _Work:
+    """A computation whose speed may change; ``then`` is the part of a reduction that begins when it ends."""
+
+    __slots__ = ("begun_s", "left_s", "pace", "since_s", "then")
+
+    def __init__(self, left_s: float, now_s: float, begun_s: float, then: Part | None) -> None:
+        self.left_s, self.since_s, self.begun_s, self.then = left_s, now_s, begun_s, then
+        self.pace = 0.0
+        """0 until the changes of this instant are settled."""
+
+
+class Contended:
+    """One simulation, event by event.
+
+    A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
+    lane may slow it. All changes of one instant are settled together, so that their order does not matter.
+    """
+
+    def __init__(self, rows: Rows, times: Durations, traffic: Traffic, tracing: bool = False) -> None:
+        count = len(rows)
+        self.rows, self.times = rows, times
+        self.meetings = meetings(rows, times.stage)
+        tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == TIED_CODE}
+        self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
+        self.touching: list[list[Lane]] = [[] for _ in rows]
+        """Lanes that slow a rank's computing, or are slowed by it."""
+        for lane in self.wiring.lanes:
+            for rank in lane.ranks:
+                self.touching[rank].append(lane)
+        self.views = views(rows, times, self.wiring)
+        for replica in self.wiring.parts:
+            self.meetings[REDUCE_CODE, times.stage[replica]].missing += 1
+        self.ended: dict[int, float] = {}
+        """When those replicas' last backwards ended that a view tells."""
+        self.reduced = [-inf] * count
+        """The end of every rank's latest reduction."""
+        self.clock, self.position = [times.overhead_s] * count, [0] * count
+        self.blocked: list[Queue | None] = [None] * count
+        self.work: list[_Work | None] = [None] * count
+        self.busy = [False] * count
+        """Whether a rank computed when the last instant was settled."""
+        self.due_s = [-1.0] * count
+        self.now_s, self.serial = 0.0, 0
+        self.events: list[tuple[float, int]] = []
+        """A heap of (seconds, rank or -1 - lane); void where the rank or lane is due at another time."""
+        self.ready: list[int] = []
+        self.crowded: list[Passage] = []
+        self.stirred: dict[Lane, None] = {}
+        self.turned: dict[int, None] = {}
+        self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
+
+    def go(self) -> float:
+        """Run all ranks to their ends; return the seconds of the step."""
+        events, due_s, ready, advance = self.events, self.due_s, self.ready, self._advance
+        ready.extend(range(len(self.rows) - 1, -1, -1))
+        while True:
+            while ready:
+                advance(ready.pop())
+            if (self.stirred or self.turned or self.crowded) and (not events or events[0][0] > self.now_s):
+                self._settle()
+            if not events:
+                break
+            time_s, subject = heappop(events)
+            if subject < 0:
+                lane = self.wiring.lanes[-1 - subject]
+                if lane.due_s == time_s:
+                    self.now_s = time_s
+                    self._finish(lane)
+            elif due_s[subject] == time_s:
+                self.now_s, due_s[subject] = time_s, -1.0
+                if self.work[subject] is None or self._over(subject):
+                    advance(subject)
+        stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
+        if stuck:
+            raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
+        return max(self.clock)
+
+    def _call(self, rank: int, time_s: float) -> None:
+        self.due_s[rank] = time_s
+        heappush(self.events, (time_s, rank))
+
+    def _over(self, rank: int) -> bool:
+        """End a computation; return False where its second half, with a reduction beside it, begins."""
+        work, now_s = self.work[rank], self.now_s
+        assert work is not None
+        self.turned[rank] = None
+        if work.then is not None:
+            work.then.begun_s = now_s
+            self._begin(work.then.lane, work.then.seconds, work.then)
+            self.work[rank] = _Work(work.then.hidden_s, now_s, work.begun_s, None)
+            return False
+        own = self.views[rank].ends.get(self.position[rank])
+        if own is not None:
+            self.ended[own] = now_s
+        self.work[rank] = None
+        if self.spans is not None:
+            self.spans[rank][self.position[rank]] = (work.begun_s, now_s)
+        self.clock[rank] = now_s
+        self.position[rank] += 1
+        return True
+
+    def _advance(self, rank: int) -> None:
+        """Perform actions until one has to wait; long, since calls would take longer than what they do."""
+        codes, queues, seconds, _, felt = self.views[rank]
+        clock, spans = self.clock[rank], self.spans
+        for at in range(self.position[rank], len(codes)):
+            code, queue = codes[at], queues[at]
+            begun = clock
+            if queue is None:
+                if code in _JOINT:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._meet(rank, code, *self.rows[rank][at][1::2])
+                    return
+                if at >= felt:
+                    self.clock[rank], self.position[rank] = clock, at
+                    self._compute(rank, seconds[at])
+                    return
+                clock += seconds[at]
+            elif code in RECEIVES:
+                if not queue.arrived:
+                    self.blocked[rank] = queue
+                    break
+                arrived = queue.arrived.popleft()
+                if arrived > clock:
+                    clock = arrived
+            else:
+                if queue.lane is None:
+                    self._pass(queue, seconds[at], clock, at)
+                elif clock > self.now_s:
+                    self.due_s[rank] = clock
+                    heappush(self.events, (clock, rank))
+                    break
+                elif queue.busy:
+                    queue.waiting.append(at)
+                else:
+                    self._send(queue, queue.lane, at)
+                continue
+            if spans is not None:
+                spans[rank][at] = (begun, clock)
+        else:
+            at = len(codes)
+        self.clock[rank], self.position[rank] = clock, at
+
+    def _compute(self, rank: int, seconds: float) -> None:
+        """Begin a computation that may be slowed, or that a reduction accompanies, when the rank's time has come."""
+        clock = self.clock[rank]
+        if clock > self.now_s:
+            self._call(rank, clock)
+            return
+        own = self.views[rank].ends.get(self.position[rank])
+        part = None if own is None else self.wiring.parts.get(own)
+        left_s = seconds if part is None else seconds - part.hidden_s
+        self.work[rank] = _Work(left_s, self.now_s, clock, part)
+        self.turned[rank] = None
+
+    def _pass(self, queue: Queue, seconds: float, clock: float, at: int) -> None:
+        """Send a message that nothing can slow."""
+        begun = max(clock, queue.free_s)
+        queue.free_s = begun + seconds
+        queue.at, queue.begun_s = at, begun
+        self._deliver(queue, queue.free_s)
+
+    def _send(self, queue: Queue, lane: Lane, at: int) -> None:
+        queue.busy, queue.at, queue.begun_s = True, at, self.now_s
+        self._begin(lane, self.views[queue.sender].seconds[at], queue)
+
+    def _deliver(self, queue: Queue, end_s: float) -> None:
+        queue.arrived.append(end_s)
+        if self.spans is not None:
+            self.spans[queue.sender][queue.at] = (queue.begun_s, end_s)
+        if self.blocked[queue.receiver] is queue:
+            self.blocked[queue.receiver] = None
+            self.ready.append(queue.receiver)
+
+    def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
+        """Begin a transfer at this moment."""
+        now_s, flows = self.now_s, lane.flows
+        if not flows:
+            lane.progress_s, lane.since_s = 0.0, now_s
+        elif lane.since_s != now_s:
+            lane.progress_s += (now_s - lane.since_s) * lane.pace
+            lane.since_s = now_s
+        self.serial += 1
+        heappush(flows, (lane.progress_s + seconds, self.serial, owner))
+        if self._count(lane, 1) or lane.ranks:
+            self.stirred[lane] = None
+        elif len(flows) == 1:
+            # At full speed until a port gets crowded: by far the most frequent case, with nothing to be settled.
+            lane.pace, lane.due_s = 1.0, now_s + seconds
+            heappush(self.events, (lane.due_s, -1 - lane.number))
+        elif flows[0][1] == self.serial:
+            self.stirred[lane] = None
+
+    def _finish(self, lane: Lane) -> None:
+        """End the transfers of a lane that are due, and begin those that waited for them."""
+        flows, owners = lane.flows, []
+        lane.progress_s, lane.since_s, lane.due_s = flows[0][0], self.now_s, -1.0
+        while flows and flows[0][0] <= lane.progress_s:
+            owners.append(heappop(flows)[2])
+        self._count(lane, -len(owners))
+        if flows:
+            self.stirred[lane] = None
+        for owner in owners:
+            if isinstance(owner, Queue):
+                self._deliver(owner, self.now_s)
+                owner.busy = bool(owner.waiting)
+                if owner.waiting:
+                    self._send(owner, lane, owner.waiting.popleft())
+            elif isinstance(owner, Part):
+                self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.replica]], self.now_s)
+            elif isinstance(owner, Meeting):
+                self._part(owner, self.now_s)
+
+    def _count(self, lane: Lane, more: int) -> bool:
+        """Count ``more`` transfers where a lane passes; return whether the speed there is yet to be settled."""
+        crowded = False
+        for passage, weight in lane.passages:
+            before = passage.flows
+            passage.flows += more * weight
+            if before > passage.capacity or passage.flows > passage.capacity:
+                self.crowded.append(passage)
+                crowded = True
+        for rank in lane.ranks:
+            self.turned[rank] = None
+        return crowded
+
+    def _settle(self) -> None:
+        """Give everything that this instant has changed its speed from here on."""
+        now_s, stirred = self.now_s, self.stirred
+        for passage in self.crowded:
+            speed = min(1.0, passage.capacity / passage.flows) if passage.flows else 1.0
+            if speed != passage.speed:
+                passage.speed = speed
+                stirred.update(dict.fromkeys(passage.lanes))
+        for rank in self.turned:
+            self._turn(rank)
+        for lane in stirred:
+            if lane.flows:
+                lane.progress_s += (now_s - lane.since_s) * lane.pace
+                lane.since_s, lane.pace = now_s, self._pace(lane)
+                due_s = now_s + max(0.0, lane.flows[0][0] - lane.progress_s) / lane.pace
+                if due_s != lane.due_s:
+                    lane.due_s = due_s
+                    heappush(self.events, (due_s, -1 - lane.number))
+        self.crowded.clear()
+        stirred.clear()
+        self.turned.clear()
+
+    def _pace(self, lane: Lane) -> float:
+        pace = 1.0
+        for passage, _ in lane.passages:
+            if passage.speed < pace:
+                pace = passage.speed
+        if any(self.busy[rank] for rank in lane.ranks):
+            pace /= lane.slowdown.communication
+        return pace
+
+    def _turn(self, rank: int) -> None:
+        """Note whether a rank computes, and how fast."""
+        work, now_s = self.work[rank], self.now_s
+        if self.busy[rank] != (work is not None):
+            self.busy[rank] = work is not None
+            self.stirred.update(dict.fromkeys(self.touching[rank]))
+        if work is None:
+            return
+        pace = 1 / max((lane.slowdown.compute for lane in self.touching[rank] if lane.flows), default=1.0)
+        if pace != work.pace:
+            work.left_s -= (now_s - work.since_s) * work.pace
+            work.since_s, work.pace = now_s, pace
+            self._call(rank, now_s + max(0.0, work.left_s) / pace)
+
+    def _meet(self, rank: int, code: int, index: int, own: int) -> None:
+        clock = self.clock[rank]
+        if code == REDUCE_CODE:
+            ended = self.ended.get(own, clock)
+            ends = ended if own in self.wiring.parts else ended + self.times.exposed_s[own]
+            self._token(self.meetings[code, self.times.stage[own]], ends)
+        elif self.wiring.tied[index] is not None and clock > self.now_s:
+            self._call(rank, clock)
+        else:
+            self._token(self.meetings[code, index], clock)
+
+    def _token(self, meeting: Meeting, time_s: float) -> None:
+        """Count what a meeting has waited for."""
+        meeting.end_s = max(meeting.end_s, time_s)
+        meeting.missing -= 1
+        if meeting.missing:
+            return
+        if meeting.code == REDUCE_CODE:
+            # A rank's stages are reduced one after the other.
+            rank = meeting.members[0]
+            own = self.rows[rank][self.position[rank]][3]
+            self._part(meeting, max(meeting.end_s, self.reduced[rank] + self.times.reduce_s[own]))
+            return
+        lane, seconds = self.wiring.tied[meeting.index], self.times.tied_s[meeting.index]
+        if lane is None:
+            self._part(meeting, meeting.end_s + seconds)
+        else:
+            self._begin(lane, seconds, meeting)
+
+    def _part(self, meeting: Meeting, end_s: float) -> None:
+        """Let the ranks of a meeting go on."""
+        for rank in meeting.members:
+            if self.spans is not None:
+                self.spans[rank][self.position[rank]] = self._reduction(meeting, rank, end_s)
+            self.clock[rank] = max(self.clock[rank], end_s)
+            if meeting.code == REDUCE_CODE:
+                self.reduced[rank] = end_s
+            self.position[rank] += 1
+            self.ready.append(rank)
+
+    def _reduction(self, meeting: Meeting, rank: int, end_s: float) -> Span:
+        if meeting.code == TIED_CODE:
+            return (meeting.end_s, end_s)
+        own, times = self.rows[rank][self.position[rank]][3], self.times
+        part = self.wiring.parts.get(own)
+        if part is not None:
+            return (part.begun_s, end_s)
+        last_s = times.last_s or times.backward_s
+        earliest = self.ended.get(own, self.clock[rank]) - last_s[own]
+        return (min(end_s, max(end_s - times.reduce_s[own], earliest)), end_s)
