@@ -1,12 +1,13 @@
 """Board: a small shared file on which every rank of a host notes what it is doing.
 
-A rank that is killed or stopped cannot say where it was; the board still can.
+A rank that is killed or stopped cannot say where it was; the board still can. It is read while ranks write: every
+number is stored at once, and none is ever half of an old and half of a new one (nor 0 in between, as with
+:mod:`struct`, which clears what it is to fill).
 """
 
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,9 @@ FINISHED = 2
 SET_UP_S = 120.0
 """Shortest time that setting up is given: it runs imports and user code once."""
 
-_SLOT = struct.Struct("<qqqd")
+_FIELDS = 4
+_BYTES = 8
+"""Of every field, a whole number or a time."""
 
 
 class Note(NamedTuple):
@@ -42,31 +45,40 @@ class Board:
 
     def __init__(self, path: Path, ranks: int) -> None:
         """Open the board at ``path``, creating it if it is not there."""
-        size = _SLOT.size * ranks
+        size = _FIELDS * _BYTES * ranks
         if not path.exists():
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
+        # The same memory, twice.
+        self._numbers, self._times_s = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
 
     def write(self, rank: int, phase: int, step: int = 0, position: int = 0) -> None:
         """Note what a rank begins to do, now."""
-        _SLOT.pack_into(self._map, rank * _SLOT.size, phase, step, position, time.monotonic())
+        at = rank * _FIELDS
+        self._numbers[at], self._numbers[at + 1], self._numbers[at + 2] = phase, step, position
+        self._times_s[at + 3] = time.monotonic()
 
     def stepping(self, rank: int) -> Callable[[int, int], None]:
         """Return what notes, as quickly as can be, the action of a step that a rank begins: step, position."""
-        pack, now_s, at = _SLOT.pack_into, time.monotonic, rank * _SLOT.size
+        numbers, times_s, now_s = self._numbers, self._times_s, time.monotonic
+        at_phase, at_step, at_position, at_time = range(rank * _FIELDS, (rank + 1) * _FIELDS)
 
-        def note(step: int, position: int, board: mmap.mmap = self._map) -> None:
-            pack(board, at, STEPPING, step, position, now_s())
+        def note(step: int, position: int) -> None:
+            numbers[at_phase], numbers[at_step], numbers[at_position] = STEPPING, step, position
+            times_s[at_time] = now_s()
 
         return note
 
     def read(self, rank: int) -> Note:
-        """Return a rank's last note."""
-        return Note(*_SLOT.unpack_from(self._map, rank * _SLOT.size))
+        """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
+        at = rank * _FIELDS
+        return Note(*self._numbers[at : at + 3], self._times_s[at + 3])
 
     def close(self) -> None:
         """Unmap the file."""
+        self._numbers.release()
+        self._times_s.release()
         self._map.close()
 
     def __enter__(self) -> Self:
