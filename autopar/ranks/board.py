@@ -72,8 +72,8 @@ class Board:
 
     def read(self, rank: int) -> Note:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
-        at = rank * _FIELDS
-        return Note(*self._numbers[at : at + 3], self._times_s[at + 3])
+        at, numbers = rank * _FIELDS, self._numbers
+        return Note(numbers[at], numbers[at + 1], numbers[at + 2], self._times_s[at + 3])
 
     def close(self) -> None:
         """Unmap the file."""
