@@ -131,7 +131,10 @@ def _timed(costs: CostModel, family: Family, stages: Sequence[Placed], spans: Se
     least = [stage._replace(recompute=recompute) for stage, recompute in zip(stages, last, strict=True)]
 
     def fitting(vector: Sequence[int] | None) -> bool:
-        return vector is not None and max(costs.shortfalls(with_depths(family, least, vector))) <= 0
+        if vector is None:
+            return False
+        candidate = with_depths(family, least, vector)
+        return all(costs.shortfall(candidate, index) <= 0 for index in range(len(least)))
 
     found: list[tuple[int, ...]] = []
     for more in AHEAD:

@@ -26,15 +26,15 @@ MANY_ELEMENTS = 5_000_000
 MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
 FEW_PASSES, PASSES = 5, 8
-FEW_SWEEPS, SWEEPS = 6, 11
+FEW_SWEEPS, SWEEPS = 11, 24
 MOST_BOUNDED = 5_000_000_000
 """Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36
 """Of the pace with which devices alone would suffice, the first one that is tried."""
-LOWERED = 0.97
-"""Of the best step, below which the one table of a large family looks: the lower the cap, the tighter and quicker."""
+LOWERED = 0.9525
+"""Of the best step, up to which a large family is bounded: the lower, the quicker."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
 

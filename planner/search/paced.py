@@ -107,6 +107,9 @@ class Paces:
         turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
         self.turning = np.array(turning, dtype=np.float32)
         """By way, how many replicas take turns."""
+        counts = np.arange(1 + max(turning))
+        self.meetings = np.lcm.outer(counts, counts).astype(np.float32)
+        """By two numbers of replicas that take turns, after how many micro-batches the same two meet."""
         self.turns = np.ceil(self.micro_batches / self.turning)
         # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
         rows = stages.family.micro_batch_size
@@ -202,7 +205,8 @@ class Paced:
         behind = np.take(self._kept.turning, after)
         if (turning == 1).all() and (behind == 1).all():
             return in_flight
-        meeting = np.lcm(turning.astype(np.int64), behind.astype(np.int64))
+        meetings = self._paces.meetings
+        meeting = np.take(meetings, (turning * len(meetings) + behind).astype(np.int64))
         found: Numbers = np.ceil(in_flight / meeting) * meeting
         return found
 
@@ -228,8 +232,9 @@ class Paced:
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
             return
-        after = self._states.after[way[:, None], states] + stop[:, None] * self._kept.trip_s.shape[1]
-        where = self._states.codes[way[:, None], states] * len(way) + np.arange(len(way))[:, None]
+        after = self._states.behind(way, states)
+        after += stop[:, None] * self._kept.trip_s.shape[1]
+        where = self._states.standing(way, states, len(way))
         trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._kept[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s

@@ -171,6 +171,12 @@ class Room:
         none = self._whole_parts(rows, False, kind)
         if not choice.recomputes:
             return none
+        key = ("sure", rows, choice.part, choice.parts, choice.every, kind)
+        if key not in self._parts:
+            self._parts[key] = self._surely(choice, rows, kind, none)
+        return self._parts[key]
+
+    def _surely(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
         order = self.ordered(kind)
         low, _ = choice.recomputed(order.counts)
         freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])

@@ -47,6 +47,16 @@ class States:
         """Return the states that some ways lead to from some states, ``[way, state]``."""
         return np.take(np.take(self.after, states, axis=1), ways, axis=0)
 
+    def standing(self, ways: Counts, states: Counts, count: int) -> Counts:
+        """Return where some ways stand in some states, ``[way, state]``.
+
+        These are positions in an array of ``count`` numbers, one per way in ``ways``, for every code.
+        """
+        found = np.take(np.take(self.codes, states, axis=1), ways, axis=0)
+        found *= count
+        found += np.arange(count)[:, None]
+        return found
+
     def within(self, group: Group, first: int, capped: Capped) -> Counts:
         """Return the states of a group in which the layers before may have met a cap, and others still may."""
         before, behind = capped.fewest[:, first]

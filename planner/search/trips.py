@@ -11,8 +11,9 @@ stages is better in nothing than another one of the same layers that has no long
 the least R(s) of every position and state of the pool, of stages that all keep within B, are exact. Unlike in tables of
 the least terms, round trips and work are of the same plan.
 
-The least round trip falls as B grows: every plan with B in [low, high] takes low and the least of high. Ranges of B are
-halved where that is least.
+The least round trip falls as B grows: every plan with B in [low, high] takes low and the least of high. So from the cap
+down, each range ends where these two no longer meet the cap; or, where the cap cannot be met, not far below. Then the
+ranges in which they are least are halved.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ __all__ = ["Trips"]
 
 PRICES = (0.0, 0.5, 1.0, 2.0)
 """Of a device, over its part of the longest round trip: some bound what takes few devices, some what takes many."""
-ROUNDS = 2
 ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
-COARSE = 0.9
-"""Of a range's higher limit, the lower one, while nothing is known of what is below."""
+REACH, AHEAD = 0.1, 2.0
+"""Of the cap, what a first range may span at most; and of the range before, every further one."""
+FINE, COARSE = 0.9925, 0.95
+"""Of a range's higher limit, the highest lower one, where what may come of it is near the cap, and elsewhere."""
+ROUGH = 0.985
+"""Of a range's higher limit, a lower one that is far enough for a round trip that is quickly bounded."""
 
 Numbers = npt.NDArray[np.float64]
 Small = npt.NDArray[np.float32]
@@ -54,15 +58,21 @@ class _Stages(NamedTuple):
     around_s: Numbers
     """Round trip over the stage and the boundary behind it, where it stands best."""
     rate: Numbers
-    beside_s: Numbers
-    worst_s: Numbers
-    """The same where it stands worst."""
-    group: Counts
-    """Ascending; stages of one differ only in recomputation, and take ever longer."""
 
     def some(self, chosen: npt.NDArray[np.bool_] | slice) -> _Stages:
         """Return some of the stages."""
         return _Stages._make(each[chosen] for each in self)
+
+
+class _Limits(NamedTuple):
+    """With what the same stages keep within B; arrays over them."""
+
+    beside_s: Numbers
+    """Where a stage stands best."""
+    worst_s: Numbers
+    """Where it stands worst."""
+    group: Counts
+    """Ascending; stages of one differ only in recomputation, and take ever longer."""
 
 
 class _Kept(NamedTuple):
@@ -71,12 +81,14 @@ class _Kept(NamedTuple):
     stages: list[_Stages]
     """By first layer."""
     before: Numbers
-    """Fewest devices of the layers before every position."""
+    """Of the layers before every position the fewest devices; and, with devices at every price, the least round trip.
+
+    ``[devices or price, position]``.
+    """
     behind: Numbers
-    before_s: Numbers
-    """Least round trip of the layers before every position, and the price of its devices, ``[position, price]``."""
-    behind_s: Numbers
+    """The same of the layers behind."""
     prices: Numbers
+    """Of a device, shape (prices, 1)."""
 
 
 class Trips:
@@ -90,38 +102,45 @@ class Trips:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
-        self._stages = _Stages._make(np.concatenate(each) for each in zip(*every, strict=True))
-        told = np.stack((self._stages.first, self._stages.stop, self._stages.group))
+        stages_of, limits_of = zip(*every, strict=True)
+        self._stages = _Stages._make(np.concatenate(each) for each in zip(*stages_of, strict=True))
+        limits = _Limits._make(np.concatenate(each) for each in zip(*limits_of, strict=True))
+        told = np.stack((self._stages.first, self._stages.stop, limits.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
-        self._stages = self._stages._replace(group=np.cumsum(changes[: told.shape[1]]))
+        self._limits = limits._replace(group=np.cumsum(changes[: told.shape[1]]))
         self._limited = len({place.limit for place in stages.places.known}) > 1
 
-    def bound_s(self, cap_s: float, most_sweeps: int = 9) -> float:
+    def bound_s(self, cap_s: float, most_sweeps: int) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.
 
         The more sweeps, the closer.
         """
-        # What plans with B in a range take at least, the range, and the least round trip by its higher end.
-        ranges = [(0.0, 0.0, cap_s, 0.0)]
-        sweeps = 0
-        while ranges[0][0] < cap_s and sweeps < most_sweeps:
+        # What plans with B in a range take at least, the range, and the least round trip by its higher end, if known.
+        ranges: list[tuple[float, float, float, float | None]] = [(0.0, 0.0, cap_s, None)]
+        sweeps, reach = 0, REACH * cap_s
+        while ranges[0][0] < cap_s and sweeps < most_sweeps * (1 if ranges[0][3] else 2):
             least_s, low, high, high_s = ranges[0]
-            if low == 0:
-                kept = self._within(high, cap_s)
-                if kept is None:
-                    heapreplace(ranges, (cap_s, low, high, high_s))
-                    continue
-                low = COARSE * high
-                high_s = self._swept(kept, high, cap_s)
-                heapreplace(ranges, (max(least_s, low + high_s), low, high, high_s))
-                # With less beside it, the round trip is no shorter.
-                heappush(ranges, (min(high_s, cap_s - low), 0.0, low, 0.0))
-            else:
+            if high_s is not None:
+                sweeps += 1
                 middle = (low + high) / 2
                 middle_s = self.least_s(middle, cap_s - low)
                 heapreplace(ranges, (max(least_s, low + middle_s), low, middle, middle_s))
                 heappush(ranges, (max(least_s, middle + high_s), middle, high, high_s))
-            sweeps += 1
+                continue
+            # As far down as the round trip of the higher end rules out, at least and at most so far.
+            lowest = max(0.0, high - reach)
+            kept = self._within(high, cap_s - lowest)
+            high_s = float("inf") if kept is None else self._rough_s(kept)
+            if kept is not None and cap_s - high_s > ROUGH * high:
+                sweeps += 1
+                high_s = self._swept(kept, high, cap_s - lowest)
+            near = high + high_s > FINE * cap_s and sweeps < most_sweeps
+            low = max(lowest, min(cap_s - high_s, (FINE if near else COARSE) * high))
+            reach = AHEAD * (high - low)
+            heapreplace(ranges, (max(least_s, low + high_s), low, high, high_s))
+            if low > 0 and (high_s < float("inf") or self._within(low, cap_s) is not None):
+                # With less beside it, the round trip is no shorter.
+                heappush(ranges, (min(high_s, cap_s - low), 0.0, low, None))
         return min(cap_s, ranges[0][0])
 
     def least_s(self, beside_s: float, most_s: float) -> float:
@@ -129,7 +148,11 @@ class Trips:
         kept = self._within(beside_s, most_s)
         return float("inf") if kept is None else self._swept(kept, beside_s, most_s)
 
-    def _beginning(self, first: int) -> _Stages:
+    def _rough_s(self, kept: _Kept) -> float:
+        """A round trip that none of all layers on all devices falls below."""
+        return float((kept.behind[1:, :1] - kept.prices * self._devices).max()) * (1 - ROUNDING)
+
+    def _beginning(self, first: int) -> tuple[_Stages, _Limits]:
         """Return the stages that may begin with a layer."""
         following = self._tables.next(first)
         count = following.longest - following.length + 1
@@ -140,82 +163,74 @@ class Trips:
         worst_s = np.where(fits, following.stages[5], 0.0).max(axis=0)
         _, _, forth_s, back_s, forth_work_s, back_work_s = following.links.min(axis=1)
         queued_s = np.maximum(forth_work_s - forth_s, back_work_s - back_s)
-        each = (
-            self._widths[following.way],
-            forward_s + backward_s + forth_s + back_s,
-            rate,
-            np.maximum(beside_s, queued_s),
-            worst_s,
-            self._alike[following.way],
+        around_s, group = forward_s + backward_s + forth_s + back_s, self._alike[following.way]
+        order = np.lexsort((around_s[index], group[index], stop))
+        index, stop = index[order], stop[order]
+        stages = (self._widths[following.way], around_s, rate)
+        limits = (np.maximum(beside_s, queued_s), worst_s, group)
+        return (
+            _Stages(np.full(len(index), first), stop, index, *(each[index] for each in stages)),
+            _Limits(*(each[index] for each in limits)),
         )
-        found = _Stages(np.full(len(index), first), stop, index, *(one[index] for one in each))
-        order = np.lexsort((found.around_s, found.group, found.stop))
-        return _Stages._make(one[order] for one in found)
 
     def _within(self, beside_s: float, most_s: float) -> _Kept | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += ROUNDING * most_s
-        prices = np.array(PRICES) * most_s / self._devices
-        stages = self._useful(self._stages.some(self._stages.beside_s <= beside_s), beside_s, most_s)
-        before, trip_s = np.zeros((2, self._layers + 1))
-        for _ in range(ROUNDS):
-            # The longest round trip with which a stage keeps within B, and may be part of a whole one.
-            longest_s = np.minimum(_room_s(stages.rate, beside_s), most_s - trip_s[stages.first]) * (1 + ROUNDING)
-            priced_s = stages.around_s[:, None] + prices * stages.width[:, None]
-            # Before some positions, nothing may be.
-            spare = np.maximum(-1.0, self._devices - before)
-            fitting, behind, behind_s = self._behind(stages, priced_s, prices, longest_s, spare)
-            if not behind[0] <= self._devices:
-                return None
-            stages = stages.some(fitting)
-            before, before_s = self._before(stages, priced_s[fitting])
-            left = np.maximum(0, self._devices - behind)
-            trip_s = np.maximum(0.0, (before_s - prices * left[:, None]).max(axis=1))
+        prices = np.array(PRICES)[:, None] * most_s / self._devices
+        stages = self._stages.some(self._useful(beside_s, most_s))
+        # The longest round trip with which a stage keeps within B.
+        longest_s = np.minimum(_room_s(stages.rate, beside_s), most_s) * (1 + ROUNDING)
+        each: Numbers = np.concatenate((stages.width[None], stages.around_s + prices * stages.width))
+        fitting, behind = self._behind(stages, each, prices, longest_s)
+        if not behind[0, 0] <= self._devices:
+            return None
+        stages = stages.some(fitting)
+        before = self._before(stages, each[:, fitting])
         starts = np.searchsorted(stages.first, np.arange(self._layers + 1)).tolist()
-        return _Kept(
-            [stages.some(slice(*ends)) for ends in pairwise(starts)], before, behind, before_s, behind_s, prices
-        )
+        return _Kept([stages.some(slice(*ends)) for ends in pairwise(starts)], before, behind, prices)
 
     def _behind(
-        self, stages: _Stages, priced_s: Numbers, prices: Numbers, longest_s: Numbers, spare: Numbers
-    ) -> tuple[npt.NDArray[np.bool_], Numbers, Numbers]:
-        """Which stages may be part of a plan; of the layers from every position on, devices and priced round trips."""
+        self, stages: _Stages, each: Numbers, prices: Numbers, longest_s: Numbers
+    ) -> tuple[npt.NDArray[np.bool_], Numbers]:
+        """Which stages may be part of a plan; and what the layers from every position on take at least."""
         starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
-        behind, behind_s = np.full(self._layers + 1, np.inf), np.full((self._layers + 1, len(prices)), np.inf)
-        behind[-1] = behind_s[-1] = 0.0
+        behind = np.full((len(each), self._layers + 1), np.inf)
+        behind[:, -1] = 0.0
         fitting = np.zeros(len(stages.stop), dtype=bool)
         for first in reversed(range(self._layers)):
             own = slice(starts[first], starts[first + 1])
-            stop = stages.stop[own]
-            total_s, devices = behind_s[stop] + priced_s[own], behind[stop] + stages.width[own]
-            some = ((total_s - prices * spare[first]).max(axis=1) <= longest_s[own]) & (devices <= spare[first])
+            total = np.take(behind, stages.stop[own], axis=1)
+            total += each[:, own]
+            some = (total[1:] - prices * self._devices).max(axis=0) <= longest_s[own]
+            some &= total[0] <= self._devices
             fitting[own] = some
-            behind[first] = devices[some].min(initial=np.inf)
-            behind_s[first] = total_s[some].min(axis=0, initial=np.inf)
-        return fitting, behind, behind_s
+            behind[:, first] = total[:, some].min(axis=1, initial=np.inf)
+        return fitting, behind
 
-    def _before(self, stages: _Stages, priced_s: Numbers) -> tuple[Numbers, Numbers]:
-        """Fewest devices, and least priced round trips, of the layers before every position."""
-        before, before_s = np.full(self._layers + 1, np.inf), np.full((self._layers + 1, priced_s.shape[1]), np.inf)
-        before[0] = before_s[0] = 0.0
+    def _before(self, stages: _Stages, each: Numbers) -> Numbers:
+        """Return what the layers before every position take at least."""
+        before = np.full((len(each), self._layers + 1), np.inf)
+        before[:, 0] = 0.0
         by_stop = np.argsort(stages.stop, kind="stable")
         ends = np.searchsorted(stages.stop[by_stop], np.arange(self._layers + 2))
-        first, width, priced_s = stages.first[by_stop], stages.width[by_stop], priced_s[by_stop]
+        first, each = stages.first[by_stop], each[:, by_stop]
         for stop in range(1, self._layers + 1):
             own = slice(ends[stop], ends[stop + 1])
-            before[stop] = (before[first[own]] + width[own]).min(initial=np.inf)
-            before_s[stop] = (before_s[first[own]] + priced_s[own]).min(axis=0, initial=np.inf)
-        return before, before_s
+            before[:, stop] = (np.take(before, first[own], axis=1) + each[:, own]).min(axis=1, initial=np.inf)
+        return before
 
-    def _useful(self, stages: _Stages, beside_s: float, most_s: float) -> _Stages:
-        """Leave out stages that recompute more than another one of the same layers, for room that is not needed."""
-        if self._limited or not len(stages.stop):
-            return stages
-        room_s = np.minimum(most_s, _room_s(stages.rate, beside_s))
-        offset = 2 * most_s * stages.group
-        others = np.where(stages.worst_s <= beside_s, room_s, 0.0) + offset
+    def _useful(self, beside_s: float, most_s: float) -> npt.NDArray[np.bool_]:
+        """Which stages keep within B, and do not recompute more than another one of the same layers in vain."""
+        rate, limits = self._stages.rate, self._limits
+        within: npt.NDArray[np.bool_] = limits.beside_s <= beside_s
+        if self._limited or not len(rate):
+            return within
+        room_s = np.minimum(most_s, _room_s(rate, beside_s))
+        offset = 2 * most_s * limits.group
+        others = np.where(limits.worst_s <= beside_s, room_s, 0.0) + offset
         longest = np.append(-1.0, np.maximum.accumulate(others)[:-1])
-        return stages.some(room_s + offset > longest)
+        found: npt.NDArray[np.bool_] = within & (room_s + offset > longest)
+        return found
 
     def _swept(self, kept: _Kept, beside_s: float, most_s: float) -> float:
         """The least round trip of all layers on all devices."""
@@ -226,12 +241,12 @@ class Trips:
         trips[self._layers, none] = np.inf
         left = self._states.left
         for first in reversed(range(self._layers)):
-            before, behind = kept.before[first], kept.behind[first]
-            states = np.flatnonzero((self._devices - left >= before) & (left >= behind))
+            before, behind = kept.before[:, first, None], kept.behind[:, first, None]
+            states = np.flatnonzero((self._devices - left >= before[0]) & (left >= behind[0]))
             if len(states) and len(kept.stages[first].stop):
-                here = left[states, None]
-                before_s = (kept.before_s[first] - kept.prices * (self._devices - here)).max(axis=1)
-                behind_s = (kept.behind_s[first] - kept.prices * here).max(axis=1)
+                here = left[states]
+                before_s = (before[1:] - kept.prices * (self._devices - here)).max(axis=0)
+                behind_s = (behind[1:] - kept.prices * here).max(axis=0)
                 states = states[np.maximum(before_s, 0.0) + behind_s <= most_s * (1 + ROUNDING)]
                 trips[first, states] = self._shortest(kept.stages[first], states, trips, beside_s)
         return float(trips[0, 0]) * (1 - ROUNDING)
@@ -244,11 +259,13 @@ class Trips:
         room_s = _room_s(rate, beside_s) * (1 + ROUNDING)
         room_s = np.where(np.isfinite(work_s) & (beside <= beside_s), room_s, -1.0)
         around_s, room_s = np.broadcast_arrays(forward_s + backward_s + forth_s + back_s, room_s)
-        way = following.way[stages.number][:, None]
-        where = self._states.codes[way, states] * len(way) + np.arange(len(way))[:, None]
-        found: Small = np.take(trips, self._states.after[way, states] + stages.stop[:, None] * trips.shape[1])
+        way = following.way[stages.number]
+        where = self._states.standing(way, states, len(way))
+        behind = self._states.behind(way, states)
+        behind += stages.stop[:, None] * trips.shape[1]
+        found: Small = np.take(trips, behind)
         found += np.take(around_s.astype(np.float32), where)
-        found[found > np.take(room_s.astype(np.float32), where)] = np.inf
+        np.copyto(found, np.inf, where=found > np.take(room_s.astype(np.float32), where))
         least_s: Small = found.min(axis=0)
         return least_s
 
