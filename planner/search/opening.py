@@ -139,16 +139,20 @@ class _Opening:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
         cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
+        tables = None
+        if not (self.stages.chain and self.paces.many):
+            tables = SuffixTables(
+                self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large
+            )
+            lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
         if self.stages.chain:
             trips = Trips(self.stages, self.states, self.options)
             sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
-            lower_s = max(lower_s, trips.bound_s(cap_s - overhead_s, sweeps) + overhead_s)
-        if self.stages.chain and self.paces.many:
+            lower_s = trips.bound_s(cap_s - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
+        if tables is None or self.large:
             return Opened(lower_s, None)
-        tables = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large)
-        lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
-        for _ in range(0 if self.large or not tables.least_s < float("inf") else 3):
+        for _ in range(3 if tables.least_s < float("inf") else 0):
             cap_s = (lower_s + self.best.step_s) / 2
             below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states)
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return Opened(lower_s, None if self.large else tables)
+        return Opened(lower_s, tables)

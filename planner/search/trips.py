@@ -19,7 +19,6 @@ ranges in which they are least are halved.
 from __future__ import annotations
 
 from heapq import heappush, heapreplace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -52,14 +51,13 @@ class _Stages(NamedTuple):
 
     first: Counts
     stop: Counts
-    number: Counts
-    """Among the tables' stages that may begin with the layer, each of which stands for several lengths."""
+    way: Counts
     width: Counts
     around_s: Numbers
     """Round trip over the stage and the boundary behind it, where it stands best."""
     rate: Numbers
 
-    def some(self, chosen: npt.NDArray[np.bool_] | slice) -> _Stages:
+    def some(self, chosen: npt.NDArray[np.bool_]) -> _Stages:
         """Return some of the stages."""
         return _Stages._make(each[chosen] for each in self)
 
@@ -75,11 +73,25 @@ class _Limits(NamedTuple):
     """Ascending; stages of one differ only in recomputation, and take ever longer."""
 
 
+class _Standing(NamedTuple):
+    """What depends on where the same stages stand."""
+
+    around_s: Small
+    """``[place and level, stage]``."""
+    rate: Numbers
+    """``[place, stage]``."""
+    beside_s: Numbers
+    """``[place, stage]``; infinite where a stage does not fit."""
+
+
 class _Kept(NamedTuple):
     """What may be part of a plan."""
 
-    stages: list[_Stages]
-    """By first layer."""
+    stages: _Stages
+    chosen: Counts
+    """Which these are, of all."""
+    starts: list[int]
+    """Where those that begin with every layer start."""
     before: Numbers
     """Of the layers before every position the fewest devices; and, with devices at every price, the least round trip.
 
@@ -102,18 +114,19 @@ class Trips:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
-        stages_of, limits_of = zip(*every, strict=True)
+        stages_of, limits_of, standing_of = zip(*every, strict=True)
         self._stages = _Stages._make(np.concatenate(each) for each in zip(*stages_of, strict=True))
         limits = _Limits._make(np.concatenate(each) for each in zip(*limits_of, strict=True))
+        self._standing = _Standing._make(np.concatenate(each, axis=1) for each in zip(*standing_of, strict=True))
         told = np.stack((self._stages.first, self._stages.stop, limits.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
         self._limits = limits._replace(group=np.cumsum(changes[: told.shape[1]]))
         self._limited = len({place.limit for place in stages.places.known}) > 1
 
-    def bound_s(self, cap_s: float, most_sweeps: int) -> float:
+    def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.
 
-        The more sweeps, the closer.
+        The more sweeps, the closer; none is made once it is clear that they raise no bound that is ``known_s``.
         """
         # What plans with B in a range take at least, the range, and the least round trip by its higher end, if known.
         ranges: list[tuple[float, float, float, float | None]] = [(0.0, 0.0, cap_s, None)]
@@ -134,6 +147,8 @@ class Trips:
             if kept is not None and cap_s - high_s > ROUGH * high:
                 sweeps += 1
                 high_s = self._swept(kept, high, cap_s - lowest)
+                if high + high_s <= known_s:
+                    return min(cap_s, known_s)
             near = high + high_s > FINE * cap_s and sweeps < most_sweeps
             low = max(lowest, min(cap_s - high_s, (FINE if near else COARSE) * high))
             reach = AHEAD * (high - low)
@@ -141,7 +156,7 @@ class Trips:
             if low > 0 and (high_s < float("inf") or self._within(low, cap_s) is not None):
                 # With less beside it, the round trip is no shorter.
                 heappush(ranges, (min(high_s, cap_s - low), 0.0, low, None))
-        return min(cap_s, ranges[0][0])
+        return min(cap_s, max(known_s, ranges[0][0]))
 
     def least_s(self, beside_s: float, most_s: float) -> float:
         """Return the least round trip of plans within a B; infinite where none is below ``most_s``."""
@@ -152,32 +167,38 @@ class Trips:
         """A round trip that none of all layers on all devices falls below."""
         return float((kept.behind[1:, :1] - kept.prices * self._devices).max()) * (1 - ROUNDING)
 
-    def _beginning(self, first: int) -> tuple[_Stages, _Limits]:
+    def _beginning(self, first: int) -> tuple[_Stages, _Limits, _Standing]:
         """Return the stages that may begin with a layer."""
         following = self._tables.next(first)
         count = following.longest - following.length + 1
         index = np.repeat(np.arange(len(count)), count)
         stop = first + following.length[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
         fits = np.isfinite(following.stages[2])
-        forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages, np.inf).min(axis=1)
+        forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages, np.inf)
         worst_s = np.where(fits, following.stages[5], 0.0).max(axis=0)
-        _, _, forth_s, back_s, forth_work_s, back_work_s = following.links.min(axis=1)
-        queued_s = np.maximum(forth_work_s - forth_s, back_work_s - back_s)
-        around_s, group = forward_s + backward_s + forth_s + back_s, self._alike[following.way]
-        order = np.lexsort((around_s[index], group[index], stop))
+        _, _, forth_s, back_s, forth_work_s, back_work_s = following.links
+        queued_s = np.maximum(
+            forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)
+        )
+        around_s = ((forward_s + backward_s)[:, None] + forth_s + back_s).reshape(-1, len(count))
+        least_s, group = around_s.min(axis=0), self._alike[following.way]
+        order = np.lexsort((least_s[index], group[index], stop))
         index, stop = index[order], stop[order]
-        stages = (self._widths[following.way], around_s, rate)
-        limits = (np.maximum(beside_s, queued_s), worst_s, group)
+        stages = (following.way, self._widths[following.way], least_s, rate.min(axis=0))
+        limits = (np.maximum(beside_s.min(axis=0), queued_s), worst_s, group)
+        standing = (around_s.astype(np.float32), rate, beside_s)
         return (
-            _Stages(np.full(len(index), first), stop, index, *(each[index] for each in stages)),
-            _Limits(*(each[index] for each in limits)),
+            _Stages._make((np.full(len(index), first), stop, *(each[index] for each in stages))),
+            _Limits._make(each[index] for each in limits),
+            _Standing._make(each[:, index] for each in standing),
         )
 
     def _within(self, beside_s: float, most_s: float) -> _Kept | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += ROUNDING * most_s
         prices = np.array(PRICES)[:, None] * most_s / self._devices
-        stages = self._stages.some(self._useful(beside_s, most_s))
+        useful = self._useful(beside_s, most_s)
+        stages = self._stages.some(useful)
         # The longest round trip with which a stage keeps within B.
         longest_s = np.minimum(_room_s(stages.rate, beside_s), most_s) * (1 + ROUNDING)
         each: Numbers = np.concatenate((stages.width[None], stages.around_s + prices * stages.width))
@@ -187,7 +208,7 @@ class Trips:
         stages = stages.some(fitting)
         before = self._before(stages, each[:, fitting])
         starts = np.searchsorted(stages.first, np.arange(self._layers + 1)).tolist()
-        return _Kept([stages.some(slice(*ends)) for ends in pairwise(starts)], before, behind, prices)
+        return _Kept(stages, np.flatnonzero(useful)[fitting], starts, before, behind, prices)
 
     def _behind(
         self, stages: _Stages, each: Numbers, prices: Numbers, longest_s: Numbers
@@ -239,33 +260,34 @@ class Trips:
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
         trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
         trips[self._layers, none] = np.inf
-        left = self._states.left
+        left, stages = self._states.left, kept.stages
+        around_s, rate, beside = _Standing._make(np.take(each, kept.chosen, axis=1) for each in self._standing)
+        room_s = np.where(beside <= beside_s, _room_s(rate, beside_s) * (1 + ROUNDING), -1.0).astype(np.float32)
+        room_s = np.repeat(room_s, len(around_s) // len(room_s), axis=0)
         for first in reversed(range(self._layers)):
             before, behind = kept.before[:, first, None], kept.behind[:, first, None]
             states = np.flatnonzero((self._devices - left >= before[0]) & (left >= behind[0]))
-            if len(states) and len(kept.stages[first].stop):
+            own = slice(*kept.starts[first : first + 2])
+            if len(states) and own.start < own.stop:
                 here = left[states]
                 before_s = (before[1:] - kept.prices * (self._devices - here)).max(axis=0)
                 behind_s = (behind[1:] - kept.prices * here).max(axis=0)
                 states = states[np.maximum(before_s, 0.0) + behind_s <= most_s * (1 + ROUNDING)]
-                trips[first, states] = self._shortest(kept.stages[first], states, trips, beside_s)
+                trips[first, states] = self._shortest(
+                    stages.way[own], stages.stop[own], around_s[:, own], room_s[:, own], states, trips
+                )
         return float(trips[0, 0]) * (1 - ROUNDING)
 
-    def _shortest(self, stages: _Stages, states: Counts, trips: Small, beside_s: float) -> Small:
+    def _shortest(
+        self, way: Counts, stop: Counts, around_s: Small, room_s: Small, states: Counts, trips: Small
+    ) -> Small:
         """Least round trips from a position on, ``[state]``."""
-        following = self._tables.next(int(stages.first[0]))
-        forward_s, backward_s, work_s, _, rate, beside = following.stages[:, :, None, stages.number]
-        forth_s, back_s = following.links[2:4, None, :, stages.number]
-        room_s = _room_s(rate, beside_s) * (1 + ROUNDING)
-        room_s = np.where(np.isfinite(work_s) & (beside <= beside_s), room_s, -1.0)
-        around_s, room_s = np.broadcast_arrays(forward_s + backward_s + forth_s + back_s, room_s)
-        way = following.way[stages.number]
         where = self._states.standing(way, states, len(way))
         behind = self._states.behind(way, states)
-        behind += stages.stop[:, None] * trips.shape[1]
+        behind += stop[:, None] * trips.shape[1]
         found: Small = np.take(trips, behind)
-        found += np.take(around_s.astype(np.float32), where)
-        np.copyto(found, np.inf, where=found > np.take(room_s.astype(np.float32), where))
+        found += np.take(around_s, where)
+        np.copyto(found, np.inf, where=found > np.take(room_s, where))
         least_s: Small = found.min(axis=0)
         return least_s
 
