@@ -157,8 +157,13 @@ class Paced:
         self._kept.trip_s[layers, none] = np.inf
         self._stages, self._fewest = self._possible()
         if self._fewest[1, 0] <= self._devices:
+            longest = int(max((each.stop - at).max(initial=1) for at, each in enumerate(self._stages)))
+            empty = 0
             for first in reversed(range(layers)):
-                self._keep(first)
+                empty = 0 if self._keep(first) else empty + 1
+                if empty == longest:
+                    # No stage reaches over so many layers.
+                    break
 
     @property
     def step_s(self) -> float:
@@ -227,11 +232,12 @@ class Paced:
             possible &= np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
         return np.flatnonzero(possible)
 
-    def _keep(self, first: int) -> None:
+    def _keep(self, first: int) -> bool:
+        """Keep the best suffixes of the layers from ``first`` on; return whether there are any."""
         way, stop, room, exchange, _, terms = self._stages[first]
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
-            return
+            return False
         after = self._states.behind(way, states)
         after += stop[:, None] * self._kept.trip_s.shape[1]
         where = self._states.standing(way, states, len(way))
@@ -266,3 +272,4 @@ class Paced:
         self._kept.turning[first, states] = turning[best, 0]
         self._kept.way[first, states] = way[best]
         self._kept.stop[first, states] = stop[best]
+        return len(states) > 0

@@ -37,7 +37,7 @@ ROUNDING = 1e-5
 """Of the kept numbers, which are rounded for speed; hundreds of sums err by less."""
 REACH, AHEAD = 0.1, 2.0
 """Of the cap, what a first range may span at most; and of the range before, every further one."""
-FINE, COARSE = 0.9925, 0.95
+FINE, COARSE = 0.995, 0.95
 """Of a range's higher limit, the highest lower one, where what may come of it is near the cap, and elsewhere."""
 ROUGH = 0.985
 """Of a range's higher limit, a lower one that is far enough for a round trip that is quickly bounded."""
