@@ -25,8 +25,8 @@ MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
 MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
-FEW_PASSES, PASSES = 5, 8
-FEW_SWEEPS, SWEEPS = 15, 24
+FEW_PASSES, PASSES = 7, 8
+FEW_SWEEPS, SWEEPS = 19, 24
 MOST_BOUNDED = 5_000_000_000
 """Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004

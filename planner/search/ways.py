@@ -14,7 +14,8 @@ __all__ = ["Way", "lengths_of", "ways_of"]
 
 MOST_CLASSES = {"split": 48, "round-robin": 8}
 """Of widths, where not every one is told apart; beyond, neighbouring ones are taken together."""
-EXACT_WIDTHS = 16
+EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
+"""Of widths, those that so many layers have on average are told apart in any case, within limits."""
 EXACT_LENGTHS = 24
 GROWTH = 1.12
 
@@ -61,11 +62,12 @@ def _classes(costs: CostModel, family: Family, division: Division, widths: range
         # One replica makes its first gradients itself; several add to buffers.
         busiest.setdefault((key[0], -1 if width == 1 else key[1]), []).append(width)
     classes = [(each[0], each[-1]) for each in busiest.values()]
+    exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
     merged: list[list[int]] = []
     most = MOST_CLASSES[division]
     ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
     for low, high in classes:
-        if merged and len(classes) > most and low > EXACT_WIDTHS and high <= merged[-1][0] * ratio:
+        if merged and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
             merged[-1] += [low, high]
         else:
             merged.append([low, high])
