@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -60,15 +61,8 @@ class Board:
         self._times_s[at + 3] = time.monotonic()
 
     def stepping(self, rank: int) -> Callable[[int, int], None]:
-        """Return what notes, as quickly as can be, the action of a step that a rank begins: step, position."""
-        numbers, times_s, now_s = self._numbers, self._times_s, time.monotonic
-        at_phase, at_step, at_position, at_time = range(rank * _FIELDS, (rank + 1) * _FIELDS)
-
-        def note(step: int, position: int) -> None:
-            numbers[at_phase], numbers[at_step], numbers[at_position] = STEPPING, step, position
-            times_s[at_time] = now_s()
-
-        return note
+        """Return what notes the action of a step that a rank begins: step, position."""
+        return partial(self.write, rank, STEPPING)
 
     def read(self, rank: int) -> Note:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""

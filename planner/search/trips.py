@@ -131,7 +131,7 @@ class Trips:
         # What plans with B in a range take at least, the range, and the least round trip by its higher end, if known.
         ranges: list[tuple[float, float, float, float | None]] = [(0.0, 0.0, cap_s, None)]
         sweeps, reach = 0, REACH * cap_s
-        while ranges[0][0] < cap_s and sweeps < most_sweeps * (1 if ranges[0][3] else 2):
+        while ranges[0][0] < cap_s and sweeps < most_sweeps * (2 if ranges[0][3] is None else 1):
             least_s, low, high, high_s = ranges[0]
             if high_s is not None:
                 sweeps += 1
