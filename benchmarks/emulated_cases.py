@@ -46,6 +46,7 @@ class Entry(NamedTuple):
 ENTRIES = {
     "autopar gpipe": Entry("gpipe", counterpart="torch ScheduleGPipe"),
     "autopar 1f1b": Entry("1f1b", counterpart="torch Schedule1F1B"),
+    "autopar 1f1b PB": Entry("1f1b", "PB", counterpart="torch Schedule1F1B"),
     "autopar interleaved": Entry("interleaved", chunks=2, counterpart="torch ScheduleInterleaved1F1B"),
     "autopar zb-h1": Entry("zb-h1", split=True),
     "autopar zb-h2": Entry("zb-h2", split=True),
