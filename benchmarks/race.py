@@ -20,7 +20,8 @@ from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.data import split_rows
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.groups import reduction_groups
+from autopar.runtime.job import Job
 from autopar.runtime.transport import GroupTransport, Transport
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace

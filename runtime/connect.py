@@ -10,7 +10,7 @@ import torch
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.copies import CudaCopies
-from autopar.runtime.job import reducing_groups, reduction_groups, synced_groups
+from autopar.runtime.groups import reducing_groups, reduction_groups, synced_groups
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.staged import StagedTransport
 from autopar.runtime.transport import GroupTransport, Transport

@@ -21,6 +21,7 @@ from autopar.runtime.data import ShareLoader
 from autopar.runtime.deferred import DeferredBatchNorms
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
+from autopar.runtime.groups import replica_ranks, synced_groups
 from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.precision import autocast_of, crossing_specs
@@ -33,38 +34,15 @@ from autopar.runtime.stage import Stage
 from autopar.runtime.synced import SyncedBatchNorm, synchronize
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Update
-from autopar.schedules.expand import rank_of, stages_of
+from autopar.schedules.expand import stages_of
 
 if TYPE_CHECKING:
     # What shards takes most of a second to import.
     from autopar.runtime.sharded import ShardedStage
 
-__all__ = ["DEFAULTS", "Job", "reducing_groups", "reduction_groups", "replica_ranks", "synced_groups"]
+__all__ = ["DEFAULTS", "Job"]
 
 DEFAULTS = TrainSettings()
-
-
-def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
-    groups = [replica_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
-    groups += [replica_ranks(plan, tied.stages) for tied in plan.tied]
-    return list(dict.fromkeys(group for group in groups if len(group) > 1))
-
-
-def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
-    return list(dict.fromkeys([*reducing_groups(plan), tuple(range(len(plan.devices)))]))
-
-
-def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
-    """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
-    divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
-    return list(dict.fromkeys(replica_ranks(plan, [index]) for index in divided))
-
-
-def replica_ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of stages, each once."""
-    return tuple(dict.fromkeys(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas)))
 
 
 class Job:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.job import replica_ranks
+from autopar.runtime.groups import replica_ranks
 from autopar.runtime.transport import Pending
 from autopar.schedules.expand import stages_of
 

@@ -24,7 +24,8 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.job import Job, reduction_groups
+from autopar.runtime.groups import reduction_groups
+from autopar.runtime.job import Job
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole

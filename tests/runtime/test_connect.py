@@ -13,7 +13,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.ranks.devices import device_of, each_its_own
 from autopar.runtime.connect import directions, warm_up
-from autopar.runtime.job import reducing_groups
+from autopar.runtime.groups import reducing_groups
 from autopar.runtime.scope import check_sharing
 from autopar.runtime.transport import Pending
 from autopar.schedules.expand import expand
