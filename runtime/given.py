@@ -18,9 +18,11 @@ from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.agree import Agreement
+from autopar.runtime.batches import Loader
 from autopar.runtime.connect import connect
 from autopar.runtime.fit import check_fit
 from autopar.runtime.job import Job
+from autopar.runtime.prefetch import Batch
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Transport
 from autopar.schedules.expand import expand, stages_of
@@ -33,13 +35,17 @@ Functions = Mapping[str, Callable[..., object] | None]
 class _GivenJob(Job):
     """A job that is given its batches."""
 
-    def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
-    ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
-        def load(step: int) -> list[dict[str, torch.Tensor]]:
-            raise TrainingError(f"step {step} was given no batch")
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        return _NoLoader()
 
-        return load
+
+class _NoLoader:
+    """Stands in where every batch is given."""
+
+    samples = 0
+
+    def load(self, step: int) -> Batch:
+        raise TrainingError(f"step {step} was given no batch")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ import torch
 
 from autopar.runtime.copies import Copies
 
-__all__ = ["Prefetch"]
+__all__ = ["Batch", "Prefetch"]
 
 Batch = list[dict[str, torch.Tensor]]
-"""The model inputs of every micro-batch."""
+"""A rank's rows of the model's inputs, in every micro-batch."""
 
 
 class Prefetch:

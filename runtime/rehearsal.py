@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.outline import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.runtime.batches import Loader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
+from autopar.runtime.prefetch import Batch
 from autopar.runtime.scope import check_scope
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.silence import silent_peers
@@ -125,22 +127,28 @@ class _SilentJob(Job):
 
     update_of = _UnreadUpdate
 
-    def _loading(
-        self, model: UserModel, graph: LayerGraph, device: torch.device, settings: TrainSettings
-    ) -> Callable[[int], list[dict[str, torch.Tensor]]]:
-        rows = self.plan.stages[min(self.stages)].rows[self.replica]
-        specs, own = [graph.tensor(name) for name in self.inputs], mine(self.plan, self.rank)
-
-        def load(step: int) -> list[dict[str, torch.Tensor]]:
-            return [
-                {spec.name: torch.empty(spec.shape(rows), dtype=spec.dtype) for spec in specs if micro_batch in own}
-                for micro_batch in range(self.plan.micro_batches)
-            ]
-
-        return load
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        return _BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
 
     def _tally(self) -> LossTally:
         return _UnreadTally(1, 1)
+
+
+class _BlankLoader:
+    """Makes batches of the right shapes, whatever is in them."""
+
+    samples = 0
+
+    def __init__(self, plan: Plan, rank: int, rows: int, specs: Sequence[TensorSpec]) -> None:
+        own = mine(plan, rank)
+        self._own = [micro_batch in own for micro_batch in range(plan.micro_batches)]
+        self._rows, self._specs = rows, specs
+
+    def load(self, step: int) -> Batch:
+        return [
+            {spec.name: torch.empty(spec.shape(self._rows), dtype=spec.dtype) for spec in self._specs if own}
+            for own in self._own
+        ]
 
 
 class _UnreadTally(LossTally):

@@ -1,0 +1,43 @@
+"""Twins: what an optimizer steps of a rank whose replicas divide parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Twins"]
+
+
+class Twins:
+    """Stand-ins for whole parameters, of the kind of the divided ones beside them, whose values are theirs.
+
+    Torch's kernels for many parameters at once would refuse some of one kind and some of the other.
+    """
+
+    def __init__(self, trained: Sequence[torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
+        """Make them; without a mesh of replicas that divide parameters, there are none."""
+        self._twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._mesh = mesh
+        if mesh is not None:
+            from torch.distributed.tensor import DTensor
+
+            from autopar.runtime.sharded import replicated
+
+            whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+            self._twins = {each: torch.nn.Parameter(replicated(each.detach(), mesh)) for each in whole}
+        self.stepped = [self._twins.get(parameter, parameter) for parameter in trained]
+        """What an optimizer is given, in the order of the trained parameters."""
+
+    def lend(self) -> None:
+        """Give the twins the gradients of their parameters, before the optimizer steps."""
+        if self._mesh is None:
+            return
+        from autopar.runtime.sharded import replicated
+
+        for parameter, twin in self._twins.items():
+            twin.grad = None if parameter.grad is None else replicated(parameter.grad, self._mesh)
