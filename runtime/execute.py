@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +28,7 @@ from autopar.formats.program import (
 )
 from autopar.runtime.clock import Clock
 from autopar.runtime.flight import Flight
+from autopar.runtime.foresight import foresee
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossTally
 from autopar.runtime.mailbox import Mailbox
@@ -64,23 +65,6 @@ class StepRecord:
             tell, self.untold = self.untold, None
             self._times_s = tell()
         return self._times_s
-
-
-def _recomputable(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
-    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
-
-    While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    following: Action | None = None
-    for position in reversed(range(len(actions))):
-        action = actions[position]
-        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
-            if following and following.kind in (BACKWARD, INPUT_BACKWARD):
-                found[position] = following.stage, following.micro_batch
-        elif action.kind not in (SEND, SEND_GRADIENT):
-            following = action
-    return found
 
 
 class Executor:
@@ -125,15 +109,9 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        self._last = {action.stage: i for i, action in enumerate(self._actions) if action.kind in BACKWARDS}
-        self._split = {action[:3] for action in self._actions if action.kind == INPUT_BACKWARD}
-        early = _recomputable(self._actions).items()
-        self._early = {at: (stage, index) for at, (stage, index) in early if plan.stages[stage].recompute}
-        sends = {i: action for i, action in enumerate(self._actions) if action.kind in (SEND, SEND_GRADIENT)}
-        self._last_send = {action[:3]: i for i, action in sends.items()}
+        self._foreseen = foresee(self._actions, {index for index in chunks if plan.stages[index].recompute})
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
-        self._passing = sends.keys() if device.type == "cpu" else frozenset()
-        self._carried = {(action.kind, action.stage) for action in self._actions if action.peer >= 0}
+        self._passing = self._foreseen.sends if device.type == "cpu" else frozenset()
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -203,14 +181,14 @@ class Executor:
         if kind == FORWARD:
             return partial(self._forward, stage, micro_batch)
         if kind in BACKWARDS:
-            run = self._last_backward if position == self._last[stage] else self._backward
+            run = self._last_backward if position == self._foreseen.last_backward[stage] else self._backward
             return partial(run, kind, stage, micro_batch)
-        if position in self._early:
-            return partial(self._recompute_and_receive, position, self._early[position])
+        if position in self._foreseen.early:
+            return partial(self._recompute_and_receive, position, self._foreseen.early[position])
         if kind in (RECEIVE, RECEIVE_GRADIENT):
             return partial(self._mailbox.receive, position)
         if kind in (SEND, SEND_GRADIENT):
-            return partial(self._send, position, action[:3], position == self._last_send[action[:3]])
+            return partial(self._send, position, action[:3], position == self._foreseen.last_send[action[:3]])
         if kind == REDUCE:
             return partial(self._finish_reduction, position, stage)
         if kind == REDUCE_TIED:
@@ -225,7 +203,7 @@ class Executor:
             value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
-        split = (INPUT_BACKWARD, index, micro_batch) in self._split
+        split = (index, micro_batch) in self._foreseen.halved
         values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
         outputs, passes = stage.forward(self._rows, values, seed, split=split)
         sent = stage.sendable(self._rows, outputs)
@@ -278,7 +256,7 @@ class Executor:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
         if len(self._stages) > 1:
             self._mailbox.pass_on(kind, index, micro_batch, tensors)
-        if tensors and (kind, index) in self._carried:
+        if tensors and (kind, index) in self._foreseen.carried:
             self._outgoing[kind, index, micro_batch] = tensors
 
     def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor:
