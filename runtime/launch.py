@@ -26,10 +26,11 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
+from autopar.runtime.result import RankResult
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
-from autopar.runtime.worker import RankResult, TrainArguments, train
+from autopar.runtime.worker import TrainArguments, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand

@@ -17,9 +17,9 @@ from autopar.formats.report import RankTimes, Report
 from autopar.formats.spent import Spent
 from autopar.formats.timeline import Timeline
 from autopar.runtime import weights
+from autopar.runtime.result import RankResult
 from autopar.runtime.saving import shard_name
 from autopar.runtime.steps import Steps
-from autopar.runtime.worker import RankResult
 from autopar.schedules.holding import in_flight
 
 __all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
@@ -52,36 +52,7 @@ def outcome_of(
 ) -> Outcome:
     """Put the ranks' results, in rank order, together."""
     steps = Steps(program, results)
-    times = steps.times()
-    where = steps.spent(steps.typical)
-    model_flops, utilisation = _utilisation(results, times.median)
-    report = Report(
-        model=plan.model.source,
-        plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
-        device=plan.device_type,
-        backend=results[0]["backend"],
-        torch=torch.__version__,
-        ranks=len(results),
-        steps=len(steps.lengths_s),
-        loss=tuple(_losses(results)),
-        step_s=times,
-        predicted_step_s=plan.predicted.step_s,
-        error=plan.predicted.step_s / times.median - 1,
-        predicted_compute=least_certain(plan.predicted.compute),
-        predicted_communication=plan.predicted.communication,
-        samples_per_s=plan.batch / times.median,
-        peak_bytes=tuple(result["peak_bytes"] for result in results),
-        peak_kind="allocated" if plan.device_type == "cuda" else "resident",
-        predicted_peak_bytes=_predicted_peaks(plan, results),
-        bubble=max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where))),
-        rank_times=_rank_times(plan, program, results, where),
-        model_flops=model_flops,
-        flops_utilisation=utilisation,
-        initial_weights=initial_weights,
-        gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
-        overflows=sum(results[0]["overflowed"]),
-        notes=tuple(notes),
-    )
+    report = _report(plan, program, results, steps, initial_weights, notes)
     layers_s = tuple(result["layers_s"] for result in results)
     return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
 
@@ -106,6 +77,45 @@ def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path)
         for stage, names in result["saved"].items()
     }
     weights.write_index(folder, files)
+
+
+def _report(
+    plan: Plan, program: Program, results: Sequence[RankResult], steps: Steps, initial: str, notes: Sequence[str]
+) -> Report:
+    times, where = steps.times(), steps.spent(steps.typical)
+    model_flops, utilisation = _utilisation(results, times.median)
+    return Report(
+        model=plan.model.source,
+        plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
+        device=plan.device_type,
+        backend=results[0]["backend"],
+        torch=torch.__version__,
+        ranks=len(results),
+        steps=len(steps.lengths_s),
+        loss=tuple(_losses(results)),
+        step_s=times,
+        predicted_step_s=plan.predicted.step_s,
+        error=plan.predicted.step_s / times.median - 1,
+        predicted_compute=least_certain(plan.predicted.compute),
+        predicted_communication=plan.predicted.communication,
+        samples_per_s=plan.batch / times.median,
+        peak_bytes=tuple(result["peak_bytes"] for result in results),
+        peak_kind="allocated" if plan.device_type == "cuda" else "resident",
+        predicted_peak_bytes=_predicted_peaks(plan, results),
+        bubble=_bubble(where),
+        rank_times=_rank_times(plan, program, results, where),
+        model_flops=model_flops,
+        flops_utilisation=utilisation,
+        initial_weights=initial,
+        gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
+        overflows=sum(results[0]["overflowed"]),
+        notes=tuple(notes),
+    )
+
+
+def _bubble(where: Sequence[Spent]) -> float:
+    """Return the share of a step in which ranks compute nothing, given where their time went."""
+    return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
 
 
 def _losses(results: Sequence[RankResult]) -> list[float]:

@@ -11,7 +11,7 @@ from autopar.formats.program import Program
 from autopar.formats.report import StepTimes
 from autopar.formats.spent import Spent, spent_within
 from autopar.formats.timeline import Timeline
-from autopar.runtime.worker import RankResult
+from autopar.runtime.result import RankResult
 
 __all__ = ["Steps"]
 

@@ -14,7 +14,7 @@ from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
 from autopar.runtime.outcome import outcome_of
-from autopar.runtime.worker import RankResult
+from autopar.runtime.result import RankResult
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand, stages_of
 
