@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Copies", "CudaCopies", "HostCopy", "copies_of"]
+__all__ = ["Copies", "CudaCopies", "HostCopy", "brought", "copies_of"]
 
 
 class HostCopy(Protocol):
@@ -111,7 +111,7 @@ class CudaCopies:
     def bring(self, host: torch.Tensor) -> torch.Tensor:
         """See :class:`Copies`."""
         with torch.cuda.stream(self._bringing):
-            return host.pin_memory().to(self._device, non_blocking=True)
+            return _through_page_locked(host, self._device)
 
     def admit(self, tensors: Iterable[torch.Tensor]) -> None:
         """See :class:`Copies`."""
@@ -129,3 +129,14 @@ class CudaCopies:
 def copies_of(device: torch.device) -> Copies | None:
     """Return the copies of a device with a memory of its own; None for the CPU."""
     return CudaCopies(device) if device.type == "cuda" else None
+
+
+def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; the host waits for no work of a GPU, on whose current stream the copy goes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return _through_page_locked(tensor, device)
+    return tensor.to(device)
+
+
+def _through_page_locked(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host.pin_memory().to(device, non_blocking=True)

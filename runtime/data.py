@@ -12,6 +12,7 @@ from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
+from autopar.runtime.copies import brought
 from autopar.runtime.seeds import seed_data
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
@@ -68,16 +69,9 @@ def split_rows(
     start, own = plan.stages[stage].row_starts[replica], mine(plan, rank)
     stop, size = start + plan.stages[stage].rows[replica], plan.micro_batch_size
     return [
-        {name: _placed(values[name][m * size + start : m * size + stop], device) for name in names} if m in own else {}
+        {name: brought(values[name][m * size + start : m * size + stop], device) for name in names} if m in own else {}
         for m in range(plan.micro_batches)
     ]
-
-
-def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on the device; the host waits for no work of a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def check_inputs(values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:

@@ -93,8 +93,8 @@ class Job:
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device)
-        ends = self._mailbox, reducer, self._tally(), self._complete
-        self._executor = Executor(plan, self.actions, rank, self.stages, *ends, scale, clock, device, note)
+        parts = self._mailbox, reducer, self._tally(), self._complete
+        self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
 
     @property
     def rows(self) -> int:

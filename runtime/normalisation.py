@@ -23,7 +23,7 @@ Layers = dict[int, list[Layer]]
 def normalizing(
     plan: Plan, rank: int, graph: LayerGraph, layers: Layers, transport: Transport, settings: TrainSettings
 ) -> tuple[Layers, Callable[[], None]]:
-    """Return a rank's layers, with batch normalisation as it was asked for, and what they have done at a step's end.
+    """Return a rank's layers, with batch normalisation as it was asked for, and what is called at the end of a step.
 
     Args:
         plan: what is carried out.
