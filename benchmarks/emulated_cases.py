@@ -20,6 +20,7 @@ from autopar.formats.profile import DeviceKind
 from autopar.profiler import local_cluster
 from autopar.profiler.probe import Probe
 from autopar.ranks.pool import RankPool
+from autopar.schedules import SCHEDULES
 
 __all__ = ["delayed_rows", "emulated_rows", "unequal_rows"]
 
@@ -35,6 +36,7 @@ class Entry(NamedTuple):
 
     schedule: str
     depth: str | None = None
+    """One of the schedule's; None: the one that is predicted to be quickest."""
     chunks: int = 1
     split: bool = False
     """Whether its layers sleep in halves, as schedules that split the backward need them."""
@@ -46,9 +48,9 @@ class Entry(NamedTuple):
 ENTRIES = {
     "autopar gpipe": Entry("gpipe", counterpart="torch ScheduleGPipe"),
     "autopar 1f1b": Entry("1f1b", counterpart="torch Schedule1F1B"),
-    "autopar 1f1b PB": Entry("1f1b", "PB", counterpart="torch Schedule1F1B"),
+    "autopar 1f1b PA": Entry("1f1b", "PA", counterpart="torch Schedule1F1B"),
     "autopar interleaved": Entry("interleaved", chunks=2, counterpart="torch ScheduleInterleaved1F1B"),
-    "autopar zb-h1": Entry("zb-h1", split=True),
+    "autopar zb-h1": Entry("zb-h1", "PA", split=True),
     "autopar zb-h2": Entry("zb-h2", split=True),
     "autopar zb-v": Entry("zb-v", chunks=2, split=True, counterpart="torch ScheduleZBVZeroBubble"),
     "autopar dualpipe-v": Entry("dualpipe-v", chunks=2, split=True, counterpart="torch ScheduleDualPipeV"),
@@ -62,10 +64,13 @@ PEERS = {
     "torch ScheduleDualPipeV": "autopar dualpipe-v",
 }
 """Torch's contestants, and whose ideal is theirs."""
+SIDES = {"torch Schedule1F1B 2+2+2+2": (2, [1, 2, 4]), "torch Schedule1F1B 1+1+1+1+1+1": (1, [1, 2, 3, 4, 5])}
+"""How many pipelines beside each other, and before which layers they are cut; of unequal widths torch has none."""
+SIDE_BY_SIDE = {name: name.replace("torch Schedule1F1B", "autopar 1f1b") for name in SIDES}
 DELAYED = {
     "autopar 1f1b PA": Entry("1f1b", "PA"),
     "autopar 1f1b PB": Entry("1f1b", "PB"),
-    "autopar zb-h1": Entry("zb-h1", split=True),
+    "autopar zb-h1": Entry("zb-h1", "PA", split=True),
 }
 
 
@@ -93,10 +98,12 @@ def unequal_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     paces = [usual, usual.times(2), usual, usual, usual.times(2), usual]
     entries = {
         "autopar 1f1b 1+2+1+1+2+1": Entry("1f1b", widths=(1, 2, 1, 1, 2, 1)),
-        "autopar 1f1b 2+2+2+2": Entry("1f1b", widths=(2, 2, 2, 2), edges=(1, 2, 4)),
-        "autopar 1f1b 1+1+1+1+1+1": Entry("1f1b", widths=(1,) * 6),
+        "autopar 1f1b 2+2+2+2": Entry(
+            "1f1b", widths=(2, 2, 2, 2), edges=(1, 2, 4), counterpart="torch Schedule1F1B 2+2+2+2"
+        ),
+        "autopar 1f1b 1+1+1+1+1+1": Entry("1f1b", widths=(1,) * 6, counterpart="torch Schedule1F1B 1+1+1+1+1+1"),
     }
-    return _rows(arguments, "unequal", paces, entries, {}, 0.0)
+    return _rows(arguments, "unequal", paces, entries, SIDE_BY_SIDE, 0.0)
 
 
 def _pace(forward_s: float, backward_s: float, boundary_bytes: int) -> Pace:
@@ -113,10 +120,10 @@ def _rows(
 ) -> list[dict[str, Any]]:
     words = arguments.only.split(",")
     entries = {name: entry for name, entry in entries.items() if any(word in name for word in words)}
-    plans = {name: _plan(entry, paces) for name, entry in entries.items()}
     field: Field = {
-        "plans": {name: plan.dumps() for name, plan in plans.items()},
+        "plans": {},
         "peers": [name for name in peers if any(word in name for word in words)],
+        "sides": {name: side for name, side in SIDES.items() if name in peers},
         "micro_batches": MICRO_BATCHES,
         "rows": ROWS,
         "steps": arguments.steps,
@@ -130,20 +137,33 @@ def _rows(
     }
     with RankPool(RANKS) as pool:
         measured: Any = pool.run("autopar.profiler.probe:measure", Probe(quick=True).as_dict())[0]
+        kind = DeviceKind(type="cpu", name="cpu", memory_bytes=2**40)
+        links = later(local_cluster(measured, kind, RANKS), delay_s)
+        plans = {name: _planned(entry, paces, links) for name, entry in entries.items()}
+        field["plans"] = {name: plan.dumps() for name, plan in plans.items()}
         told = pool.run("race:emulated", field, on_message=lambda rank, said: sys.stderr.write(f"{case}: {said}\n"))
-    links = local_cluster(measured, DeviceKind(type="cpu", name="cpu", memory_bytes=2**40), RANKS)
     results: list[Any] = list(told)
     laps: Laps = {name: [result[name] for result in results] for name in results[0]}
-    return _scored(
-        case, paces, entries, plans, {peer: peers[peer] for peer in field["peers"]}, laps, later(links, delay_s)
-    )
+    return _scored(case, paces, entries, plans, {peer: peers[peer] for peer in field["peers"]}, laps, links)
 
 
-def _plan(entry: Entry, paces: Sequence[Pace]) -> Plan:
+def _planned(entry: Entry, paces: Sequence[Pace], links: Cluster) -> Plan:
+    """Return the entry's plan, or of those that differ in depth the first of the quickest."""
+    depths = SCHEDULES[entry.schedule].warmups(len(entry.widths), entry.chunks, MICRO_BATCHES)
+    plans = [_plan(entry, paces, depth) for depth in ([entry.depth] if entry.depth else depths)]
+    return min(plans, key=lambda plan: _predicted_s(entry, plan, paces, 0.0, links))
+
+
+def _plan(entry: Entry, paces: Sequence[Pace], depth: str) -> Plan:
     graph = graph_of(_paces(entry, paces), entry.split)
     user = user_of(MICRO_BATCHES * ROWS)
     cuts = (graph, user, entry.schedule, entry.widths, MICRO_BATCHES, ROWS)
-    return cut(*cuts, chunks=entry.chunks, depth=entry.depth, edges=entry.edges)
+    return cut(*cuts, chunks=entry.chunks, depth=depth, edges=entry.edges)
+
+
+def _predicted_s(entry: Entry, plan: Plan, paces: Sequence[Pace], overshoot_s: float, cluster: Cluster) -> float:
+    profile = profile_of(_paces(entry, paces), ROWS, plan.batch, overshoot_s, split=entry.split)
+    return predicted_s(plan, profile, cluster)
 
 
 def _paces(entry: Entry, paces: Sequence[Pace]) -> list[Pace]:
@@ -163,9 +183,7 @@ def _scored(
     rows = []
 
     def step_s(name: str, overshoot_s: float, cluster: Cluster) -> float:
-        entry, plan = entries[name], plans[name]
-        profile = profile_of(_paces(entry, paces), ROWS, plan.batch, overshoot_s, split=entry.split)
-        return predicted_s(plan, profile, cluster)
+        return _predicted_s(entries[name], plans[name], paces, overshoot_s, cluster)
 
     ideals = {name: [step_s(name, overshoot_s, free_links(RANKS)) for overshoot_s in overshoots_s] for name in entries}
     for name, entry in entries.items():

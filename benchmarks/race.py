@@ -6,10 +6,12 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import torch
+import torch.distributed as dist
 import torch_peers
 from delayed import DelayedTransport
 from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
@@ -19,10 +21,10 @@ from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
+from autopar.runtime.connect import connect
 from autopar.runtime.data import split_rows
-from autopar.runtime.groups import reduction_groups
-from autopar.runtime.job import Job
-from autopar.runtime.transport import GroupTransport, Transport
+from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.transport import Transport
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -51,6 +53,9 @@ class Field(TypedDict):
     """Plans of autopar as JSON texts, by the contestant's name."""
     peers: list[str]
     """Torch's schedules, or ways to be data-parallel."""
+    sides: dict[str, tuple[int, list[int]]]
+    """By contestant of torch's that has not a stage for every rank: how many pipelines it trains beside each other, and
+    before which layers it cuts."""
     micro_batches: int
     rows: int
     steps: int
@@ -79,6 +84,7 @@ def computing(
     return {
         "plans": {name: plan.dumps() for name, plan in plans.items()},
         "peers": list(peers),
+        "sides": {},
         "micro_batches": micro_batches,
         "rows": rows,
         "steps": arguments.steps,
@@ -180,7 +186,7 @@ def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence
     graph = graph_of([pace.times(1 / chunks) for _ in range(chunks) for pace in paces], name in field["split"])
     program = expand(plan)
     check(program, plan)
-    transport: Transport = GroupTransport(context, reduction_groups(plan))
+    transport: Transport = connect(context, plan, DEFAULTS)
     if field["delay_s"]:
         transport = DelayedTransport(transport, field["delay_s"])
 
@@ -194,13 +200,30 @@ def _sleeping_job(context: RankContext, field: Field, name: str, paces: Sequence
 
 
 def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequence[Pace]) -> Contestant:
-    schedule = name.removeprefix("torch ")
+    schedule = name.split()[1]
     _, chunks, split = torch_peers.SCHEDULES[schedule]
     layers = modules_of([pace.times(1 / chunks) for _ in range(chunks) for pace in paces], split)
-    mine: list[nn.Module] = [layers[index] for index in torch_peers.stages_of(schedule, context.rank, context.size)]
-    count = field["micro_batches"] * field["rows"]
+    copies, cuts = field["sides"].get(name, (1, list(range(1, len(layers)))))
+    ranks = copies * (len(cuts) + 1) // chunks
+    # Replicas of a stage are neighbours, as autopar's are.
+    pipelines = [dist.new_group(list(range(copy, ranks, copies))) for copy in range(copies)]
+    replicas = [dist.new_group(list(range(rank, rank + copies))) for rank in range(0, ranks, copies)]
+    if context.rank >= ranks:
+        return Contestant(name, lambda number: None)
+    stages = [nn.Sequential(*layers[start:stop]) for start, stop in pairwise([0, *cuts, len(layers)])]
+    place = context.rank // copies
+    mine: list[nn.Module] = [stages[index] for index in torch_peers.stages_of(schedule, place, ranks // copies)]
+    count = field["micro_batches"] * field["rows"] // copies
     batch = torch.zeros(count, 1), torch.zeros(count, 1)
-    step = torch_peers.pipeline(schedule, mine, field["micro_batches"], lambda output, target: output.mean(), batch)
+    step = torch_peers.pipeline(
+        schedule,
+        mine,
+        field["micro_batches"],
+        lambda output, target: output.mean(),
+        batch,
+        pipelines[context.rank % copies],
+        replicas[place] if copies > 1 else None,
+    )
     return Contestant(name, lambda number: step())
 
 

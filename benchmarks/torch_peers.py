@@ -43,8 +43,19 @@ def pipeline(
     loss: Loss,
     batch: tuple[torch.Tensor, torch.Tensor],
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> Step:
-    """Return a step of a schedule of ``torch.distributed.pipelining``; ``modules`` are the stages of this rank."""
+    """Return a step of a schedule of ``torch.distributed.pipelining``.
+
+    Args:
+        name: the schedule's.
+        modules: the stages of this rank.
+        micro_batches: how many.
+        loss: of an output and a target.
+        batch: inputs and targets of this pipeline.
+        group: its ranks.
+        replicas: ranks that have the same stages in pipelines beside this one, and add up gradients.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     made, chunks, _ = SCHEDULES[name]
     indices = stages_of(name, rank, ranks)
@@ -53,12 +64,15 @@ def pipeline(
         for module, index in zip(modules, indices, strict=True)
     ]
     schedule = made(stages if chunks > 1 else stages[0], micro_batches, loss_fn=loss)
-    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=LEARNING_RATE)
+    trained = [parameter for module in modules for parameter in module.parameters()]
+    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
     inputs = (batch[0],) if 0 in indices else ()
     targets = {"target": batch[1]} if ranks * chunks - 1 in indices else {}
 
     def step() -> None:
         schedule.step(*inputs, **targets, return_outputs=False)
+        for parameter in trained if replicas is not None else ():
+            dist.all_reduce(parameter.grad, group=replicas)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from autopar.formats.cluster import CurveKind
+from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 
 __all__ = ["Operation", "Pace", "time_operation"]
@@ -48,6 +50,8 @@ class Operation(NamedTuple):
     ranks: Sequence[int]
     group: dist.ProcessGroup
     """Of exactly these ranks."""
+    channel: Channel | None = None
+    """Between the two ranks of a host that send each other messages, as in training."""
 
 
 def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
@@ -96,7 +100,7 @@ def _timed(context: RankContext, work: Work, repeats: int) -> float:
 
 
 def _work(operation: Operation, size: int) -> Work:
-    context, kind, ranks, group = operation
+    context, kind, ranks, group, channel = operation
     # Parts are equal: a vector that does not divide is rounded up to one that does.
     part = torch.zeros(-(-size // (4 * len(ranks))), device=context.device)
     whole = torch.zeros(part.numel() * len(ranks), device=context.device)
@@ -106,15 +110,22 @@ def _work(operation: Operation, size: int) -> Work:
         return lambda: _GATHER(whole, part, group=group)
     if kind == "reduce_scatter":
         return lambda: _SCATTER(part, whole, group=group)
-    return lambda: _ping_pong(context, ranks, whole)
-
-
-def _ping_pong(context: RankContext, ranks: Sequence[int], tensor: torch.Tensor) -> None:
-    """Make a round trip between two ranks."""
     first, second = ranks
-    if context.rank == first:
-        dist.send(tensor, second)
-        dist.recv(tensor, second)
-    else:
-        dist.recv(tensor, first)
-        dist.send(tensor, first)
+    peer = second if context.rank == first else first
+    send: Work = partial(dist.send, whole, peer)
+    receive: Work = partial(dist.recv, whole, peer)
+    if channel is not None:
+        send, receive = partial(channel.send, whole), partial(_receive, channel, whole)
+    return _round_trip(send, receive) if context.rank == first else _round_trip(receive, send)
+
+
+def _receive(channel: Channel, tensor: torch.Tensor) -> None:
+    channel.receive(tensor).wait()
+
+
+def _round_trip(there: Work, back: Work) -> Work:
+    def make() -> None:
+        there()
+        back()
+
+    return make

@@ -18,8 +18,10 @@ from autopar.profiler.operations import Operation, Pace, time_operation
 from autopar.profiler.overlap import measure_overlap
 from autopar.profiler.topology import connections, node_of_each, topology_notes
 from autopar.ranks.board import STEPPING
+from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+from autopar.ranks.handshake import open_channels
 
 __all__ = ["Measured", "MeasuredCurve", "MeasuredOverlap", "Probe", "groups_of", "measure"]
 
@@ -152,14 +154,14 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes, probe.quick)
-    joined = _join(wanted)
+    ways = _Ways(_join(wanted), _channels(context, wanted))
     sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
     times: list[list[float] | None] = []
     for number, groups in enumerate(wanted):
         _say(context, str(groups), number, number / (len(wanted) + 1))
-        times.append(_time(context, groups, joined, sizes, probe))
+        times.append(_time(context, groups, ways, sizes, probe))
         context.barrier()
-    overlaps = [] if probe.quick else _overlaps(context, wanted, joined)
+    overlaps = [] if probe.quick else _overlaps(context, wanted, ways.joined)
     every = [json.loads(text) for text in context.gather(json.dumps({"times": times, "overlaps": overlaps}))]
     return Measured(
         curves=[
@@ -186,10 +188,28 @@ def _join(wanted: Sequence[Groups]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     return {group: dist.new_group(list(group)) for group in distinct}
 
 
+class _Ways(NamedTuple):
+    """What a rank communicates through."""
+
+    joined: Mapping[tuple[int, ...], dist.ProcessGroup]
+    channels: Mapping[int, Channel]
+
+    def operation(self, context: RankContext, kind: CurveKind, ranks: tuple[int, ...]) -> Operation:
+        """Return an operation of some ranks, this one among them."""
+        ends = [self.channels[rank] for rank in ranks if rank in self.channels] if kind == "p2p" else []
+        return Operation(context, kind, ranks, self.joined[ranks], *ends)
+
+
+def _channels(context: RankContext, wanted: Sequence[Groups]) -> dict[int, Channel]:
+    """Open what messages between CPUs of a host go through."""
+    pairs = [(first, second) for groups in wanted if groups.kind == "p2p" for first, second in groups.members]
+    return open_channels(context, pairs) if context.device.type == "cpu" else {}
+
+
 def _time(
     context: RankContext,
     groups: Groups,
-    joined: Mapping[tuple[int, ...], dist.ProcessGroup],
+    ways: _Ways,
     sizes: Sequence[int],
     probe: Probe,
 ) -> list[float] | None:
@@ -198,7 +218,7 @@ def _time(
     if own is None:
         return None
     try:
-        return time_operation(Operation(context, groups.kind, own, joined[own]), sizes, probe.pace())
+        return time_operation(ways.operation(context, groups.kind, own), sizes, probe.pace())
     except RuntimeError as error:
         raise PeerLostError(f"rank {context.rank}: {groups} failed: {_line(error)}") from error
 

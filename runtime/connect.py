@@ -9,6 +9,7 @@ import torch
 
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
+from autopar.ranks.handshake import open_channels
 from autopar.runtime.copies import CudaCopies
 from autopar.runtime.groups import reducing_groups, reduction_groups, synced_groups
 from autopar.runtime.settings import TrainSettings
@@ -22,7 +23,9 @@ __all__ = ["connect", "directions", "warm_up"]
 def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transport:
     """Return a rank's transport for a run of the plan; all ranks ask at once."""
     apart = synced_groups(plan) if settings.sync_batch_norm else []
-    transport = GroupTransport(context, reduction_groups(plan), apart)
+    # What GPUs tell each other over NCCL never is in a host's memory.
+    channels = {} if context.nccl else open_channels(context, directions(plan))
+    transport = GroupTransport(context, reduction_groups(plan), apart, channels)
     if context.device.type == "cpu":
         return transport
     if not context.nccl:

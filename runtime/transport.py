@@ -5,13 +5,14 @@ The messages of an ordered pair of ranks arrive in the order in which they were 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 
@@ -68,17 +69,36 @@ class _Work:
             raise PeerLostError(_first_line(error)) from error
 
 
+class _Done:
+    """Something that was done at once."""
+
+    def wait(self) -> None:
+        return
+
+
+_DONE = _Done()
+
+
 class GroupTransport:
     """Tensors move through torch.distributed: gloo between hosts' memories, NCCL between GPUs.
+
+    Messages between CPUs of a host go through channels, where there are any.
 
     NCCL's messages and reductions run on streams of their own, which begin when the present stream has made the tensor;
     waiting for one makes the present stream wait, not the host. Tensors are kept from others until it is done.
     """
 
     def __init__(
-        self, context: RankContext, groups: Iterable[tuple[int, ...]], apart: Iterable[tuple[int, ...]] = ()
+        self,
+        context: RankContext,
+        groups: Iterable[tuple[int, ...]],
+        apart: Iterable[tuple[int, ...]] = (),
+        channels: Mapping[int, Channel] | None = None,
     ) -> None:
-        """Create the process groups of all reductions; every rank must name the same ones in the same order."""
+        """Create the process groups of all reductions; every rank must name the same ones in the same order.
+
+        ``channels`` lead to ranks that have one to this rank.
+        """
         patience = timedelta(seconds=context.timeout_s)
         self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
         self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
@@ -89,9 +109,13 @@ class GroupTransport:
             # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
         self._rank, self._device_type = context.rank, context.device.type
+        self._channels = dict(channels or {})
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
+        if peer in self._channels:
+            self._channels[peer].send(tensor)
+            return _DONE
         group = self._up if peer > self._rank else self._down
         try:
             # The group's own: ``isend`` finds out in every call what is known here.
@@ -101,6 +125,8 @@ class GroupTransport:
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
+        if peer in self._channels:
+            return self._channels[peer].receive(tensor)
         group = self._down if peer > self._rank else self._up
         try:
             return _Work(group.recv([_reals(tensor)], peer, 0))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,9 @@ import torch.distributed as dist
 from autopar.errors import FileError
 from autopar.ranks.board import STEPPING
 from autopar.ranks.context import RankContext
+from autopar.ranks.handshake import open_channels
+
+CLONE_NEWNET = 0x40000000
 
 
 def add_up(context: RankContext, arguments: object) -> list[float]:
@@ -65,3 +71,39 @@ def listening(context: RankContext, arguments: object) -> list[str]:
             if fields[3] == "0A" and fields[9] in sockets:
                 found.append(fields[1].partition(":")[0])
     return found
+
+
+def pass_around(context: RankContext, arguments: dict[str, Any]) -> dict[str, float]:
+    """Open channels between pairs of ranks, as one of ``hosts`` hosts; return what arrived by the rank it is from."""
+    size = context.size // arguments["hosts"]
+    context = replace(context, local_rank=context.rank % size, local_size=size)
+    if context.rank == arguments.get("apart"):
+        enter_network_of_its_own()
+    channels = open_channels(context, [(first, second) for first, second in arguments["pairs"]])
+    for channel in channels.values():
+        channel.send(torch.tensor([float(context.rank)]))
+    found = {}
+    for rank, channel in channels.items():
+        received = torch.empty(1)
+        channel.receive(received).wait()
+        found[str(rank)] = float(received)
+    return found
+
+
+def enter_network_of_its_own() -> None:
+    """Be where names that others listen under are not known, as a container is.
+
+    Raises:
+        OSError: this process may not.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def lose_while_receiving(context: RankContext, arguments: object) -> None:
+    """Wait for a message of a rank that is killed meanwhile."""
+    channels = open_channels(context, [(0, 1)])
+    context.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    channels[1].receive(torch.empty(1)).wait()

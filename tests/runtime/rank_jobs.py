@@ -24,13 +24,11 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.groups import reduction_groups
 from autopar.runtime.job import Job
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.staged import StagedTransport
-from autopar.runtime.transport import GroupTransport
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import GRAPH, Workspace
 from autopar.schedules.expand import expand
@@ -105,7 +103,7 @@ def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[
     graph = capture(model, module)
     batch = model.load_batch(model.dataset(), range(*arguments["samples"]))
     cut = (module, model.load_batch(model.dataset(), range(2)), model.loss, graph)
-    transport = GroupTransport(context, reduction_groups(plan))
+    transport = connect(context, plan, TrainSettings())
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # A listed layer is the model's own module, whose parameters the job replaces.
     values = {name: tensor.detach().clone() for name, tensor in held.items()}

@@ -1,0 +1,237 @@
+"""Channel: messages between two processes of a host, through memory that both of them map.
+
+Who sends copies a tensor into memory of its own and says in a pipe where it lies; who receives copies it out and says
+in another pipe that it has. No thread stands between the two, and the kernel copies nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from autopar.ranks.failure import PeerLostError
+
+__all__ = ["Channel", "Way", "new_way", "supported"]
+
+_PLACE = struct.Struct("=QQ")
+"""Where a message lies, and how many bytes it has; pipes write so little at once or not at all."""
+_TAKEN = b"\0"
+_MANY_TAKEN = 4096
+_ALIGNED = 64
+_LEAST = 2**20
+"""Bytes of memory that is mapped at once."""
+
+
+class Way(NamedTuple):
+    """File descriptors of one end of what carries messages in one direction."""
+
+    memory: int
+    places: int
+    """A pipe: where messages lie."""
+    taken: int
+    """A pipe the other way: a byte for every message that has been copied out."""
+
+    def close(self) -> None:
+        """Close this end."""
+        for descriptor in self:
+            os.close(descriptor)
+
+
+def supported() -> bool:
+    """Return whether this system has memory that only those it is handed to can map."""
+    return hasattr(os, "memfd_create") and hasattr(select, "poll")
+
+
+def new_way() -> tuple[Way, Way]:
+    """Return the ends of who sends and of who receives."""
+    memory = os.memfd_create("autopar", os.MFD_CLOEXEC)
+    places, told = os.pipe()
+    taken, take = os.pipe()
+    for descriptor in (places, told, taken):
+        os.set_blocking(descriptor, False)
+    return Way(memory, told, taken), Way(os.dup(memory), places, take)
+
+
+class Channel:
+    """One of the two ends."""
+
+    def __init__(self, outward: Way, inward: Way, timeout_s: float) -> None:
+        """Take over the descriptors, which are closed with the channel.
+
+        Args:
+            outward: what this end sends through.
+            inward: what it receives through.
+            timeout_s: longest that it waits for the other end.
+        """
+        self._outlet, self._inlet = _Outlet(outward, timeout_s), _Inlet(inward, timeout_s)
+        self._waiting: deque[_Arrival] = deque()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous tensor of the CPU, which is no longer needed when this returns.
+
+        Raises:
+            PeerLostError: the other end is gone.
+        """
+        self._outlet.send(_bytes_of(tensor))
+
+    def receive(self, tensor: torch.Tensor) -> _Arrival:
+        """Return what, waited for, fills a contiguous tensor of the CPU with the next message."""
+        arrival = _Arrival(tensor, self._waiting, self._inlet)
+        self._waiting.append(arrival)
+        return arrival
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A message to come; those before it are taken first."""
+
+    _tensor: torch.Tensor
+    _waiting: deque[_Arrival]
+    _inlet: _Inlet
+    _here: bool = False
+
+    def wait(self) -> None:
+        """Return when the tensor is filled.
+
+        Raises:
+            PeerLostError: the other end is gone, says nothing for too long, or sent something of another size.
+        """
+        while not self._here:
+            first = self._waiting.popleft()
+            self._inlet.receive(_bytes_of(first._tensor))
+            first._here = True
+
+
+class _Outlet:
+    """What one end sends through: memory in which places are used again once messages have been taken."""
+
+    def __init__(self, way: Way, timeout_s: float) -> None:
+        self._way, self._timeout_s = way, timeout_s
+        self._memory = _Memory(way.memory)
+        self._end = 0
+        self._sent: deque[tuple[int, int]] = deque()
+        self._free: dict[int, list[int]] = defaultdict(list)
+        """Places by their sizes: those of a program's messages are few."""
+        weakref.finalize(self, way.close)
+
+    def send(self, content: torch.Tensor) -> None:
+        size = content.numel()
+        self._reclaim()
+        start = self._place(size)
+        if size:
+            self._memory.at(start, size).copy_(content)
+        self._sent.append((start, size))
+        self._tell(_PLACE.pack(start, size))
+
+    def _reclaim(self) -> None:
+        """Free the places of messages that have been taken, which are the oldest."""
+        if not self._sent:
+            return
+        try:
+            taken = os.read(self._way.taken, _MANY_TAKEN)
+        except BlockingIOError:
+            return
+        for _ in taken:
+            start, size = self._sent.popleft()
+            self._free[size].append(start)
+
+    def _place(self, size: int) -> int:
+        if self._free[size]:
+            return self._free[size].pop()
+        start = self._end
+        self._end += -(-size // _ALIGNED) * _ALIGNED
+        self._memory.reach(self._end)
+        return start
+
+    def _tell(self, place: bytes) -> None:
+        while True:
+            try:
+                os.write(self._way.places, place)
+            except BlockingIOError:
+                # Thousands of messages wait to be received.
+                _await(self._way.places, select.POLLOUT, self._timeout_s)
+            except BrokenPipeError as error:
+                raise PeerLostError("it has closed the connection") from error
+            else:
+                return
+
+
+class _Inlet:
+    """What one end receives through."""
+
+    def __init__(self, way: Way, timeout_s: float) -> None:
+        self._way, self._timeout_s = way, timeout_s
+        self._memory = _Memory(way.memory)
+        weakref.finalize(self, way.close)
+
+    def receive(self, content: torch.Tensor) -> None:
+        start, size = self._next()
+        if size != content.numel():
+            raise PeerLostError(f"it has sent {size} bytes where {content.numel()} were expected")
+        if size:
+            content.copy_(self._memory.at(start, size))
+        try:
+            os.write(self._way.taken, _TAKEN)
+        except BrokenPipeError:
+            # Who has sent its last message need not wait until it is taken.
+            return
+
+    def _next(self) -> tuple[int, int]:
+        while True:
+            try:
+                told = os.read(self._way.places, _PLACE.size)
+            except BlockingIOError:
+                _await(self._way.places, select.POLLIN, self._timeout_s)
+                continue
+            if not told:
+                raise PeerLostError("it has closed the connection")
+            start, size = _PLACE.unpack(told)
+            return start, size
+
+
+class _Memory:
+    """Memory that another process maps too; grows, and keeps what it has handed out where it is."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = 0
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
+
+    def reach(self, size: int) -> None:
+        """Be at least so large; pages that nobody has written take no memory."""
+        if size > self._size:
+            os.ftruncate(self._descriptor, max(_LEAST, 2 * size))
+            self._map()
+
+    def at(self, start: int, size: int) -> torch.Tensor:
+        """Return the bytes of a place."""
+        place = start, size
+        if place not in self._places:
+            if start + size > self._size:
+                self._map()
+            self._places[place] = torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
+        return self._places[place]
+
+    def _map(self) -> None:
+        self._size = os.fstat(self._descriptor).st_size
+        self._mapped = mmap.mmap(self._descriptor, self._size)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return reals.detach().reshape(-1).view(torch.uint8)
+
+
+def _await(descriptor: int, event: int, timeout_s: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(1e3 * timeout_s):
+        raise PeerLostError(f"it has said nothing for {timeout_s:g} s")
