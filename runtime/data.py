@@ -10,7 +10,7 @@ import torch
 from autopar.capture.batch import named_tensors, row_count, slice_rows
 from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
-from autopar.errors import FileError, ModelError, TrainingError
+from autopar.errors import AutoparError, FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.runtime.copies import brought
 from autopar.runtime.seeds import seed_data
@@ -138,8 +138,8 @@ class ShareLoader:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
 
         Raises:
-            ModelError: reading a sample or ``collate`` failed.
-            TrainingError: samples have other shapes than those that the model was captured with.
+            ModelError: reading a sample or ``collate`` failed; names rank, step and micro-batch.
+            TrainingError: samples have other shapes than those that the model was captured with; likewise.
         """
         plan = self._plan
         if self._dataset is None:
@@ -155,11 +155,11 @@ class ShareLoader:
                 loaded.append({})
                 continue
             first = index * plan.batch + micro_batch * plan.micro_batch_size
-            values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
             try:
+                values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
                 check_inputs(values, self._specs)
-            except TrainingError as error:
-                raise TrainingError(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
+            except AutoparError as error:
+                raise type(error)(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
             loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
         return loaded
 

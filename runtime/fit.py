@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
@@ -12,6 +13,8 @@ from autopar.runtime.crossings import crossings
 from autopar.runtime.precision import crossing_specs
 
 __all__ = ["check_fit", "check_source"]
+
+REPLAN = "run `autopar plan` again, with --stages for stages of your own"
 
 
 def check_source(model: UserModel, plan: Plan) -> None:
@@ -52,11 +55,14 @@ def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
     planned = [name for stage in plan.stages for name in stage.layers]
     found = [layer.name for layer in graph.layers]
     if planned != found:
-        index = next((i for i, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
-        index = min(len(planned), len(found)) if index is None else index
-        expected = repr(planned[index]) if index < len(planned) else "no more layers"
-        actual = repr(found[index]) if index < len(found) else "ends there"
-        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {expected}, the model {actual}")
+        pairs = zip_longest(planned, found)
+        index, (expected, actual) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        sides = f"{_layer(expected)} in the plan, {_layer(actual)} in the model"
+        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {sides}; {REPLAN}")
+
+
+def _layer(name: str | None) -> str:
+    return "absent" if name is None else repr(name)
 
 
 def _compare(
@@ -65,5 +71,4 @@ def _compare(
     for name in sorted(planned.keys() | found.keys()):
         if planned.get(name) != found.get(name):
             sides = f"{planned.get(name, 'absent')} in the plan, {found.get(name, 'absent')} in the model"
-            remedy = "run `autopar plan` again, with --stages for stages of your own"
-            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {remedy}")
+            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {REPLAN}")

@@ -27,6 +27,7 @@ from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.result import RankResult
+from autopar.runtime.saving import make_folder
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
@@ -37,6 +38,10 @@ from autopar.schedules.expand import expand
 from autopar.schedules.saved import read_program
 
 __all__ = ["RunOptions", "StepProgress", "join", "run"]
+
+
+MOST_PATIENCE_S = 1e9
+"""Thirty years; torch's groups count milliseconds, and cannot wait without end."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class RunOptions:
             raise UsageError(f"--steps must be at least 1, found {self.steps}")
         if self.epochs is not None and self.epochs < 1:
             raise UsageError(f"--epochs must be at least 1, found {self.epochs}")
-        if not self.timeout_s > 0:
-            raise UsageError(f"--timeout must be positive, found {self.timeout_s}")
+        if not 0 < self.timeout_s <= MOST_PATIENCE_S:
+            limit = f"positive, and at most {MOST_PATIENCE_S:g} seconds"
+            raise UsageError(f"--timeout must be {limit}, found {self.timeout_s:g}")
 
 
 StepProgress = Callable[[int, float], None]
@@ -183,6 +189,8 @@ def _prepare_host(
     if folder is not None:
         try:
             user_model = load(model, options.data)
+            if options.save is not None:
+                make_folder(options.save)
             initial = Workspace(folder).prepare(user_model, plan, options.weights)
             said = {"folder": str(folder), "steps": _steps(user_model, plan, options), "initial": initial}
         except Exception as error:
@@ -219,7 +227,7 @@ def _arguments(
 ) -> TrainArguments:
     save = None
     if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
+        make_folder(options.save)
         save = str(options.save.resolve())
     return TrainArguments(
         plan=plan.dumps(),

@@ -9,16 +9,29 @@ from pathlib import Path
 import torch
 
 from autopar.capture.graph import LayerGraph
+from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.job import Job
 
-__all__ = ["holders", "shard_name", "write_stages"]
+__all__ = ["holders", "make_folder", "shard_name", "write_stages"]
 
 
 def shard_name(stage: int, stages: int) -> str:
     """Return the file name of a stage's trained weights."""
     return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder for the weights of a run, and those above it.
+
+    Raises:
+        FileError: that cannot be done; names the folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder {path}: {error.strerror}") from error
 
 
 def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:

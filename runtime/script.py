@@ -15,7 +15,7 @@ from torch import nn
 from autopar.capture.batch import named_tensors, row_count
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.graph import TensorSpec
-from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
@@ -23,7 +23,7 @@ from autopar.runtime.agree import digest_of
 from autopar.runtime.data import check_inputs, split_rows
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.given import Built, build_given
-from autopar.runtime.saving import holders, shard_name, write_stages
+from autopar.runtime.saving import holders, make_folder, shard_name, write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.expand import rank_of
 
@@ -163,7 +163,7 @@ class ScriptJob:
 
         error = None
         try:
-            _make_folder(path)
+            make_folder(path)
             write_stages(built.job, built.graph, unread, path)
         except AutoparError as caught:
             error = caught
@@ -285,10 +285,3 @@ def _check_given(
     if rows == 0:
         raise UsageError("a batch without samples")
     check_inputs(values, specs)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot make the folder {path}: {error.strerror}") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.source import UserModel
-from autopar.errors import ModelError, TrainingError
+from autopar.errors import AutoparError, ModelError, TrainingError
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.scale import LossScale
@@ -71,8 +73,10 @@ class Update:
             self._reducer.scale(factor)
         self._reducer.release_untouched()
         if self.optimizer is not None and applies:
-            self.optimizer.step()
-        self._step_scheduler(record)
+            with _stepping("optimizer"):
+                self.optimizer.step()
+        with _stepping("scheduler"):
+            self._step_scheduler(record)
 
     def _agree(self, record: StepRecord) -> tuple[float, bool]:
         """Return what all gradients are to be multiplied by, and whether they are to be applied."""
@@ -114,6 +118,17 @@ class Update:
             self._scheduler.step(record.total_loss or 0.0)
         elif isinstance(self._scheduler, LRScheduler):
             self._scheduler.step()
+
+
+@contextmanager
+def _stepping(what: str) -> Iterator[None]:
+    """Say of an error of the user's optimizer or scheduler whose it is."""
+    try:
+        yield
+    except (AutoparError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise TrainingError(f"the {what}'s step raised {type(error).__name__}: {error}") from error
 
 
 def _check_steps(optimizer: torch.optim.Optimizer, model: UserModel) -> None:

@@ -147,7 +147,7 @@ class UserModel:
 
     def sample(self, dataset: Dataset[Any], index: int) -> object:
         """Read one sample."""
-        return self._call("dataset()[index]", dataset.__getitem__, index)
+        return self._call(f"dataset()[{index}]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         with user_code(self._file_of(name), f"{name} raised"):

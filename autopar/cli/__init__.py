@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, interrupts_noted, termination_unwinds
+from autopar.cli.standard_output import results_only
 from autopar.errors import AutoparError, FileError, UsageError
 
 __all__ = ["app", "main"]
@@ -56,7 +57,7 @@ def main() -> None:
     """Run a command; an error becomes one line on stderr and its exit code."""
     asked: list[int] = []
     try:
-        with interrupts_noted(asked):
+        with interrupts_noted(asked), results_only():
             code = app(standalone_mode=False, obj=asked)
         if code == INTERRUPTED:
             _say("interrupted")

@@ -58,11 +58,16 @@ def rebased(model: ModelSource, origin: Path, output: Path) -> ModelSource:
     return model.model_copy(update=update)
 
 
-def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
+def check_output(
+    output: Path, default: Path | None, *, overwrite: bool, inputs: tuple[Path, ...] = (), others: tuple[Path, ...] = ()
+) -> None:
     """Refuse an output that would replace a file nobody agreed to lose, before any work is done.
 
+    ``others`` are the command's other outputs.
+
     Raises:
-        UsageError: the file exists, is not the default one, and ``overwrite`` is false; or it is an input.
+        UsageError: the file exists, is not the default one, and ``overwrite`` is false; or it is an input
+            or another output.
         FileError: its folder does not exist.
     """
     if not output.parent.is_dir():
@@ -73,11 +78,11 @@ def check_output(output: Path, default: Path | None, *, overwrite: bool, inputs:
         raise UsageError(f"{output} is a folder; name a file")
     if output.exists() and not output.is_file():
         raise UsageError(f"{output} is not a regular file and cannot be replaced; name another file")
-    for path in inputs:
+    for path, used in (*((path, "read") for path in inputs), *((path, "written") for path in others)):
         # realpath, because resolve() raises an error of its own for a link that leads to itself.
         read = path / TRANSFORMERS_CONFIG if path.is_dir() else path
         if os.path.realpath(read) == os.path.realpath(output):
-            raise UsageError(f"{output} is read by this command and cannot be its output; name another file")
+            raise UsageError(f"{output} is {used} by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it")
 

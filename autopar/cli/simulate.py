@@ -72,7 +72,7 @@ def _check_outputs(plan: Path, given: tuple[Path | None, str | None], outputs: l
     read = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
     inputs = (*recorded(Plan.load(plan), plan), *(path for path in read if path is not None))
     for index, path in enumerate(outputs):
-        check_output(path, None, overwrite=overwrite, inputs=(*inputs, *outputs[:index]))
+        check_output(path, None, overwrite=overwrite, inputs=inputs, others=tuple(outputs[:index]))
 
 
 def _write_program(plan: Path, path: Path) -> None:

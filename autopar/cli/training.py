@@ -157,9 +157,7 @@ class Training:
         inputs = (*recorded(chosen, self.plan), *([self.program] if self.program else []))
         self.reports.check(inputs)
         if self.update_profile:
-            check_update(
-                self.plan, self.output, self.overwrite, (*self.reports.files, *([self.program] if self.program else []))
-            )
+            check_update(self.plan, self.output, self.overwrite, inputs, self.reports.files)
         elif self.output is not None:
             raise UsageError(f"--output {self.output}: names what --update-profile writes; pass that, too")
 
@@ -222,7 +220,7 @@ class Reports:
         """
         check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=inputs)
         if self.trace is not None:
-            check_output(self.trace, None, overwrite=self.overwrite, inputs=(*inputs, self.report))
+            check_output(self.trace, None, overwrite=self.overwrite, inputs=inputs, others=(self.report,))
         if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")

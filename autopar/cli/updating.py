@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.references import check_output, rebased, recorded
+from autopar.cli.references import check_output, rebased
 from autopar.cli.simulate import read_inputs
 from autopar.errors import UsageError
 from autopar.formats.own_times import own_times
@@ -21,14 +21,17 @@ CLUSTER = "cluster.json"
 ESTIMATED = "devices are estimated; messages took as long in a run"
 
 
-def check_update(plan: Path, output: Path | None, overwrite: bool, others: tuple[Path, ...]) -> None:
+def check_update(
+    plan: Path, output: Path | None, overwrite: bool, read: tuple[Path, ...], others: tuple[Path, ...]
+) -> None:
     """Refuse, before anything starts, a profile that could not be updated or written.
 
     Args:
         plan: the plan's file.
         output: where the profile goes; by default over the one that the plan records.
         overwrite: whether files may be replaced, that one and its cluster's too.
-        others: what else is read or written.
+        read: what the command reads.
+        others: what else it writes.
 
     Raises:
         UsageError: the plan records no profile, or a file exists.
@@ -38,9 +41,9 @@ def check_update(plan: Path, output: Path | None, overwrite: bool, others: tuple
     read_inputs(plan)
     # The profile and the cluster may be written over by what they become; the plan and the model may not.
     replaced = [plan.parent / each.path for each in (planned.profile, planned.cluster) if each is not None]
-    inputs = (*(path for path in recorded(planned, plan) if path not in replaced), *others)
-    check_output(target, None, overwrite=overwrite, inputs=inputs)
-    check_output(target.parent / CLUSTER, None, overwrite=overwrite, inputs=(*inputs, target))
+    inputs = tuple(path for path in read if path not in replaced)
+    check_output(target, None, overwrite=overwrite, inputs=inputs, others=others)
+    check_output(target.parent / CLUSTER, None, overwrite=overwrite, inputs=inputs, others=(*others, target))
 
 
 def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:

@@ -7,8 +7,9 @@ import os
 import typer
 
 from autopar.cli.training import Training, conclude, model_of, read_plan, taking
-from autopar.errors import UsageError
-from autopar.ranks.environment import launched
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.environment import LaunchedRank, launched
 from autopar.ranks.failure import SaidElsewhereError
 
 __all__ = ["command"]
@@ -23,10 +24,7 @@ def command(asked: Training) -> None:
     """
     launch = launched(os.environ)
     try:
-        chosen = read_plan(asked.plan, asked.seed)
-        if launch.rank == 0:
-            asked.check(chosen)
-        model = model_of(chosen, asked.plan)
+        chosen, model = _read(asked, launch)
 
         from autopar.cli.progress import steps_progress
         from autopar.runtime.launch import join
@@ -42,3 +40,16 @@ def command(asked: Training) -> None:
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
         conclude(asked, outcome)
+
+
+def _read(asked: Training, launch: LaunchedRank) -> tuple[Plan, str]:
+    """Return the plan and MODEL; of a host's ranks, which read the same files, one says what is wrong with them."""
+    try:
+        chosen = read_plan(asked.plan, asked.seed)
+        if launch.rank == 0:
+            asked.check(chosen)
+        return chosen, model_of(chosen, asked.plan)
+    except FileError as error:
+        if launch.local_rank == 0:
+            raise
+        raise typer.Exit(error.exit_code) from None

@@ -99,7 +99,7 @@ class Document(Record):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise FileError(f"{path}: {first_fault(error)}") from error
+            raise FileError(f"{path}: {first_fault(error, content)}") from error
 
     def dumps(self) -> str:
         """Return the canonical JSON text, newline at the end."""
@@ -264,12 +264,16 @@ def _check_kind(content: object, expected: str, path: Path) -> None:
         )
 
 
-def first_fault(error: ValidationError) -> str:
-    """Return where the first of a validation's faults is, as a JSON path, and what it is."""
+def first_fault(error: ValidationError, content: object) -> str:
+    """Return where the first of a validation's faults in ``content`` is, as a JSON path, and what it is."""
     first = error.errors(include_url=False)[0]
     at = "$"
     for part in first["loc"]:
-        at += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if isinstance(part, int):
+            at, content = f"{at}[{part}]", content[part] if isinstance(content, list) else None
+        elif isinstance(content, dict):
+            # What else stands there is no key, but which of several types was tried.
+            at, content = f"{at}.{part}", content.get(part)
     inner = first.get("ctx", {}).get("at")
     if inner:
         at += f".{inner}" if not inner.startswith("[") else inner

@@ -158,11 +158,13 @@ def described(text: str, path: Path) -> Cluster:
         return Cluster.parse(text, path)
     try:
         # By way of JSON, in which tuples are lists and nothing else is loose.
-        description = _Description.model_validate_json(json.dumps(tomllib.loads(text), default=str))
+        content = json.dumps(tomllib.loads(text), default=str)
     except tomllib.TOMLDecodeError as error:
         raise FileError(f"{path}: not TOML: {error}") from error
+    try:
+        description = _Description.model_validate_json(content)
     except ValidationError as error:
-        raise FileError(f"{path}: {first_fault(error)}") from error
+        raise FileError(f"{path}: {first_fault(error, json.loads(content))}") from error
     return _built(description, path)
 
 

@@ -78,11 +78,11 @@ def parse(text: str, path: Path) -> LayerGraph:
         FileError: the text is not strict JSON, a field is missing or out of range, a node or edge is given twice, an
             edge names no node, exchanges do not fit the edges, or edges form a cycle; names the JSON path.
     """
-    parse_json(text, path)
+    content = parse_json(text, path)
     try:
         graph = LayerGraph.model_validate_json(text)
     except ValidationError as error:
-        raise FileError(f"{path}: {first_fault(error)}") from error
+        raise FileError(f"{path}: {first_fault(error, content)}") from error
     if not graph.nodes:
         _refuse(path, "$.nodes", "holds no nodes")
     places = _unique(((node.id, f"$.nodes[{index}].id") for index, node in enumerate(graph.nodes)), "node", path)

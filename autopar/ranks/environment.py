@@ -18,6 +18,7 @@ __all__ = ["LaunchedRank", "first_host", "launched", "tasks_of_node"]
 
 PORT = 29500
 """Where ranks meet if nothing says otherwise; torchrun's default, too."""
+LAST_PORT = 65535
 SLURM_PORTS = range(15000, 30000)
 """Ports that jobs are spread over: below those that systems give out by themselves."""
 
@@ -78,7 +79,7 @@ def _torchrun(environment: Environment) -> LaunchedRank:
         _need(environment, "torchrun", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert local_rank is not None
     assert local_size is not None
-    return LaunchedRank(rank, size, local_rank, local_size, address, _number(environment, "MASTER_PORT"), "torchrun")
+    return LaunchedRank(rank, size, local_rank, local_size, address, _port(environment), "torchrun")
 
 
 def _pod(environment: Environment) -> LaunchedRank:
@@ -209,7 +210,10 @@ def _need(environment: Environment, starter: str, *names: str) -> None:
 
 
 def _port(environment: Environment, name: str = "MASTER_PORT", default: int = PORT) -> int:
-    return _number(environment, name) if name in environment else default
+    found = _number(environment, name) if name in environment else default
+    if found > LAST_PORT:
+        raise UsageError(f"{name} must be at most {LAST_PORT}, found {found}")
+    return found
 
 
 def _number(environment: Environment, name: str) -> int:

@@ -109,6 +109,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start workers with torchrun, srun or mpirun"),
         (without(PLAIN, "MASTER_PORT"), "MASTER_PORT not set; start workers with torchrun"),
         ({**PLAIN, "RANK": "first"}, "RANK must be a number, found 'first'"),
+        ({**PLAIN, "MASTER_PORT": "99999"}, "MASTER_PORT must be at most 65535, found 99999"),
         ({**PLAIN, "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, found '-1'"),
         ({**PLAIN, "RANK": "2"}, "the rank is 2 of 2: ranks count from 0"),
         ({**PLAIN, "MASTER_ADDR": "node-a"}, "LOCAL_RANK, LOCAL_WORLD_SIZE not set; start workers with torchrun"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from autopar.schedules.expand import expand
 
 MODELS = Path(__file__).parent / "models"
 Run = subprocess.CompletedProcess[str]
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -197,6 +199,23 @@ def test_an_interrupted_run_leaves_no_process_and_no_file(here: Path, number: si
     assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
 
 
+def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for local_rank, said in (("0", "autopar: no-plan.json: no such plan file"), ("1", "")):
+        for name, value in (
+            ("RANK", local_rank),
+            ("LOCAL_RANK", local_rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ):
+            monkeypatch.setenv(name, value)
+        code, _, stderr = command("worker", "no-plan.json")
+        assert code == 4
+        assert stderr.startswith(said)
+        assert bool(stderr) == bool(said)
+
+
 def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:
     assert run.stderr is not None
     for line in run.stderr:
@@ -233,16 +252,20 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
     refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
     refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
+    refused(2, r"--timeout must be positive, and at most 1e\+09 seconds, found inf", "--timeout", "inf")
+    refused(2, r"r.json is written by this command and cannot", "--report", "r.json", "--trace", "r.json")
     refused(2, r"--share-gpus: the plan is for CPUs, which have none; leave it out", "--share-gpus")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
     refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
     refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
     edited(here, batch=True)
     refused(4, r"plan.json: \$.batch: .*found true")
-    edited(here, batch=7)
+    edited(here, batch=8, stages=[{**stages[0], "shares": [0]}, stages[1]])
+    refused(4, r"plan.json: \$.stages\[0\].shares\[0\]: Input should be .*, found 0")
+    edited(here, batch=7, stages=stages)
     refused(4, r"plan.json: \$.micro_batches: micro_batches x micro_batch_size must be the batch 7")
     edited(here, batch=8, stages=[{**stages[0], "layers": ["0", "x"]}, stages[1]])
-    refused(4, r"the plan does not fit .*words.py: layer 1 is 'x', the model '1'")
+    refused(4, r"the plan does not fit .*words.py: layer 1 is 'x' in the plan, '1' in the model; run")
     edited(here, stages=[stages[0], {**stages[1], "devices": [0]}])
     refused(4, r"\$.stages\[1\].devices: device 0 is used twice")
     edited(here, stages=stages, tensors=[])

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.errors import ModelError, UsageError
+from autopar.errors import ModelError, TrainingError, UsageError
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.scale import LossScale
 from autopar.runtime.settings import TrainSettings
@@ -156,6 +156,38 @@ def test_a_scale_follows_torchs_rule() -> None:
 def test_an_optimizer_that_runs_the_model_itself_is_refused(double: Path, tmp_path: Path) -> None:
     double.write_text(double.read_text().replace("Adam(parameters, lr=1e-3)", "LBFGS(parameters)"))
     with pytest.raises(ModelError, match="returned a LBFGS, whose step runs the model itself"):
+        _train(double, (1,), "fp64", TrainSettings(), tmp_path)
+
+
+@pytest.mark.parametrize("whose", ["optimizer", "scheduler"])
+def test_a_step_that_raises_is_said_to_be_the_optimizers_or_the_schedulers(
+    double: Path, tmp_path: Path, whose: str
+) -> None:
+    with double.open("a") as file:
+        file.write(f"""
+class Optimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        if "{whose}" == "optimizer":
+            raise ValueError("no luck")
+
+
+class Scheduler(torch.optim.lr_scheduler.ConstantLR):
+    steps = 0
+
+    def step(self, *given):
+        if "{whose}" == "scheduler" and self.steps:
+            raise ValueError("no luck")
+        self.steps += 1
+
+
+def optimizer(parameters):
+    return Optimizer(parameters, lr=0.1)
+
+
+def scheduler(optimizer):
+    return Scheduler(optimizer)
+""")
+    with pytest.raises(TrainingError, match=rf"step 0, U@0\): the {whose}'s step raised ValueError: no luck"):
         _train(double, (1,), "fp64", TrainSettings(), tmp_path)
 
 

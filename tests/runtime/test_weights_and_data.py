@@ -16,9 +16,10 @@ from torch import nn
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import FileError, TrainingError
+from autopar.errors import FileError, ModelError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
+from autopar.runtime.saving import make_folder
 from autopar.runtime.stage import Stage
 
 MODELS = Path(__file__).parent / "models"
@@ -77,6 +78,12 @@ def test_writing_copies_only_tensors_that_have_no_bytes_in_a_row(tmp_path: Path)
     with StorageTracker() as tracker:
         weights.write(tmp_path / weights.SINGLE, dict(layer.named_parameters()))
     assert tracker.peak_bytes == 0
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"cannot make the folder .*file/trained: Not a directory"):
+        make_folder(tmp_path / "file" / "trained")
 
 
 def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
@@ -149,6 +156,12 @@ def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
     said = r"rank 0 \(step 0, micro-batch 0\): batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)"
     with pytest.raises(TrainingError, match=said):
         ShareLoader(other, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
+    broken = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8))})
+    with pytest.raises(ModelError, match=r"rank 0 \(step 0, micro-batch 0\): .*dropout.py: collate raised TypeError"):
+        ShareLoader(broken, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
+    gone = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8, 16))})
+    with pytest.raises(ModelError, match=r"rank 0 \(step 0, .*dropout.py: dataset\(\)\[(\d)\] raised KeyError: \1$"):
+        ShareLoader(gone, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
     layers = [graph.layer(name) for name in plan.stages[0].layers]
     stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
     (sent,) = stage.sent
