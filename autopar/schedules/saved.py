@@ -80,14 +80,17 @@ def _named(reduction: Reduction) -> str:
 
 
 def _begun(actions: RankProgram) -> list[Reduction]:
-    """Return a rank's reductions in the order in which it begins them: a stage's while its last backward runs."""
+    """Return a rank's reductions in the order in which it begins them: a stage's while its last backward runs.
+
+    A replica that takes turns and gets none has no backward, and begins where the reduction stands.
+    """
     found: dict[Reduction, int] = {}
     last: dict[int, int] = {}
     for position, (kind, stage, index, *_) in enumerate(actions):
         if kind in BACKWARDS:
             last[stage] = position
         elif kind == REDUCE:
-            found[kind, stage] = last[stage]
+            found[kind, stage] = last.get(stage, position)
         elif kind == REDUCE_TIED:
             found[kind, index] = position
     return sorted(found, key=found.__getitem__)
