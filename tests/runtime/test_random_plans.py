@@ -85,7 +85,7 @@ def test_a_parameter_of_several_recomputed_layers_is_reduced_when_all_of_them_ha
 @pytest.mark.parametrize("name", ["narrow_gpt", "narrow_resnet"])
 def test_dropout_and_batch_statistics_survive_any_plan(name: str) -> None:
     # Two rows or more for batch statistics; blocks draw random numbers, by a generator that threads take in turn.
-    @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=plans(name, most_ranks=6, most_rows=7, least_share=2))
     def trains_alike(plan: Plan) -> None:
         equals_plain(name, plan)

@@ -33,7 +33,7 @@ def plans(name: str, case: Case) -> st.SearchStrategy[Plan]:
 def test_any_plan_with_sharding_trains_as_the_plain_loop(
     name: str, cases: dict[str, Case], living_pool: Callable[[], RankPool]
 ) -> None:
-    @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=plans(name, cases[name]))
     def trains_alike(plan: Plan) -> None:
         with tempfile.TemporaryDirectory() as folder:
