@@ -54,12 +54,24 @@ def pools() -> Iterator[list[RankPool]]:
 
 
 @pytest.fixture
-def pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> RankPool:
-    """Give five rank processes that find the jobs of tests/runtime; others where a job that failed has ended them."""
+def living_pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> Callable[[], RankPool]:
+    """Give what gives six rank processes that find the jobs of tests/runtime.
+
+    They are others where a job that failed has ended them.
+    """
     from autopar.ranks.pool import RankPool
 
-    if not pools or pools[-1].closed:
-        with monkeypatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(Path(__file__).parent / "runtime"), prepend=os.pathsep)
-            pools.append(RankPool(5))
-    return pools[-1]
+    def living() -> RankPool:
+        if not pools or pools[-1].closed:
+            with monkeypatch.context() as patch:
+                patch.setenv("PYTHONPATH", str(Path(__file__).parent / "runtime"), prepend=os.pathsep)
+                pools.append(RankPool(6))
+        return pools[-1]
+
+    return living
+
+
+@pytest.fixture
+def pool(living_pool: Callable[[], RankPool]) -> RankPool:
+    """Give rank processes for one job that fails at most."""
+    return living_pool()

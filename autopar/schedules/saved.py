@@ -10,7 +10,7 @@ from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand
 from autopar.schedules.holding import holdings
 
-__all__ = ["check_bounds", "read_program"]
+__all__ = ["check_bounds", "check_reductions", "read_program"]
 
 Reduction = tuple[str, int]
 """Its kind, and its stage or shared parameter."""
@@ -53,11 +53,15 @@ def check_bounds(program: Program, plan: Plan) -> None:
                 if count > most:
                     where = f"rank {rank} (stage {stage})"
                     raise ProgramError(f"{where} holds {count} {noun}, and memory was planned for {most}")
-    _check_reductions(program)
+    check_reductions(program)
 
 
-def _check_reductions(program: Program) -> None:
-    """Ranks that reduce several things among them have to begin them in one order."""
+def check_reductions(program: Program) -> None:
+    """Refuse a program in which ranks that reduce several things among them do not begin them in one order.
+
+    Raises:
+        ProgramError: names two ranks, and what each begins with.
+    """
     begun = [_begun(actions) for actions in program.ranks]
     members: dict[Reduction, tuple[int, ...]] = {}
     for rank, reductions in enumerate(begun):
@@ -80,14 +84,17 @@ def _named(reduction: Reduction) -> str:
 
 
 def _begun(actions: RankProgram) -> list[Reduction]:
-    """Return a rank's reductions in the order in which it begins them: a stage's while its last backward runs."""
+    """Return a rank's reductions in the order in which it begins them: a stage's while its last backward runs.
+
+    A replica that takes turns and gets none has no backward, and begins where the reduction stands.
+    """
     found: dict[Reduction, int] = {}
     last: dict[int, int] = {}
     for position, (kind, stage, index, *_) in enumerate(actions):
         if kind in BACKWARDS:
             last[stage] = position
         elif kind == REDUCE:
-            found[kind, stage] = last[stage]
+            found[kind, stage] = last.get(stage, position)
         elif kind == REDUCE_TIED:
             found[kind, index] = position
     return sorted(found, key=found.__getitem__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
@@ -28,21 +28,23 @@ def dictate(
     shares: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
     turns: Sequence[int] = (),
-    recompute: bool = False,
+    recompute: bool | Collection[str] = False,
     chunks: int = 1,
-    shard: Shard = "none",
+    shard: Shard | Sequence[Shard] = "none",
 ) -> Plan:
     """Place layers on stages of the given widths, cut evenly unless ``cuts`` says where.
 
     Of ``chunks`` stages per group of devices, ``widths`` and ``shares`` are by group.
 
-    The replicas of stages ``turns`` take whole micro-batches in turn; with ``recompute``, all layers are recomputed;
-    with ``shard``, every stage of several replicas is sharded.
+    The replicas of stages ``turns`` take whole micro-batches in turn, and depths that are given as numbers are theirs;
+    with ``recompute``, all layers are recomputed, or those that it names; with ``shard``, every stage of several
+    replicas is sharded, or each as its own entry says.
     """
     names = [layer.name for layer in graph.layers]
     groups, stages = len(widths), len(widths) * chunks
     edges = [0, *(cuts or [len(names) * index // stages for index in range(1, stages)]), len(names)]
     depths = SCHEDULES[schedule].warmups(groups, chunks, micro_batches)
+    given = warmup is not None and not isinstance(warmup, str)
     if warmup is None or isinstance(warmup, str):
         warmup = depths[warmup] if warmup else next(iter(depths.values()))
     placed, stage_of = [], {}
@@ -56,7 +58,7 @@ def dictate(
         share = tuple(shares[group]) if shares else even_shares(rows, width)
         depth = warmup[index]
         if index in turns:
-            share, depth = (rows,) * width, -(-depth // width)
+            share, depth = (rows,) * width, depth if given else -(-depth // width)
         placed.append(
             Stage(
                 layers=mine,
@@ -64,8 +66,8 @@ def dictate(
                 shares=share,
                 warmup=depth,
                 division="round-robin" if index in turns else "split",
-                recompute=mine if recompute else (),
-                shard=shard if width > 1 else "none",
+                recompute=_recomputed(mine, recompute),
+                shard="none" if width == 1 else shard if isinstance(shard, str) else shard[index],
             )
         )
     return Plan(
@@ -81,6 +83,12 @@ def dictate(
         tied=tuple(_tied(graph, stage_of)),
         predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )
+
+
+def _recomputed(layers: tuple[str, ...], recompute: bool | Collection[str]) -> tuple[str, ...]:
+    if isinstance(recompute, bool):
+        return layers if recompute else ()
+    return tuple(name for name in layers if name in recompute)
 
 
 def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -51,22 +52,27 @@ def train(
     model_seed: int | None = None,
     deferred: bool = False,
     device: str = "cpu",
+    period_of: Callable[[str], int] = lambda name: 1,
+    precision: str = "fp64",
 ) -> Trained:
     """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
 
     ``shares_of`` says, for a module's name, how its stage divides a micro-batch: batch statistics and random numbers
     are per share, as the design says. ``deferred`` running statistics are those that torch takes of whole mini-batches.
-    What is returned of a loop on another ``device`` is on the CPU.
+    What is returned of a loop on another ``device`` is on the CPU. ``period_of`` says, for a module's name, how many
+    replicas of its stage take turns: running statistics are those that the first one sees. In ``precision`` bf16 or
+    fp16, forwards run under autocast, and losses of fp16 are scaled.
     """
     source = load_file(file)
     torch.manual_seed(seed if model_seed is None else model_seed)
     model: nn.Module = source.model().train().to(device)
     moment = {"step": 0, "micro_batch": 0}
     seen: list[Callable[[int], None]] = []
-    _divide_batch_norms(model, shares_of, seen if deferred else None)
+    _divide_batch_norms(model, shares_of, seen if deferred else None, period_of, moment)
     for name in random_layers:
         _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment, device)
     optimizer = source.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
     data = source.dataset()
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     losses, first = [], {}
@@ -75,13 +81,16 @@ def train(
         moment["step"] = step
         picked = order[step * micro_batches * rows : (step + 1) * micro_batches * rows].split(rows)
         batches = [_to(torch.utils.data.default_collate([data[i] for i in part.tolist()]), device) for part in picked]
-        total = _accumulate(model, source, batches, moment)
+        total = _accumulate(model, source, batches, moment, _context(precision, device), scaler)
+        scaler.unscale_(optimizer)
+        total = _counted(model, *total)
         for track in seen:
             track(micro_batches)
         losses.append(total)
         if step == 0:
             first = {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
     parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return Trained(losses, first, parameters, {name: buffer.cpu() for name, buffer in model.named_buffers()})
 
@@ -93,31 +102,55 @@ def _to(batch: object, device: str) -> object:
     return [value.to(device) for value in batch]
 
 
-def _accumulate(model: nn.Module, source: ModuleType, batches: Sequence[object], moment: dict[str, int]) -> float:
+def _context(precision: str, device: str) -> AbstractContextManager[object]:
+    """Return what forwards run in; it is entered once a micro-batch."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device, dtype) if dtype else nullcontext()
+
+
+def _accumulate(
+    model: nn.Module,
+    source: ModuleType,
+    batches: Sequence[object],
+    moment: dict[str, int],
+    context: AbstractContextManager[object],
+    scaler: torch.amp.GradScaler,
+) -> tuple[float, float]:
+    """Run every micro-batch forth and back; return the loss, and what it counted."""
     total, counted = 0.0, 0.0
     for moment["micro_batch"], batch in enumerate(batches):
-        if isinstance(batch, dict):
-            output = model(*(value for key, value in batch.items() if key not in ("targets", "mask")))
-        else:
-            output = model(*batch[:-1])
-        loss = source.loss(output, batch)
+        with context:
+            if isinstance(batch, dict):
+                output = model(*(value for key, value in batch.items() if key not in ("targets", "mask")))
+            else:
+                output = model(*batch[:-1])
+            loss = source.loss(output, batch)
         if isinstance(loss, tuple):
             loss, count = loss
             counted += float(count)
         else:
             loss = loss / len(batches)
-        loss.backward()
+        scaler.scale(loss).backward()
         total += loss.item()
-    if counted:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= counted
-        total /= counted
-    return total
+    return total, counted
+
+
+def _counted(model: nn.Module, total: float, counted: float) -> float:
+    """Divide gradients by what losses counted, if they did; return the mini-batch's loss."""
+    if not counted:
+        return total
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= counted
+    return total / counted
 
 
 def _divide_batch_norms(
-    model: nn.Module, shares_of: Callable[[str], Sequence[int]], deferred: list[Callable[[int], None]] | None
+    model: nn.Module,
+    shares_of: Callable[[str], Sequence[int]],
+    deferred: list[Callable[[int], None]] | None,
+    period_of: Callable[[str], int],
+    moment: dict[str, int],
 ) -> None:
     """Normalise every share by its own statistics; the running ones are those of the first share, or deferred."""
     for name, module in model.named_modules():
@@ -126,8 +159,8 @@ def _divide_batch_norms(
             if deferred is not None:
                 module.forward, track = _deferred_norm(module, shares)  # type: ignore[method-assign]
                 deferred.append(track)
-            elif len(shares) > 1:
-                module.forward = _divided_norm(module, shares)  # type: ignore[method-assign]
+            elif len(shares) > 1 or period_of(name) > 1:
+                module.forward = _divided_norm(module, shares, period_of(name), moment)  # type: ignore[method-assign]
 
 
 def _deferred_norm(
@@ -154,14 +187,17 @@ def _deferred_norm(
     return forward, track
 
 
-def _divided_norm(module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int]) -> Callable[..., torch.Tensor]:
+def _divided_norm(
+    module: nn.modules.batchnorm._BatchNorm, shares: Sequence[int], period: int, moment: dict[str, int]
+) -> Callable[..., torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for index, part in enumerate(x.split(list(shares))):
-            running = (module.running_mean, module.running_var) if index == 0 else (None, None)
+        parts, alone = [], moment.get("share")
+        sees = not alone and moment["micro_batch"] % period == 0
+        for index, part in enumerate(x.split(list(shares)) if alone is None else [x]):
+            running = (module.running_mean, module.running_var) if index == 0 and sees else (None, None)
             momentum = module.momentum if module.momentum is not None else 0.0
             parts.append(F.batch_norm(part, *running, module.weight, module.bias, True, momentum, module.eps))
-        if module.num_batches_tracked is not None:
+        if module.num_batches_tracked is not None and sees:
             module.num_batches_tracked += 1
         return torch.cat(parts)
 
@@ -177,9 +213,10 @@ def _divide_random(
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         parts = []
-        for share, part in enumerate(x.split(list(shares))):
-            generator.manual_seed(seed_of(seed, name, moment["step"], moment["micro_batch"], share))
+        for moment["share"], part in enumerate(x.split(list(shares))):
+            generator.manual_seed(seed_of(seed, name, moment["step"], moment["micro_batch"], moment["share"]))
             parts.append(inner(part))
+        del moment["share"]
         return torch.cat(parts)
 
     module.forward = forward  # type: ignore[method-assign]

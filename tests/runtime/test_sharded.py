@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import plain
 import pytest
 import torch
+from any_plan import truth_of
 from dictated import dictate
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.weights import names, read
 from autopar.runtime.workspace import Workspace
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import expand, stages_of
 
 MODELS = Path(__file__).parent / "models"
 LEVELS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
@@ -84,18 +84,7 @@ def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> No
         "steps": STEPS,
     }
     pool.run("rank_jobs:train_and_keep", arguments, ranks=len(plan.devices))
-    random = [layer.name for layer in case.graph.layers if layer.random]
-    stage_of = {name: stage for stage in plan.stages for name in stage.layers}
-    module_of = {module: layer.name for layer in case.graph.layers for module in layer.modules}
-
-    def shares_of(name: str) -> Sequence[int]:
-        while name not in module_of:
-            name = name.rpartition(".")[0]
-        stage = stage_of[module_of[name]]
-        return stage.rows if stage.division == "split" else stage.rows[:1]
-
-    rows = plan.micro_batch_size
-    truth = plain.train(case.file, plan.micro_batches, rows, shares_of, random, steps=STEPS)
+    truth = truth_of(case.file, case.graph, plan, STEPS)
     largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
     for rank in range(len(plan.devices)):
         gradients = load_file(folder / f"gradients-{rank}")
@@ -107,6 +96,9 @@ def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> No
             expected = truth.parameters[name]
             bound = 1e-10 * float(expected.abs().max()) + 1e-10
             assert float((parameter - expected).abs().max()) <= bound, f"{name} on rank {rank}"
+        if stages_of(plan, rank)[1] == 0:
+            for name, buffer in load_file(folder / f"buffers-{rank}").items():
+                torch.testing.assert_close(buffer, truth.buffers[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("widths", "recompute"), [((2,), True), ((2, 1), False), ((1, 2), True), ((2, 3), False)])

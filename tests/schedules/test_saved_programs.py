@@ -52,6 +52,15 @@ def _counted(actions: RankProgram, stage: int) -> int:
     return most
 
 
+def test_a_replica_that_gets_no_turn_keeps_to_its_plan(tmp_path: Path) -> None:
+    plan = make("gpipe", 1, [(3,), (1, 2)], [1, 1], chain(2))
+    waiting = plan.stages[1].model_copy(update={"division": "round-robin", "shares": (3, 3)})
+    plan = plan.model_copy(update={"stages": (plan.stages[0], waiting)})
+    assert [str(action) for action in expand(plan).ranks[2]] == ["A@1", "U@1"]
+    expand(plan).save(tmp_path / "p.json")
+    assert read_program(tmp_path / "p.json", plan) == expand(plan)
+
+
 def test_a_written_program_reads_back_as_the_plans_own(tmp_path: Path) -> None:
     plan = make("zb-v", 3, [(1, 2), (3,)], [3, 3, 2, 1], chain(4))
     expand(plan).save(tmp_path / "p.json")
