@@ -179,7 +179,11 @@ def _scored(
     laps: Laps,
     links: Cluster,
 ) -> list[dict[str, Any]]:
-    overshoots_s = _overshoots_s(paces, laps["sleeps"])
+    overshoots_s = _overshoots_s(paces, laps["sleeps"], 2)
+    # What the planner is told was measured as training does it.
+    measured_s = {False: median(_overshoots_s(paces, laps["alone"], 2))}
+    if "split alone" in laps:
+        measured_s[True] = median(_overshoots_s(paces, laps["split alone"], 3))
     rows = []
 
     def step_s(name: str, overshoot_s: float, cluster: Cluster) -> float:
@@ -187,22 +191,25 @@ def _scored(
 
     ideals = {name: [step_s(name, overshoot_s, free_links(RANKS)) for overshoot_s in overshoots_s] for name in entries}
     for name, entry in entries.items():
-        expected_s = step_s(name, median(overshoots_s), links)
+        expected_s = step_s(name, measured_s[entry.split], links)
         actions = 2 * MICRO_BATCHES * sum(entry.widths)
         rows.append(row(case, name, laps, actions, ideals[name], None, entry.counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS
     rows += [row(case, name, laps, actions, ideals.get(whose), None) for name, whose in peers.items()]
-    return [*rows, row(case, "sleeps", laps, actions)]
+    return [*rows, row(case, "sleeps", laps, actions), row(case, "alone", laps, actions)]
 
 
-def _overshoots_s(paces: Sequence[Pace], laps: Sequence[Sequence[Any]]) -> list[float]:
-    """Return, for every round, by how much a sleep is longer than it should be, the median over the ranks."""
+def _overshoots_s(paces: Sequence[Pace], laps: Sequence[Sequence[Any]], sleeps: int) -> list[float]:
+    """Return, for every round, by how much a sleep takes longer than it should, the median over the ranks.
+
+    ``sleeps`` is how many a micro-batch has.
+    """
     found = []
     for moment in zip(*laps, strict=True):
         each = []
         for rank, (start_s, end_s, _) in enumerate(moment):
             pace = paces[rank % len(paces)]
             pair_s = (end_s - start_s) / MICRO_BATCHES
-            each.append((pair_s - ROWS * (pace.forward_s + pace.backward_s)) / 2)
+            each.append((pair_s - ROWS * (pace.forward_s + pace.backward_s)) / sleeps)
         found.append(median(each))
     return found

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 import torch_peers
+from cut import cut
 from delayed import DelayedTransport
 from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
 from torch import nn
@@ -23,6 +24,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.data import split_rows
+from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.transport import Transport
 from autopar.runtime.worker import build
@@ -99,14 +101,17 @@ def computing(
 
 
 def emulated(context: RankContext, field: Field) -> dict[str, list[Lap]]:
-    """Race with layers that sleep; ``sleeps`` and ``split sleeps`` only sleep, in all ranks at once."""
+    """Race with layers that sleep.
+
+    ``sleeps`` and ``split sleeps`` only sleep, in all ranks at once; ``alone`` and ``split alone`` are autopar's
+    training of one stage in each of them, without messages.
+    """
     torch.set_num_threads(1)
     paces = [Pace(forward_s, backward_s, int(values)) for forward_s, backward_s, values in field["paces"]]
     contestants = [_sleeping_job(context, field, name, paces) for name in field["plans"]]
     contestants += [_sleeping_peer(context, field, name, paces) for name in field["peers"]]
-    contestants.append(_sleeps(field, paces[context.rank % len(paces)], split=False))
-    if field["split"]:
-        contestants.append(_sleeps(field, paces[context.rank % len(paces)], split=True))
+    for split in (False, True) if field["split"] else (False,):
+        contestants += [each(field, paces[context.rank % len(paces)], split) for each in (_sleeps, _alone)]
     return _race(context, contestants, field["warm_up"], field["steps"])
 
 
@@ -227,7 +232,7 @@ def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequenc
     return Contestant(name, lambda number: step())
 
 
-def _sleeps(field: Field, pace: Pace, *, split: bool) -> Contestant:
+def _sleeps(field: Field, pace: Pace, split: bool) -> Contestant:
     """Forwards and backwards of one layer without messages: a step's worth of them."""
     layer = SleepingModule(pace, split)
     x = torch.zeros(field["rows"], pace.values, requires_grad=True)
@@ -239,6 +244,15 @@ def _sleeps(field: Field, pace: Pace, *, split: bool) -> Contestant:
             x.grad = layer.weight.grad = None
 
     return Contestant("split sleeps" if split else "sleeps", step)
+
+
+def _alone(field: Field, pace: Pace, split: bool) -> Contestant:
+    """Autopar's forwards and backwards of one layer on one rank: a step of them."""
+    graph, user = graph_of([pace], split), user_of(field["micro_batches"] * field["rows"])
+    plan = cut(graph, user, "zb-h1" if split else "1f1b", (1,), field["micro_batches"], field["rows"])
+    place = (0, graph, user, weights_of, InProcessTransport(Exchange(), 0), torch.device("cpu"))
+    job = Job(plan, expand(plan), *place, lambda step, position: None)
+    return Contestant("split alone" if split else "alone", job.step)
 
 
 def _computing_peer(

@@ -1,6 +1,8 @@
 """Operations: how long ranks take to communicate, in the manner of nccl-tests.
 
-Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip.
+Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
+who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
+and to wake takes longer than to send a small one.
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
 size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
 """
@@ -22,6 +24,9 @@ from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 
 __all__ = ["Operation", "Pace", "time_operation"]
+
+PAUSE_S = 2e-3
+"""Long enough for a processor to idle."""
 
 Work = Callable[[], object]
 
@@ -53,9 +58,22 @@ class Operation(NamedTuple):
     channel: Channel | None = None
     """Between the two ranks of a host that send each other messages, as in training."""
 
+    @property
+    def begins(self) -> bool:
+        """Whether this rank begins round trips."""
+        return self.kind == "p2p" and self.context.rank == self.ranks[0]
 
-def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
-    """Return this rank's seconds at every size; all ranks of the operation call this together."""
+    @property
+    def pause_s(self) -> float:
+        """How long this rank does nothing before it communicates."""
+        return PAUSE_S if self.begins and self.context.device.type == "cpu" else 0.0
+
+
+def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float] | None:
+    """Return this rank's seconds at every size; all ranks of the operation call this together.
+
+    Nothing, if it only answers.
+    """
     works = [_work(operation, size) for size in sizes]
     # A round trip is two messages.
     trips = 2 if operation.kind == "p2p" else 1
@@ -63,6 +81,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     rounds = max(1, pace.iterations // repeats)
     _rounds(operation, works, 1, pace.warm_up, pace)
     times = _rounds(operation, works, repeats, rounds, pace)
+    if operation.kind == "p2p" and not operation.begins:
+        return None
     return [statistics.median(found) / trips for found in times]
 
 
@@ -71,6 +91,7 @@ def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int
     started = time.perf_counter()
     for number in range(most):
         for work, found in zip(works, times, strict=True):
+            time.sleep(operation.pause_s)
             found.append(_timed(operation.context, work, repeats))
         if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
             break

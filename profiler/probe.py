@@ -98,7 +98,8 @@ class Groups(NamedTuple):
 def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
     """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
 
-    In the fullest node: 2, 4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all
+    In the fullest node: messages between its neighbours, all pairs at once, as pipelines have them; collectives of 2,
+    4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all
     nodes, the other ranks of these nodes doing the same beside them; and all ranks.
 
     >>> for groups in groups_of([0, 0, 1, 1], quick=True):
@@ -108,6 +109,8 @@ def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
     p2p among 2 ranks over the network ((0, 2), (1, 3))
     all-reduce among 2 ranks over the network ((0, 2), (1, 3))
     all-reduce among 4 ranks over the network ((0, 1, 2, 3),)
+    >>> [groups.members for groups in groups_of([0] * 5, quick=True) if groups.kind == "p2p"]
+    [((0, 1), (2, 3))]
     """
     places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
     fullest = max(places, key=len)
@@ -119,7 +122,7 @@ def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
 
     kinds = _COLLECTIVES[:1] if quick else _COLLECTIVES
     if len(fullest) > 1:
-        add("p2p", "node", fullest[:2])
+        add("p2p", "node", *zip(fullest[::2], fullest[1::2], strict=False))
         for count in group_sizes(len(fullest)):
             for kind in kinds:
                 add(kind, "node", fullest[:count])

@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.ranks.failure import PeerLostError
-from autopar.runtime.transport import Pending
+from autopar.runtime.transport import Done, Pending
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ class InProcessTransport:
         with self._exchange.changed:
             self._exchange.queues[self._rank, peer].append(tensor.detach().clone())
             self._exchange.changed.notify_all()
-        return _Done()
+        return Done()
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""
@@ -71,11 +71,6 @@ class InProcessTransport:
             self._exchange.reductions[key][self._rank] = tensor.detach().clone()
             self._exchange.changed.notify_all()
         return _Reduce(self._exchange, key, tensor)
-
-
-class _Done:
-    def wait(self) -> None:
-        return
 
 
 class _Receive:

@@ -19,7 +19,7 @@ from autopar.ranks.failure import PeerLostError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GroupTransport", "Pending", "Transport"]
+__all__ = ["Done", "GroupTransport", "Pending", "Transport"]
 
 
 class Pending(Protocol):
@@ -69,14 +69,14 @@ class _Work:
             raise PeerLostError(_first_line(error)) from error
 
 
-class _Done:
+class Done:
     """Something that was done at once."""
 
     def wait(self) -> None:
-        return
+        """See :class:`Pending`."""
 
 
-_DONE = _Done()
+_DONE = Done()
 
 
 class GroupTransport:
