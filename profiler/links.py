@@ -71,7 +71,7 @@ def _describe(rank: int, note: Note) -> Doing:
 def local_cluster(measured: Measured, kind: DeviceKind, count: int, name: str = "local") -> Cluster:
     """Return this machine as a cluster of ``count`` devices with the measured times."""
     largest = max(curve["ranks"] for curve in measured["curves"])
-    notes = [f"all-reduce was measured among up to {largest} ranks; times of larger groups are estimated from that"]
+    notes = [f"collectives were measured among up to {largest} ranks; times of larger groups are estimated from that"]
     cluster = measured_cluster(measured, kind.type, name)
     return cluster.model_copy(
         update={

@@ -35,7 +35,7 @@ class Probe:
     """What to measure, and how often."""
 
     quick: bool = False
-    """Messages and all-reduces alone, in fewer rounds."""
+    """In fewer rounds, and not what computing and communicating do to each other."""
     largest_bytes: int | None = None
     """Of the messages; None: 64 MiB between CPUs, 1 GiB between GPUs."""
 
@@ -95,21 +95,22 @@ class Groups(NamedTuple):
         return f"{self.kind.replace('_', '-')} among {len(self.members[0])} ranks {where}"
 
 
-def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
+def groups_of(nodes: Sequence[int]) -> list[Groups]:
     """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
 
     In the fullest node: messages between its neighbours, all pairs at once, as pipelines have them; collectives of 2,
     4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all
     nodes, the other ranks of these nodes doing the same beside them; and all ranks.
 
-    >>> for groups in groups_of([0, 0, 1, 1], quick=True):
-    ...     print(groups, groups.members)
+    >>> for groups in groups_of([0, 0, 1, 1]):
+    ...     if groups.kind in ("p2p", "all_reduce"):
+    ...         print(groups, groups.members)
     p2p among 2 ranks in a node ((0, 1),)
     all-reduce among 2 ranks in a node ((0, 1),)
     p2p among 2 ranks over the network ((0, 2), (1, 3))
     all-reduce among 2 ranks over the network ((0, 2), (1, 3))
     all-reduce among 4 ranks over the network ((0, 1, 2, 3),)
-    >>> [groups.members for groups in groups_of([0] * 5, quick=True) if groups.kind == "p2p"]
+    >>> [groups.members for groups in groups_of([0] * 5) if groups.kind == "p2p"]
     [((0, 1), (2, 3))]
     """
     places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
@@ -120,18 +121,17 @@ def groups_of(nodes: Sequence[int], quick: bool) -> list[Groups]:
         key = (kind, level, len(members[0]))
         found.setdefault(key, Groups(kind, level, tuple(tuple(group) for group in members)))
 
-    kinds = _COLLECTIVES[:1] if quick else _COLLECTIVES
     if len(fullest) > 1:
         add("p2p", "node", *zip(fullest[::2], fullest[1::2], strict=False))
         for count in group_sizes(len(fullest)):
-            for kind in kinds:
+            for kind in _COLLECTIVES:
                 add(kind, "node", fullest[:count])
     if len(places) > 1:
         add("p2p", "network", *zip(*places[:2], strict=False))
         for count in group_sizes(len(places)):
-            for kind in kinds:
+            for kind in _COLLECTIVES:
                 add(kind, "network", *zip(*places[:count], strict=False))
-        for kind in kinds:
+        for kind in _COLLECTIVES:
             add(kind, "network", range(len(nodes)))
     return list(found.values())
 
@@ -156,7 +156,7 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
     own = {**place, "memory": device.memory_bytes, "name": device.name}
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
-    wanted = groups_of(nodes, probe.quick)
+    wanted = groups_of(nodes)
     ways = _Ways(_join(wanted), _channels(context, wanted))
     sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
     times: list[list[float] | None] = []

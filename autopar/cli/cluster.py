@@ -40,9 +40,7 @@ def probe(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="Threads per rank on the CPU.", min=1)] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Messages and all-reduces alone, in fewer rounds, and no overlap.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="In fewer rounds, and no overlap.")] = False,
     largest: Annotated[
         str | None, typer.Option(help="Largest message; default: 64MiB between CPUs, 1GiB between GPUs.")
     ] = None,

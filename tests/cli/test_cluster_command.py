@@ -18,6 +18,8 @@ from autopar.hardware.gpus import GPUS
 
 Run = Callable[..., tuple[int, str, str]]
 
+KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
@@ -32,7 +34,7 @@ def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> 
     assert code == 0, err
     cluster = Cluster.load("cluster.json")
     assert out == cluster.dumps()
-    assert [curve.kind for curve in cluster.curves] == ["p2p", "all_reduce"]
+    assert [curve.kind for curve in cluster.curves] == KINDS
     assert cluster.overlaps == ()
     for expected in ("algbw", "busbw", "1 MiB", "p2p among 2 ranks in a node", "Written: cluster.json"):
         assert expected in err
@@ -61,7 +63,7 @@ def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "mine.json")
     assert [device.node for device in cluster.devices] == [0, 0]
-    assert {(curve.kind, curve.ranks) for curve in cluster.curves} == {("p2p", 2), ("all_reduce", 2)}
+    assert {(curve.kind, curve.ranks) for curve in cluster.curves} == {(kind, 2) for kind in KINDS}
     assert done.stderr.count("Written: mine.json") == 1
 
 
