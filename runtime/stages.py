@@ -69,7 +69,9 @@ def build_stages(
         from autopar.runtime.sharded import ShardedStage, Sharding
 
         parts = divided(plan, index, mine)
-        apart = frozenset(parameter for name, parameter in held.parameters.items() if name not in parts)
+        names = {name for layer in mine for name in layer.parameters.values()}
+        # Of this stage alone: a stage that is built later must find nobody else holding its parameters as a whole.
+        apart = frozenset(held.parameters[name] for name in names - parts)
         sharding = Sharding(placed.shard, mesh, apart, offload, placed.division == "round-robin")
         with held.dividing(parts, mine):
             built[index] = ShardedStage(sharding, *flow)
