@@ -27,7 +27,7 @@ from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
 from autopar.runtime.result import RankResult
-from autopar.runtime.saving import make_folder
+from autopar.runtime.saving import folder_of, make_folder
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
@@ -99,7 +99,7 @@ def run(
     user_model = load(model, options.data)
     steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
-    with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
+    with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks, folder_of(options.save):
         initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
         results = ranks.run(
             "autopar.runtime.worker:train",
@@ -225,10 +225,6 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
 def _arguments(
     plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int
 ) -> TrainArguments:
-    save = None
-    if options.save is not None:
-        make_folder(options.save)
-        save = str(options.save.resolve())
     return TrainArguments(
         plan=plan.dumps(),
         program=None if options.program is None else program.dumps(),
@@ -236,7 +232,7 @@ def _arguments(
         data=None if options.data is None else str(options.data),
         workspace=str(folder),
         steps=steps,
-        save=save,
+        save=None if options.save is None else str(options.save.resolve()),
         settings=options.settings.as_dict(),
     )
 

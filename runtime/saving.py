@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.job import Job
 
-__all__ = ["holders", "make_folder", "shard_name", "write_stages"]
+__all__ = ["folder_of", "holders", "make_folder", "shard_name", "write_stages"]
 
 
 def shard_name(stage: int, stages: int) -> str:
@@ -32,6 +33,26 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"cannot make the folder {path}: {error.strerror}") from error
+
+
+@contextmanager
+def folder_of(path: Path | None) -> Iterator[None]:
+    """Return the context in which a run has a folder for its weights; a new one goes with a run that fails before them.
+
+    Raises:
+        FileError: as :func:`make_folder`.
+    """
+    new = path is not None and not path.exists()
+    if path is not None:
+        make_folder(path)
+    try:
+        yield
+    except BaseException:
+        if path is not None and new:
+            # It stays if there is anything in it.
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:

@@ -19,7 +19,7 @@ from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.data import ShareLoader, sample_order
-from autopar.runtime.saving import make_folder
+from autopar.runtime.saving import folder_of, make_folder
 from autopar.runtime.stage import Stage
 
 MODELS = Path(__file__).parent / "models"
@@ -84,6 +84,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"cannot make the folder .*file/trained: Not a directory"):
         make_folder(tmp_path / "file" / "trained")
+
+
+def test_a_new_folder_goes_with_a_run_that_fails_unless_there_is_something_in_it(tmp_path: Path) -> None:
+    def write(folder: Path, name: str | None) -> None:
+        if name is not None:
+            (folder / name).touch()
+        raise TrainingError("the disk is full")
+
+    def fail(folder: Path, name: str | None = None) -> None:
+        with pytest.raises(TrainingError), folder_of(folder):
+            write(folder, name)
+
+    old = tmp_path / "old"
+    old.mkdir()
+    for folder in (old, tmp_path / "new"):
+        fail(folder)
+    fail(tmp_path / "begun", "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "old"]
 
 
 def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
