@@ -74,6 +74,11 @@ class Channel:
         self._outlet, self._inlet = _Outlet(outward, timeout_s), _Inlet(inward, timeout_s)
         self._waiting: deque[_Arrival] = deque()
 
+    def close(self) -> None:
+        """Let go of descriptors and memory; nothing is sent or received any more."""
+        self._outlet.close()
+        self._inlet.close()
+
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor of the CPU, which is no longer needed when this returns.
 
@@ -120,7 +125,11 @@ class _Outlet:
         self._sent: deque[tuple[int, int]] = deque()
         self._free: dict[int, list[int]] = defaultdict(list)
         """Places by their sizes: those of a program's messages are few."""
-        weakref.finalize(self, way.close)
+        self._close = weakref.finalize(self, way.close)
+
+    def close(self) -> None:
+        self._memory.close()
+        self._close()
 
     def send(self, content: torch.Tensor) -> None:
         size = content.numel()
@@ -170,7 +179,11 @@ class _Inlet:
     def __init__(self, way: Way, timeout_s: float) -> None:
         self._way, self._timeout_s = way, timeout_s
         self._memory = _Memory(way.memory)
-        weakref.finalize(self, way.close)
+        self._close = weakref.finalize(self, way.close)
+
+    def close(self) -> None:
+        self._memory.close()
+        self._close()
 
     def receive(self, content: torch.Tensor) -> None:
         start, size = self._next()
@@ -204,6 +217,7 @@ class _Memory:
         self._descriptor = descriptor
         self._size = 0
         self._places: dict[tuple[int, int], torch.Tensor] = {}
+        self._mapped: mmap.mmap | None = None
 
     def reach(self, size: int) -> None:
         """Be at least so large; pages that nobody has written take no memory."""
@@ -217,8 +231,14 @@ class _Memory:
         if place not in self._places:
             if start + size > self._size:
                 self._map()
+            assert self._mapped is not None
             self._places[place] = torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
         return self._places[place]
+
+    def close(self) -> None:
+        """Let go of it; nothing may be asked of it any more."""
+        self._places.clear()
+        self._mapped = None
 
     def _map(self) -> None:
         self._size = os.fstat(self._descriptor).st_size

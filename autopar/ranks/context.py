@@ -41,6 +41,8 @@ class RankContext:
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
     """Sends a JSON-able message to whoever started the rank, while it works."""
+    on_leaving: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the rank leaves its peers: what was opened to reach them is closed."""
 
     @property
     def leads_host(self) -> bool:
@@ -115,11 +117,11 @@ def joined(
         world_size=size,
         timeout=patience(timeout_s),
     )
+    context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
-        context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
         yield context.met(share_gpus=share_gpus)
     finally:
-        dist.destroy_process_group()
+        _leave(context)
 
 
 @contextmanager
@@ -153,11 +155,17 @@ def joined_from_environment(
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
+    context = RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
     try:
-        context = RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
         yield context.met(share_gpus=share_gpus)
     finally:
-        dist.destroy_process_group()
+        _leave(context)
+
+
+def _leave(context: RankContext) -> None:
+    for close in context.on_leaving:
+        close()
+    dist.destroy_process_group()
 
 
 def patience(timeout_s: float) -> timedelta:

@@ -24,7 +24,8 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     """Return this rank's channels by the rank at the other end; all ranks call this with the same pairs.
 
     Pairs of ranks have one where they are of one host, whose system supports it, and reach each other there: not from
-    one container to another. The later rank of a pair makes it, and hands one end over.
+    one container to another. The later rank of a pair makes it, and hands one end over. Channels are closed when the
+    rank leaves its peers.
 
     Raises:
         TrainingError: a rank that has said it would open a channel did not.
@@ -43,7 +44,9 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
         later = [rank for rank in near if rank > context.rank]
         opened = _offer(context, {rank: names[rank] for rank in near if rank < context.rank})
         offers = [json.loads(text) for text in context.gather(json.dumps(sorted(opened)))]
-        return opened | _accept(context, listener, [rank for rank in later if context.rank in offers[rank]])
+        opened |= _accept(context, listener, [rank for rank in later if context.rank in offers[rank]])
+    context.on_leaving.extend(channel.close for channel in opened.values())
+    return opened
 
 
 def _of_host(context: RankContext) -> set[int]:

@@ -143,6 +143,10 @@ def test_nothing_is_left_open() -> None:
         one.send(torch.ones(1))
         pending.wait()
     assert descriptors() > before
+    one.close()
+    other.close()
+    one.close()
+    assert descriptors() == before
     del one, other, pending
     assert descriptors() == before
 
