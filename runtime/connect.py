@@ -42,7 +42,8 @@ def directions(plan: Plan) -> list[tuple[int, int]]:
     """Return the ordered pairs of ranks that messages go between, in an order that all ranks share."""
     found = set()
     for flow in messages(plan):
-        if not flow.local:
+        # Of replicas that take turns, some may have none.
+        if not flow.local and flow.first < plan.micro_batches:
             found.add((flow.sender, flow.receiver))
             if flow.gradients:
                 found.add((flow.receiver, flow.sender))

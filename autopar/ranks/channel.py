@@ -190,7 +190,8 @@ class _Inlet:
         if size != content.numel():
             raise PeerLostError(f"it has sent {size} bytes where {content.numel()} were expected")
         if size:
-            content.copy_(self._memory.at(start, size))
+            # The memory is the sender's: no tensor of this process's holds it.
+            content.numpy().data[:] = self._memory.bytes_at(start, size)
         try:
             os.write(self._way.taken, _TAKEN)
         except BrokenPipeError:
@@ -226,14 +227,18 @@ class _Memory:
             self._map()
 
     def at(self, start: int, size: int) -> torch.Tensor:
-        """Return the bytes of a place."""
+        """Return the bytes of a place as a tensor."""
         place = start, size
         if place not in self._places:
-            if start + size > self._size:
-                self._map()
-            assert self._mapped is not None
-            self._places[place] = torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=start)
+            self._places[place] = torch.frombuffer(self.bytes_at(start, size), dtype=torch.uint8)
         return self._places[place]
+
+    def bytes_at(self, start: int, size: int) -> memoryview:
+        """Return the bytes of a place."""
+        if start + size > self._size:
+            self._map()
+        assert self._mapped is not None
+        return memoryview(self._mapped)[start : start + size]
 
     def close(self) -> None:
         """Let go of it; nothing may be asked of it any more."""
