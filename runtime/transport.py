@@ -70,13 +70,13 @@ class _Work:
 
 
 class Done:
-    """Something that was done at once."""
+    """Something that was done at once; of a message, it keeps the tensor as one under way would."""
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
 
     def wait(self) -> None:
         """See :class:`Pending`."""
-
-
-_DONE = Done()
 
 
 class GroupTransport:
@@ -115,7 +115,7 @@ class GroupTransport:
         """See :class:`Transport`."""
         if peer in self._channels:
             self._channels[peer].send(tensor)
-            return _DONE
+            return Done(tensor)
         group = self._up if peer > self._rank else self._down
         try:
             # The group's own: ``isend`` finds out in every call what is known here.

@@ -136,7 +136,7 @@ class _Outlet:
         self._reclaim()
         start = self._place(size)
         if size:
-            self._memory.at(start, size).copy_(content)
+            self._memory.at(start, size)[:] = content.numpy().data
         self._sent.append((start, size))
         self._tell(_PLACE.pack(start, size))
 
@@ -190,8 +190,7 @@ class _Inlet:
         if size != content.numel():
             raise PeerLostError(f"it has sent {size} bytes where {content.numel()} were expected")
         if size:
-            # The memory is the sender's: no tensor of this process's holds it.
-            content.numpy().data[:] = self._memory.bytes_at(start, size)
+            content.numpy().data[:] = self._memory.at(start, size)
         try:
             os.write(self._way.taken, _TAKEN)
         except BrokenPipeError:
@@ -212,12 +211,11 @@ class _Inlet:
 
 
 class _Memory:
-    """Memory that another process maps too; grows, and keeps what it has handed out where it is."""
+    """Memory that another process maps too, and that grows."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = 0
-        self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._mapped: mmap.mmap | None = None
 
     def reach(self, size: int) -> None:
@@ -226,14 +224,7 @@ class _Memory:
             os.ftruncate(self._descriptor, max(_LEAST, 2 * size))
             self._map()
 
-    def at(self, start: int, size: int) -> torch.Tensor:
-        """Return the bytes of a place as a tensor."""
-        place = start, size
-        if place not in self._places:
-            self._places[place] = torch.frombuffer(self.bytes_at(start, size), dtype=torch.uint8)
-        return self._places[place]
-
-    def bytes_at(self, start: int, size: int) -> memoryview:
+    def at(self, start: int, size: int) -> memoryview:
         """Return the bytes of a place."""
         if start + size > self._size:
             self._map()
@@ -242,7 +233,6 @@ class _Memory:
 
     def close(self) -> None:
         """Let go of it; nothing may be asked of it any more."""
-        self._places.clear()
         self._mapped = None
 
     def _map(self) -> None:
