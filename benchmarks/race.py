@@ -212,7 +212,7 @@ def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequenc
     ranks = copies * (len(cuts) + 1) // chunks
     # Replicas of a stage are neighbours, as autopar's are.
     pipelines = [dist.new_group(list(range(copy, ranks, copies))) for copy in range(copies)]
-    replicas = [dist.new_group(list(range(rank, rank + copies))) for rank in range(0, ranks, copies)]
+    replicas = [dist.new_group(list(range(rank, rank + copies))) for rank in range(0, ranks, copies) if copies > 1]
     if context.rank >= ranks:
         return Contestant(name, lambda number: None)
     stages = [nn.Sequential(*layers[start:stop]) for start, stop in pairwise([0, *cuts, len(layers)])]
@@ -227,7 +227,7 @@ def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequenc
         lambda output, target: output.mean(),
         batch,
         pipelines[context.rank % copies],
-        replicas[place] if copies > 1 else None,
+        replicas[place] if replicas else None,
     )
     return Contestant(name, lambda number: step())
 

@@ -132,12 +132,12 @@ def _work(operation: Operation, size: int) -> Work:
     if kind == "reduce_scatter":
         return lambda: _SCATTER(part, whole, group=group)
     first, second = ranks
-    peer = second if context.rank == first else first
+    peer = second if operation.begins else first
     send: Work = partial(dist.send, whole, peer)
     receive: Work = partial(dist.recv, whole, peer)
     if channel is not None:
         send, receive = partial(channel.send, whole), partial(_receive, channel, whole)
-    return _round_trip(send, receive) if context.rank == first else _round_trip(receive, send)
+    return _round_trip(send, receive) if operation.begins else _round_trip(receive, send)
 
 
 def _receive(channel: Channel, tensor: torch.Tensor) -> None:

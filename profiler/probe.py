@@ -99,8 +99,8 @@ def groups_of(nodes: Sequence[int]) -> list[Groups]:
     """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
 
     In the fullest node: messages between its neighbours, all pairs at once, as pipelines have them; collectives of 2,
-    4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all
-    nodes, the other ranks of these nodes doing the same beside them; and all ranks.
+    4, 8 .. and all of its ranks. Over the network: one rank of each of 2, 4, 8 .. and all nodes, the other ranks of
+    these nodes doing the same beside them; and all ranks.
 
     >>> for groups in groups_of([0, 0, 1, 1]):
     ...     if groups.kind in ("p2p", "all_reduce"):
@@ -199,8 +199,9 @@ class _Ways(NamedTuple):
 
     def operation(self, context: RankContext, kind: CurveKind, ranks: tuple[int, ...]) -> Operation:
         """Return an operation of some ranks, this one among them."""
-        ends = [self.channels[rank] for rank in ranks if rank in self.channels] if kind == "p2p" else []
-        return Operation(context, kind, ranks, self.joined[ranks], *ends)
+        ends = (self.channels[rank] for rank in ranks if rank in self.channels)
+        channel = next(ends, None) if kind == "p2p" else None
+        return Operation(context, kind, ranks, self.joined[ranks], channel)
 
 
 def _channels(context: RankContext, wanted: Sequence[Groups]) -> dict[int, Channel]:

@@ -92,8 +92,8 @@ class GroupTransport:
         self,
         context: RankContext,
         groups: Iterable[tuple[int, ...]],
-        apart: Iterable[tuple[int, ...]] = (),
-        channels: Mapping[int, Channel] | None = None,
+        apart: Iterable[tuple[int, ...]],
+        channels: Mapping[int, Channel],
     ) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order.
 
@@ -109,7 +109,7 @@ class GroupTransport:
             # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
         self._rank, self._device_type = context.rank, context.device.type
-        self._channels = dict(channels or {})
+        self._channels = channels
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""

@@ -115,21 +115,28 @@ class _Arrival:
             first._here = True
 
 
-class _Outlet:
-    """What one end sends through: memory in which places are used again once messages have been taken."""
+class _End:
+    """One end of a way, and the memory that is mapped there."""
 
     def __init__(self, way: Way, timeout_s: float) -> None:
         self._way, self._timeout_s = way, timeout_s
         self._memory = _Memory(way.memory)
-        self._end = 0
-        self._sent: deque[tuple[int, int]] = deque()
-        self._free: dict[int, list[int]] = defaultdict(list)
-        """Places by their sizes: those of a program's messages are few."""
         self._close = weakref.finalize(self, way.close)
 
     def close(self) -> None:
         self._memory.close()
         self._close()
+
+
+class _Outlet(_End):
+    """What one end sends through: memory in which places are used again once messages have been taken."""
+
+    def __init__(self, way: Way, timeout_s: float) -> None:
+        super().__init__(way, timeout_s)
+        self._end = 0
+        self._sent: deque[tuple[int, int]] = deque()
+        self._free: dict[int, list[int]] = defaultdict(list)
+        """Places by their sizes: those of a program's messages are few."""
 
     def send(self, content: torch.Tensor) -> None:
         size = content.numel()
@@ -173,17 +180,8 @@ class _Outlet:
                 return
 
 
-class _Inlet:
+class _Inlet(_End):
     """What one end receives through."""
-
-    def __init__(self, way: Way, timeout_s: float) -> None:
-        self._way, self._timeout_s = way, timeout_s
-        self._memory = _Memory(way.memory)
-        self._close = weakref.finalize(self, way.close)
-
-    def close(self) -> None:
-        self._memory.close()
-        self._close()
 
     def receive(self, content: torch.Tensor) -> None:
         start, size = self._next()
@@ -241,8 +239,7 @@ class _Memory:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return reals.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _await(descriptor: int, event: int, timeout_s: float) -> None:

@@ -30,8 +30,7 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     Raises:
         TrainingError: a rank that has said it would open a channel did not.
     """
-    mine = [pair for pair in pairs if context.rank in pair]
-    partners = {first if second == context.rank else second for first, second in mine} - {context.rank}
+    partners = {rank for pair in pairs if context.rank in pair for rank in pair} - {context.rank}
     near = partners & _of_host(context) if supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.

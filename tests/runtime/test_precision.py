@@ -79,21 +79,24 @@ def errors(plan: Plan, truth: plain.Trained, begun: Mapping[str, torch.Tensor], 
     return most[0], most[1]
 
 
+def found_in_threads(case: Case, plan: Plan, precision: str, folder: Path, steps: int) -> float:
+    """Train in threads; return the larger of :func:`errors`."""
+    state, plan = initial(case), lowered(plan, case, precision)
+    train_in_threads(plan, case.graph, case.model, state, folder, steps)
+    return max(errors(plan, truth_of(case.file, case.graph, plan, steps), state, folder))
+
+
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["narrow_gpt", "narrow_resnet"])
 def test_stages_without_replicas_round_as_the_plain_loop_rounds(
     name: str, schedule: str, precision: str, single: dict[str, Case], tmp_path: Path
 ) -> None:
-    case, state = single[name], initial(single[name])
-    chunks = chunks_of(layout_of(schedule)) or 2
+    case, chunks = single[name], chunks_of(layout_of(schedule)) or 2
     recompute = {layer.name for layer in case.graph.layers[::2]}
     plan = dictate(case.graph, case.model, (1, 1), 3, 4, schedule, recompute=recompute, chunks=chunks)
-    plan = lowered(plan, case, precision)
-    train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
     # Only sums of float32 gradients may be taken in other orders.
-    truth = truth_of(case.file, case.graph, plan, STEPS)
-    assert max(errors(plan, truth, state, tmp_path)) <= 1e-6
+    assert found_in_threads(case, plan, precision, tmp_path, STEPS) <= 1e-6
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -102,14 +105,10 @@ def test_stages_without_replicas_round_as_the_plain_loop_rounds(
 def test_replicas_train_as_the_plain_loop_within_the_precision(
     name: str, schedule: str, precision: str, single: dict[str, Case], tmp_path: Path
 ) -> None:
-    case, state = single[name], initial(single[name])
-    chunks = chunks_of(layout_of(schedule)) or 2
-    plan = lowered(dictate(case.graph, case.model, (2, 1), 2, 12, schedule, chunks=chunks), case, precision)
-    train_in_threads(plan, case.graph, case.model, state, tmp_path, 1)
+    case, chunks = single[name], chunks_of(layout_of(schedule)) or 2
+    plan = dictate(case.graph, case.model, (2, 1), 2, 12, schedule, chunks=chunks)
     # Each replica rounds the gradients of its share; what is off of one step, a ReLU at zero magnifies in the next.
-    tolerance = torch.finfo(TYPES[precision]).eps
-    found = errors(plan, truth_of(case.file, case.graph, plan, 1), state, tmp_path)
-    assert max(found) <= tolerance
+    assert found_in_threads(case, plan, precision, tmp_path, 1) <= torch.finfo(TYPES[precision]).eps
 
 
 @pytest.mark.parametrize("precision", TYPES)
