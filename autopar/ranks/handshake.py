@@ -30,6 +30,9 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     Raises:
         TrainingError: a rank that has said it would open a channel did not.
     """
+    pairs = list(pairs)
+    if not pairs:
+        return {}
     partners = {rank for pair in pairs if context.rank in pair for rank in pair} - {context.rank}
     near = partners & _of_host(context) if supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

@@ -6,8 +6,12 @@ import json
 import os
 import platform
 import socket
+import sys
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +31,9 @@ __all__ = ["LOOPBACK", "Arrival", "disagreement", "meet"]
 LOOPBACK = "127.0.0.1"
 
 VERDICT = "verdict"
+PATIENCE_S = 5.0
+"""After so long, a rank says what it waits for."""
+LOOK_S = 0.05
 ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
 
@@ -56,7 +63,8 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> St
         UsageError: ranks run other versions, or a host's ranks do not follow each other.
         FileError: ranks were given other files.
     """
-    store = _store(launch, timeout_s)
+    with _impatience(f"rank {launch.rank}: waiting for rank 0 at {launch.address}:{launch.port}"):
+        store = _store(launch, timeout_s)
     versions = {"autopar": version("autopar"), "torch": torch.__version__}
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
     store.set(f"arrival/{launch.rank}", json.dumps(own))
@@ -105,18 +113,39 @@ def _store(launch: LaunchedRank, timeout_s: float) -> Store:
 
 
 def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:
+    where = f"{launch.address}:{launch.port}"
+    missing = _missing(launch, store, min(PATIENCE_S, timeout_s))
+    if missing and timeout_s > PATIENCE_S:
+        sys.stderr.write(f"rank 0: waiting at {where} for {_ranks(missing)} of {launch.size}\n")
+        missing = _missing(launch, store, timeout_s - PATIENCE_S)
+    if missing:
+        return TrainingError(
+            f"{_ranks(missing)} of {launch.size} did not come to {where} within {timeout_s:g} s; "
+            "start a worker for each, on hosts that reach it"
+        )
+    return disagreement([Arrival(*json.loads(store.get(f"arrival/{rank}"))) for rank in range(launch.size)])
+
+
+def _missing(launch: LaunchedRank, store: Store, timeout_s: float) -> list[int]:
+    """Wait for all ranks, and return those that have not come."""
     keys = [f"arrival/{rank}" for rank in range(launch.size)]
+    deadline_s = time.monotonic() + timeout_s
+    # A store that is left to wait itself logs it when that takes too long.
+    while not store.check(keys) and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
+@contextmanager
+def _impatience(text: str) -> Iterator[None]:
+    """Say on standard error what is waited for, once it takes a while."""
+    timer = threading.Timer(PATIENCE_S, sys.stderr.write, [f"{text}\n"])
+    timer.daemon = True
+    timer.start()
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            where = f"{launch.address}:{launch.port}"
-            return TrainingError(
-                f"{_ranks(missing)} of {launch.size} did not come to {where} within {timeout_s:g} s; "
-                "start a worker for each, on hosts that reach it"
-            )
-    return disagreement([Arrival(*json.loads(store.get(key))) for key in keys])
+        yield
+    finally:
+        timer.cancel()
 
 
 def disagreement(arrivals: Sequence[Arrival]) -> AutoparError | None:

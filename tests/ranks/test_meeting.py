@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.ranks import meeting
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.meeting import Arrival, disagreement, meet
@@ -44,6 +45,17 @@ def test_ranks_that_never_come_are_named_and_the_others_end_alike() -> None:
     assert "ranks 2, 3 of 4 did not come to 127.0.0.1:" in str(found[0])
     assert isinstance(found[1], SaidElsewhereError)
     assert found[1].exit_code == 5
+
+
+def test_what_is_waited_for_is_said_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "PATIENCE_S", 0.2)
+    first, alone = ranks_of(3)[0], ranks_of(3)[2]
+    assert isinstance(meetings([first], [{}], 0.5)[0], TrainingError)
+    assert capsys.readouterr().err == f"rank 0: waiting at 127.0.0.1:{first.port} for ranks 1, 2 of 3\n"
+    assert isinstance(meetings([alone], [{}], 0.5)[0], TrainingError)
+    assert f"rank 2: waiting for rank 0 at 127.0.0.1:{alone.port}\n" in capsys.readouterr().err
 
 
 def test_a_host_with_another_plan_is_named_and_all_end_with_the_code_of_a_bad_file() -> None:
