@@ -48,7 +48,7 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
 @pytest.mark.usefixtures("taken_together")
 def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     ratios = []
-    for seed in range(90):
+    for seed in range(60):
         profile, cluster, options = _instance(seed)
         exact = Best()
         exhaust(Simulator(CostModel(profile, cluster, options)), options, exact)
@@ -62,7 +62,7 @@ def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
             assert max(CostModel(profile, cluster, options).shortfalls(best.found.candidate)) <= 0
         ratios.append(best.step_s / exact.step_s)
     ratios.sort()
-    assert len(ratios) >= 50
+    assert len(ratios) >= 33
     assert ratios[int(0.8 * len(ratios))] <= 1.1
 
 

@@ -68,7 +68,7 @@ def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[
 
 def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
     compared = moved = 0
-    for seed in range(120):
+    for seed in range(80):
         profile, cluster, options = _instance(seed)
         if seed % 4 == 1:
             cluster = _uneven(profile, cluster, options, seed)
@@ -85,8 +85,8 @@ def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
         assert best.found is not None
         devices = [device for stage in best.found.candidate.stages for device in stage.devices]
         moved += devices != list(range(len(devices)))
-    assert compared >= 95
-    assert moved >= 30
+    assert compared >= 63
+    assert moved >= 20
 
 
 def test_no_simulated_step_is_shorter_than_its_bound_wherever_stages_stand() -> None:

@@ -62,8 +62,10 @@ def test_halves_are_bitwise_a_whole_backward_and_an_outer_layer_has_a_single_hal
     times = chain.split(given(batch))
     halves = gradients(model)
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    times += [chain.split(given(batch))[0] for _ in range(20)]
     # The first layer's input is the batch, of which nobody wants a gradient.
-    assert times[0][1].seconds < times[0][2].seconds
+    first = [each for each in times if each[0] == times[0][0]]
+    assert min(each[1].seconds for each in first) < min(each[2].seconds for each in first)
 
 
 def test_a_step_leaves_nothing_alive_and_starts_from_new_gradients() -> None:

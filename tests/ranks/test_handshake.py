@@ -15,10 +15,21 @@ from autopar.ranks.pool import RankPool
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no memory to share that way")
 
 
+def start() -> RankPool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        return RankPool(4)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with start() as pool:
+        yield pool
+
+
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with RankPool(4) as pool:
+def pool_to_harm() -> Iterator[RankPool]:
+    with start() as pool:
         yield pool
 
 
@@ -38,9 +49,9 @@ def test_pairs_of_one_host_have_a_channel(
     assert found == [{str(rank): float(rank) for rank in peers} for peers in expected]
 
 
-def test_ranks_that_do_not_reach_each_other_have_none(pool: RankPool) -> None:
+def test_ranks_that_do_not_reach_each_other_have_none(pool_to_harm: RankPool) -> None:
     try:
-        found = pool.run("jobs_for_ranks:pass_around", {"hosts": 1, "pairs": [(0, 1), (1, 2)], "apart": 1})
+        found = pool_to_harm.run("jobs_for_ranks:pass_around", {"hosts": 1, "pairs": [(0, 1), (1, 2)], "apart": 1})
     except TrainingError as error:
         if "unshare" not in str(error):
             raise
@@ -48,6 +59,6 @@ def test_ranks_that_do_not_reach_each_other_have_none(pool: RankPool) -> None:
     assert found == [{}, {}, {}, {}]
 
 
-def test_a_rank_that_is_killed_is_missed_at_once(pool: RankPool) -> None:
+def test_a_rank_that_is_killed_is_missed_at_once(pool_to_harm: RankPool) -> None:
     with pytest.raises(TrainingError, match=r"rank 1 .*was killed by SIGKILL"):
-        pool.run("jobs_for_ranks:lose_while_receiving", ranks=2)
+        pool_to_harm.run("jobs_for_ranks:lose_while_receiving", ranks=2)
