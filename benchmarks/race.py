@@ -211,7 +211,9 @@ def _sleeping_peer(context: RankContext, field: Field, name: str, paces: Sequenc
     copies, cuts = field["sides"].get(name, (1, list(range(1, len(layers)))))
     ranks = copies * (len(cuts) + 1) // chunks
     # Replicas of a stage are neighbours, as autopar's are.
-    pipelines = [dist.new_group(list(range(copy, ranks, copies))) for copy in range(copies)]
+    # A group that nobody needs disturbs all contestants: a thread of it wakes up a hundred times a second.
+    whole = ranks == context.size and copies == 1
+    pipelines = [None if whole else dist.new_group(list(range(copy, ranks, copies))) for copy in range(copies)]
     replicas = [dist.new_group(list(range(rank, rank + copies))) for rank in range(0, ranks, copies) if copies > 1]
     if context.rank >= ranks:
         return Contestant(name, lambda number: None)

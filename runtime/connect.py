@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from autopar.formats.plan import Plan
+from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 from autopar.ranks.handshake import open_channels
 from autopar.runtime.copies import CudaCopies
@@ -23,9 +25,11 @@ __all__ = ["connect", "directions", "warm_up"]
 def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transport:
     """Return a rank's transport for a run of the plan; all ranks ask at once."""
     apart = synced_groups(plan) if settings.sync_batch_norm else []
+    pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
-    channels = {} if context.nccl else open_channels(context, directions(plan))
-    transport = GroupTransport(context, reduction_groups(plan), apart, channels)
+    channels = {} if context.nccl else open_channels(context, pairs)
+    grouped = context.nccl or _any_without(context, pairs, channels)
+    transport = GroupTransport(context, reduction_groups(plan), apart, channels, grouped=grouped)
     if context.device.type == "cpu":
         return transport
     if not context.nccl:
@@ -36,6 +40,12 @@ def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transp
         warm_up(transport, plan, context.rank, context.device, apart)
     torch.cuda.synchronize(context.device)
     return transport
+
+
+def _any_without(context: RankContext, pairs: Sequence[tuple[int, int]], channels: Mapping[int, Channel]) -> bool:
+    """Return whether any rank's messages need more than its channels; all ranks ask at once."""
+    peers = {rank for pair in pairs if context.rank in pair for rank in pair} - {context.rank}
+    return bool(pairs) and "true" in context.gather(json.dumps(not peers <= channels.keys()))
 
 
 def directions(plan: Plan) -> list[tuple[int, int]]:

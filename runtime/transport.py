@@ -94,16 +94,26 @@ class GroupTransport:
         groups: Iterable[tuple[int, ...]],
         apart: Iterable[tuple[int, ...]],
         channels: Mapping[int, Channel],
+        *,
+        grouped: bool,
     ) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order.
 
-        ``channels`` lead to ranks that have one to this rank.
+        Args:
+            context: the rank's.
+            groups: ranks that reduce together.
+            apart: those that do so in an order of their own, too.
+            channels: lead to ranks that have one to this rank.
+            grouped: whether messages that training depends on go through groups. Otherwise, none is made for them, as
+                a thread of Gloo's wakes up a hundred times a second in every one; the default group does for the rest.
         """
         patience = timedelta(seconds=context.timeout_s)
         self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
         self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
         everyone = list(range(context.size))
-        self._up = self._down = dist.new_group(everyone, timeout=patience)
+        group = dist.new_group(everyone, timeout=patience) if grouped else dist.group.WORLD
+        assert group is not None
+        self._up = self._down = group
         if context.nccl:
             # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
             # one for every pair of ranks.
