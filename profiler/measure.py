@@ -1,7 +1,8 @@
 """Time layers: in rounds over all of them and all sizes, so that the machine's drift spreads evenly.
 
-In a round a size runs several times in a row, the first time unrecorded: a step after one of another size meets memory
-that the allocator has given back (a tenth of a forward of GPT-2), which in training it does not.
+In a round a size runs several times in a row, the first time unrecorded: a step after one of another size, or of
+another kind, meets memory that the allocator has given back (a tenth of a forward of GPT-2, half of a split backward),
+which in training it does not.
 Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
 the caches as in a real step.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from autopar.capture import Layer
 from autopar.profiler.chained import Chained
@@ -28,6 +30,8 @@ IN_A_ROW = 3
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
+
+_Timed = TypeVar("_Timed")
 
 
 @dataclass
@@ -59,24 +63,23 @@ def measure(
 
     ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
     budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and one of
-    recomputation follow at least. Without ``split`` none is split.
+    recomputation follow at least, of as many. Without ``split`` none is split.
     """
     sizes = tuple(given)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
 
     def plain(size: int) -> None:
-        chain.step(given[size])
-        for layer, forward, backward in (each for _ in range(IN_A_ROW) for each in chain.step(given[size])):
+        for layer, forward, backward in _in_a_row(partial(chain.step, given[size])):
             timings[layer.fingerprint, size].forward.append(forward)
             timings[layer.fingerprint, size].backward.append(backward)
 
     def halves(size: int) -> None:
-        for layer, first, second in chain.split(given[size]):
+        for layer, first, second in _in_a_row(partial(chain.split, given[size])):
             timings[layer.fingerprint, size].backward_input.append(first)
             timings[layer.fingerprint, size].backward_weight.append(second)
 
     def recomputed(size: int) -> None:
-        for layer, again in chain.recomputed(given[size]):
+        for layer, again in _in_a_row(partial(chain.recomputed, given[size])):
             timings[layer.fingerprint, size].recompute.append(again)
 
     _rounds(lambda size: chain.step(given[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
@@ -85,6 +88,12 @@ def measure(
         _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
     _rounds(recomputed, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
     return timings
+
+
+def _in_a_row(step: Callable[[], Sequence[_Timed]]) -> list[_Timed]:
+    """Run a step several times, the first one unrecorded; return what was timed."""
+    step()
+    return [each for _ in range(IN_A_ROW) for each in step()]
 
 
 def _rounds(
