@@ -13,6 +13,7 @@ from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.profiler.regathered import communicates
 from autopar.schedules.expand import stages_of
 
 __all__ = ["LayerSeconds", "corrected"]
@@ -38,7 +39,8 @@ def corrected(
     """Return a profile from which the plan's program is predicted to take what it took.
 
     A stage's measured times over the predicted ones are its layers' together; where layers were timed, each has its own
-    part of that. Layers that were measured as one stay alike. A stage on several kinds of devices tells nothing.
+    part of that. Layers that were measured as one stay alike. Stages tell nothing that are on several kinds of devices,
+    or that gather or scatter while they compute: what that takes is not the layers'.
 
     Args:
         profile: what the plan was made of.
@@ -52,7 +54,7 @@ def corrected(
     for rank in range(len(plan.devices)):
         for index in stages_of(plan, rank)[0]:
             kind = _kind_of(plan.stages[index], profile)
-            if kind is not None:
+            if kind is not None and not communicates(plan.stages[index]):
                 ratios = _ratios(index, rank, measured, predicted)
                 for name, factors in _parted(profile, plan, rank, index, kind, ratios, layers_s).items():
                     found[kind][name].append(factors)
@@ -62,7 +64,7 @@ def corrected(
         other.model_copy(update={"layers": _scaled(other.layers, found[other.device.name], rows)})
         for other in profile.others
     )
-    notes = (*(note for note in profile.notes if note != NOTE), NOTE)
+    notes = (*(note for note in profile.notes if note != NOTE), NOTE) if any(found.values()) else profile.notes
     update = {"layers": layers, "others": others, "step_overhead_s": overhead_s, "notes": notes}
     return profile.model_copy(update=update)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.profiler.fit import fitted
 from autopar.schedules.expand import messages
 
-__all__ = ["relinked"]
+__all__ = ["level_of", "relinked"]
 
 LEAST_SPREAD = 2
 """Times as large as the smallest message the largest must be for latency and bandwidth to be told apart."""
@@ -31,7 +31,7 @@ def relinked(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
 
     Messages of several sizes give a link's latency and bandwidth. Those of one size, and of levels with a curve or with
     several links, give a factor for all of the level's numbers. Collectives are left as they are: a run hides most of
-    theirs behind backwards.
+    all-reduces behind backwards, and of others :mod:`autopar.profiler.regathered` knows more.
     """
     samples = _samples(cluster, plan, measured, predicted)
     links = tuple(
@@ -59,18 +59,18 @@ def _samples(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
     for (rank, action), seconds in measured.items():
         if action.kind in (SEND, SEND_GRADIENT) and predicted.get((rank, action), 0.0) > 0:
             size = sizes[action.kind, rank, action.stage, action.peer, action.peer_stage]
-            level = _level(cluster, plan.devices[rank], plan.devices[action.peer])
+            level = level_of(cluster, (plan.devices[rank], plan.devices[action.peer]))
             found[level].append(_Sample(size, seconds, predicted[rank, action]))
     return found
 
 
-def _level(cluster: Cluster, one: int, other: int) -> Level:
-    """Return what connects two devices."""
-    here, there = cluster.devices[one], cluster.devices[other]
-    if here.node == there.node:
+def level_of(cluster: Cluster, devices: Iterable[int]) -> Level:
+    """Return the widest level that some devices need to reach each other."""
+    found = [cluster.devices[device] for device in devices]
+    if len({each.node for each in found}) == 1:
         return "node"
     racks = any(link.level == "rack" for link in cluster.links)
-    return "rack" if racks and here.rack == there.rack else "network"
+    return "rack" if racks and len({each.rack for each in found}) == 1 else "network"
 
 
 def _alone(cluster: Cluster, link: Link) -> bool:

@@ -50,6 +50,7 @@ def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Pat
     """Write the profile, and the cluster where messages were measured; return the files."""
     from autopar.planner import simulate
     from autopar.profiler.corrected import corrected
+    from autopar.profiler.regathered import communicates, regathered, ungathered
     from autopar.profiler.relinked import relinked
 
     target = _target(plan, output)
@@ -59,6 +60,9 @@ def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Pat
     made = corrected(profile, planned, measured, predicted, outcome.layers_s, outcome.overhead_s)
     made = made.model_copy(update={"model": rebased(profile.model, origin, target)})
     links = relinked(cluster, planned, measured, predicted)
+    if any(map(communicates, planned.stages)):
+        with_gathers, without = (own_times(simulate(planned, made, each)) for each in (cluster, ungathered(cluster)))
+        links = regathered(links, planned, measured, with_gathers, without)
     made.save(target)
     if links == cluster:
         return (target,)

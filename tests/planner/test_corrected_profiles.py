@@ -7,12 +7,13 @@ import random
 import pytest
 from instances import cost, profile_of
 
-from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.own_times import own_times
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.profiler.corrected import corrected
+from autopar.profiler.regathered import regathered, ungathered
 from autopar.profiler.relinked import relinked
 
 LAYERS = 8
@@ -172,3 +173,57 @@ def test_a_run_that_measured_no_message_leaves_the_cluster_as_it_is() -> None:
     times = own_times(simulate(run, known, links))
     assert relinked(links, run, times, times) is not None
     assert relinked(links, run, times, times) == links
+
+
+def gathering(factor: float, overlap: float | None = None) -> Cluster:
+    """Return a cluster whose gathers take so many times as long; computing beside them takes ``overlap`` times."""
+    sizes, seconds = (1000, 100_000), (1e-3 * factor, 5e-3 * factor)
+    kinds = ("all_gather", "reduce_scatter")
+    curves = tuple(Curve(kind=kind, ranks=2, level="node", sizes=sizes, seconds=seconds) for kind in kinds)
+    overlaps = () if overlap is None else (Overlap(level="node", compute=overlap, communication=1.0),)
+    return cluster(1e-4, 1e8).model_copy(update={"curves": curves, "overlaps": overlaps})
+
+
+def sharding(known: Profile, links: Cluster) -> Plan:
+    return plan(known, links, PlanOptions(stages="0-4:2,5-7:1", micro_batches=3, schedule="1f1b", shard="parameters"))
+
+
+def test_what_a_stage_that_gathers_takes_beyond_computing_is_taken_for_its_gathers() -> None:
+    draw = random.Random(2)
+    truth = profile(draw)
+    # Only what computes alone tells of its layers: those of the other stage are known well.
+    other = like(truth, draw)
+    wrong = truth.model_copy(update={"layers": (*truth.layers[:5], *other.layers[5:])})
+    run = sharding(wrong, gathering(1.0))
+    assert [stage.shard for stage in run.stages] == ["parameters", "none"]
+    measured = own_times(simulate(run, truth, gathering(2.5)))
+    predicted = own_times(simulate(run, wrong, gathering(1.0)))
+    made = corrected(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    assert made.layers[:5] == wrong.layers[:5]
+    assert [layer.costs[0].forward_s for layer in made.layers[5:]] == pytest.approx(
+        [layer.costs[0].forward_s for layer in truth.layers[5:]]
+    )
+    both = (own_times(simulate(run, made, each)) for each in (gathering(1.0), ungathered(gathering(1.0))))
+    links = regathered(gathering(1.0), run, measured, *both)
+    for found, right in zip(links.curves, gathering(2.5).curves, strict=True):
+        assert found.seconds == pytest.approx(right.seconds)
+        assert found.provenance == "measured"
+    assert simulate(run, made, links).end_s == pytest.approx(simulate(run, truth, gathering(2.5)).end_s, rel=0.01)
+
+
+@pytest.mark.parametrize("links", [gathering(0.01, overlap=1.0), cluster(1e-4, 1e8, curve=True)])
+def test_gathers_that_computing_hides_and_those_without_curves_stay_as_they_are(links: Cluster) -> None:
+    known = profile(random.Random(4))
+    run = sharding(known, links)
+    predicted = own_times(simulate(run, known, links))
+    measured = {key: 1.2 * seconds for key, seconds in predicted.items()}
+    assert regathered(links, run, measured, predicted, own_times(simulate(run, known, ungathered(links)))) == links
+
+
+def test_a_run_that_was_all_sharded_corrects_no_layer() -> None:
+    known, links = profile(random.Random(6)), gathering(1.0)
+    options = PlanOptions(stages="0-7:2", micro_batches=3, schedule="gpipe", shard="gradients")
+    run = plan(known, links, options)
+    predicted = own_times(simulate(run, known, links))
+    measured = {key: 2 * seconds for key, seconds in predicted.items()}
+    assert corrected(known, run, measured, predicted, [], 0.0) == known.model_copy(update={"step_overhead_s": 0.0})
