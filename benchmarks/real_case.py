@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan, Shard
+from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
@@ -64,26 +66,34 @@ PEERS = {
 
 
 def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Race a transformer on two ranks; ``plain`` is one process, ``copies`` is one in each rank at once."""
+    """Race a transformer on two ranks; ``plain`` is one process, ``copies`` is one in each rank at once.
+
+    Machines drift: steps are predicted from a profile before the race and from one after it, and the mean counts.
+    """
     words = arguments.only.split(",")
     user = load(str(MODEL))
-    sys.stderr.write("real: profiling\n")
-    profiled = profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
-    links = local_cluster(measure_links(RANKS, "cpu", 1), profiled.device, RANKS)
+    profiles = [_profiled()]
+    links = local_cluster(measure_links(RANKS, "cpu", 1), profiles[0].device, RANKS)
     graph = capture(user, user.build(0))
     plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
     peers = [name for name in PEERS if any(word in name for word in words)]
     laps = _race(arguments, plans, [*peers, "plain", "copies"])
+    profiles.append(_profiled())
     single_s = steps_s(laps["plain"])
     ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
     found = []
     for name, plan in plans.items():
-        expected_s = predicted_s(plan, profiled, links)
+        expected_s = statistics.mean(predicted_s(plan, profiled, links) for profiled in profiles)
         actions = 2 * plan.micro_batches * RANKS
         found.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS
     found += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
     return found + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
+
+
+def _profiled() -> Profile:
+    sys.stderr.write("real: profiling\n")
+    return profile(load(str(MODEL)), ProfileOptions(batch=ROWS, budget_s=5.0))
 
 
 def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> Laps:

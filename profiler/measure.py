@@ -26,7 +26,7 @@ __all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
 
 REPRESENTATIVES = 16
 MAX_ROUNDS = 20
-IN_A_ROW = 3
+IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
 # Of what is spent on rounds: first, unrecorded ones, in which clocks, caches and the allocator settle; and, after the
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
@@ -63,23 +63,23 @@ def measure(
 
     ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
     budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and one of
-    recomputation follow at least, of as many. Without ``split`` none is split.
+    recomputation follow at least, of two. Without ``split`` none is split.
     """
     sizes = tuple(given)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
 
     def plain(size: int) -> None:
-        for layer, forward, backward in _in_a_row(partial(chain.step, given[size])):
+        for layer, forward, backward in _in_a_row(partial(chain.step, given[size]), IN_A_ROW):
             timings[layer.fingerprint, size].forward.append(forward)
             timings[layer.fingerprint, size].backward.append(backward)
 
     def halves(size: int) -> None:
-        for layer, first, second in _in_a_row(partial(chain.split, given[size])):
+        for layer, first, second in _in_a_row(partial(chain.split, given[size]), EXTRA_IN_A_ROW):
             timings[layer.fingerprint, size].backward_input.append(first)
             timings[layer.fingerprint, size].backward_weight.append(second)
 
     def recomputed(size: int) -> None:
-        for layer, again in _in_a_row(partial(chain.recomputed, given[size])):
+        for layer, again in _in_a_row(partial(chain.recomputed, given[size]), EXTRA_IN_A_ROW):
             timings[layer.fingerprint, size].recompute.append(again)
 
     _rounds(lambda size: chain.step(given[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
@@ -90,10 +90,10 @@ def measure(
     return timings
 
 
-def _in_a_row(step: Callable[[], Sequence[_Timed]]) -> list[_Timed]:
-    """Run a step several times, the first one unrecorded; return what was timed."""
+def _in_a_row(step: Callable[[], Sequence[_Timed]], times: int) -> list[_Timed]:
+    """Run a step once unrecorded, and then so many times; return what was timed."""
     step()
-    return [each for _ in range(IN_A_ROW) for each in step()]
+    return [each for _ in range(times) for each in step()]
 
 
 def _rounds(

@@ -116,14 +116,13 @@ def test_without_a_budget_measuring_costs_a_bounded_number_of_steps() -> None:
     whole = given(batch)
     half = Inputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
     timings = measure(chain, {3: half, 6: whole}, 1e-9, lambda what, share: None)
-    # Of each kind, and of each size, a step that is not recorded and three that are; and a warm-up.
-    assert [calls.count((way, 6)) for way in ("step", "split", "recomputed")] == [4, 4, 4]
-    assert [calls.count((way, 3)) for way in ("step", "split", "recomputed")] == [5, 4, 4]
+    # Of each kind, and of each size, a step that is not recorded, and three or two that are; and a warm-up.
+    assert [calls.count((way, 6)) for way in ("step", "split", "recomputed")] == [4, 3, 3]
+    assert [calls.count((way, 3)) for way in ("step", "split", "recomputed")] == [5, 3, 3]
     kinds = {layer.fingerprint for layer in graph.layers}
     assert timings.keys() == {(kind, size) for kind in kinds for size in (3, 6)}
     for timing in timings.values():
-        assert len(timing.forward) == len(timing.backward_input) == len(timing.recompute)
-        assert len(timing.forward) % 3 == 0
+        assert 2 * len(timing.forward) == 3 * len(timing.backward_input) == 3 * len(timing.recompute)
 
 
 def test_autocast_changes_what_layers_make_and_an_unknown_type_is_refused() -> None:
