@@ -72,13 +72,13 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """
     words = arguments.only.split(",")
     user = load(str(MODEL))
-    profiles = [_profiled()]
+    profiles = [_profiled(user)]
     links = local_cluster(measure_links(RANKS, "cpu", 1), profiles[0].device, RANKS)
     graph = capture(user, user.build(0))
     plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
     peers = [name for name in PEERS if any(word in name for word in words)]
     laps = _race(arguments, plans, [*peers, "plain", "copies"])
-    profiles.append(_profiled())
+    profiles.append(_profiled(user))
     single_s = steps_s(laps["plain"])
     ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
     found = []
@@ -91,9 +91,9 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return found + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
 
 
-def _profiled() -> Profile:
+def _profiled(user: UserModel) -> Profile:
     sys.stderr.write("real: profiling\n")
-    return profile(load(str(MODEL)), ProfileOptions(batch=ROWS, budget_s=5.0))
+    return profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
 
 
 def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> Laps:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from autopar.formats.cluster import LEVELS, Cluster, Curve, Level
+from autopar.formats.cluster import LEVELS, Cluster, Level
 from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.program import BACKWARDS, FORWARD, Action
-from autopar.profiler.relinked import level_of
+from autopar.profiler.relinked import level_of, slowed
 
 __all__ = ["communicates", "regathered", "ungathered"]
 
@@ -70,11 +70,8 @@ def _actions(cluster: Cluster, plan: Plan, times: OwnTimes) -> Iterator[tuple[Le
 
 def _times(cluster: Cluster, factors: Mapping[Level, float]) -> Cluster:
     """Multiply the seconds of gathers and scatters, by level."""
-
-    def longer(curve: Curve) -> Curve:
-        if curve.kind not in _KINDS or curve.level not in factors:
-            return curve
-        seconds = tuple(factors[curve.level] * each for each in curve.seconds)
-        return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})
-
-    return cluster.model_copy(update={"curves": tuple(map(longer, cluster.curves))})
+    curves = tuple(
+        slowed(curve, factors[curve.level]) if curve.kind in _KINDS and curve.level in factors else curve
+        for curve in cluster.curves
+    )
+    return cluster.model_copy(update={"curves": curves})

@@ -14,7 +14,7 @@ from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.profiler.fit import fitted
 from autopar.schedules.expand import messages
 
-__all__ = ["level_of", "relinked"]
+__all__ = ["level_of", "relinked", "slowed"]
 
 LEAST_SPREAD = 2
 """Times as large as the smallest message the largest must be for latency and bandwidth to be told apart."""
@@ -39,7 +39,7 @@ def relinked(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
         for link in cluster.links
     )
     curves = tuple(
-        _slowed(curve, _factor(samples[curve.level])) if curve.kind == "p2p" and samples.get(curve.level) else curve
+        slowed(curve, _factor(samples[curve.level])) if curve.kind == "p2p" and samples.get(curve.level) else curve
         for curve in cluster.curves
     )
     return cluster.model_copy(update={"links": links, "curves": curves})
@@ -101,6 +101,7 @@ def _relinked(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
     return link.model_copy(update={**update, "provenance": "measured"})
 
 
-def _slowed(curve: Curve, factor: float) -> Curve:
+def slowed(curve: Curve, factor: float) -> Curve:
+    """Return a curve whose seconds are multiplied, as a run measured them."""
     seconds = tuple(seconds * factor for seconds in curve.seconds)
     return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})

@@ -11,7 +11,7 @@ import torch
 from autopar.formats.plan import Plan
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
-from autopar.ranks.handshake import open_channels
+from autopar.ranks.handshake import open_channels, partners
 from autopar.runtime.copies import CudaCopies
 from autopar.runtime.groups import reducing_groups, reduction_groups, synced_groups
 from autopar.runtime.settings import TrainSettings
@@ -44,8 +44,8 @@ def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transp
 
 def _any_without(context: RankContext, pairs: Sequence[tuple[int, int]], channels: Mapping[int, Channel]) -> bool:
     """Return whether any rank's messages need more than its channels; all ranks ask at once."""
-    peers = {rank for pair in pairs if context.rank in pair for rank in pair} - {context.rank}
-    return bool(pairs) and "true" in context.gather(json.dumps(not peers <= channels.keys()))
+    lacking = not partners(context.rank, pairs) <= channels.keys()
+    return bool(pairs) and "true" in context.gather(json.dumps(lacking))
 
 
 def directions(plan: Plan) -> list[tuple[int, int]]:

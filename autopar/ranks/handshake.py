@@ -13,11 +13,16 @@ from autopar.errors import TrainingError
 from autopar.ranks.channel import Channel, Way, new_way, supported
 from autopar.ranks.context import RankContext
 
-__all__ = ["open_channels"]
+__all__ = ["open_channels", "partners"]
 
 _RANK = struct.Struct("=Q")
 _CREDENTIALS = struct.Struct("=iII")
 """Process, user and group, as the kernel tells them of a socket's other end."""
+
+
+def partners(rank: int, pairs: Iterable[tuple[int, int]]) -> set[int]:
+    """Return the ranks that have something to tell a rank, or to hear from it."""
+    return {other for pair in pairs if rank in pair for other in pair} - {rank}
 
 
 def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dict[int, Channel]:
@@ -33,8 +38,7 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     pairs = list(pairs)
     if not pairs:
         return {}
-    partners = {rank for pair in pairs if context.rank in pair for rank in pair} - {context.rank}
-    near = partners & _of_host(context) if supported() else set()
+    near = partners(context.rank, pairs) & _of_host(context) if supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.
         name = f"\0autopar-{secrets.token_hex(16)}"
