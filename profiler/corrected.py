@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.own_times import OwnTimes
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import SCATTERING, Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
-from autopar.profiler.regathered import communicates
 from autopar.schedules.expand import stages_of
 
 __all__ = ["LayerSeconds", "corrected"]
@@ -54,7 +53,7 @@ def corrected(
     for rank in range(len(plan.devices)):
         for index in stages_of(plan, rank)[0]:
             kind = _kind_of(plan.stages[index], profile)
-            if kind is not None and not communicates(plan.stages[index]):
+            if kind is not None and plan.stages[index].shard not in SCATTERING:
                 ratios = _ratios(index, rank, measured, predicted)
                 for name, factors in _parted(profile, plan, rank, index, kind, ratios, layers_s).items():
                     found[kind][name].append(factors)

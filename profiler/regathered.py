@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from autopar.formats.cluster import LEVELS, Cluster, Level
 from autopar.formats.own_times import OwnTimes
-from autopar.formats.plan import Plan, Stage
+from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARDS, FORWARD, Action
-from autopar.profiler.relinked import level_of, slowed
+from autopar.hardware.topology import Topology, devices_of
+from autopar.profiler.relinked import slowed
 
-__all__ = ["communicates", "regathered", "ungathered"]
+__all__ = ["regathered", "ungathered"]
 
 _KINDS = ("all_gather", "reduce_scatter")
 _LEAST = 0.01
@@ -24,11 +25,6 @@ class _Added(NamedTuple):
 
     measured_s: float
     predicted_s: float
-
-
-def communicates(stage: Stage) -> bool:
-    """Return whether a stage's replicas gather or scatter while they compute."""
-    return stage.shard in ("gradients", "parameters")
 
 
 def ungathered(cluster: Cluster) -> Cluster:
@@ -62,10 +58,11 @@ def regathered(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnT
 
 def _actions(cluster: Cluster, plan: Plan, times: OwnTimes) -> Iterator[tuple[Level, tuple[int, Action]]]:
     """Yield what computes and communicates at once, and at which level."""
+    topology = Topology(cluster, devices_of(cluster, max(plan.devices) + 1))
     for rank, action in times:
         stage = plan.stages[action.stage]
-        if action.kind in (FORWARD, *BACKWARDS) and communicates(stage):
-            yield level_of(cluster, stage.devices), (rank, action)
+        if action.kind in (FORWARD, *BACKWARDS) and stage.shard in SCATTERING:
+            yield topology.level(stage.devices), (rank, action)
 
 
 def _times(cluster: Cluster, factors: Mapping[Level, float]) -> Cluster:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ from autopar.formats.cluster import Cluster, Curve, Level, Link
 from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
+from autopar.hardware.topology import Topology, devices_of
 from autopar.profiler.fit import fitted
 from autopar.schedules.expand import messages
 
-__all__ = ["level_of", "relinked", "slowed"]
+__all__ = ["relinked", "slowed"]
 
 LEAST_SPREAD = 2
 """Times as large as the smallest message the largest must be for latency and bandwidth to be told apart."""
@@ -55,22 +56,14 @@ def _samples(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
         )
         sizes[SEND, each.sender, each.producer, each.receiver, each.consumer] = forth
         sizes[SEND_GRADIENT, each.receiver, each.consumer, each.sender, each.producer] = back
+    topology = Topology(cluster, devices_of(cluster, max(plan.devices) + 1))
     found: dict[Level, list[_Sample]] = defaultdict(list)
     for (rank, action), seconds in measured.items():
         if action.kind in (SEND, SEND_GRADIENT) and predicted.get((rank, action), 0.0) > 0:
             size = sizes[action.kind, rank, action.stage, action.peer, action.peer_stage]
-            level = level_of(cluster, (plan.devices[rank], plan.devices[action.peer]))
+            level = topology.pair(plan.devices[rank], plan.devices[action.peer])
             found[level].append(_Sample(size, seconds, predicted[rank, action]))
     return found
-
-
-def level_of(cluster: Cluster, devices: Iterable[int]) -> Level:
-    """Return the widest level that some devices need to reach each other."""
-    found = [cluster.devices[device] for device in devices]
-    if len({each.node for each in found}) == 1:
-        return "node"
-    racks = any(link.level == "rack" for link in cluster.links)
-    return "rack" if racks and len({each.rack for each in found}) == 1 else "network"
 
 
 def _alone(cluster: Cluster, link: Link) -> bool:

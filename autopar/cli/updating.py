@@ -9,7 +9,7 @@ from autopar.cli.references import check_output, rebased
 from autopar.cli.simulate import read_inputs
 from autopar.errors import UsageError
 from autopar.formats.own_times import own_times
-from autopar.formats.plan import Plan
+from autopar.formats.plan import SCATTERING, Plan
 
 if TYPE_CHECKING:
     from autopar.runtime.outcome import Outcome
@@ -50,7 +50,7 @@ def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Pat
     """Write the profile, and the cluster where messages were measured; return the files."""
     from autopar.planner import simulate
     from autopar.profiler.corrected import corrected
-    from autopar.profiler.regathered import communicates, regathered, ungathered
+    from autopar.profiler.regathered import regathered, ungathered
     from autopar.profiler.relinked import relinked
 
     target = _target(plan, output)
@@ -60,7 +60,7 @@ def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Pat
     made = corrected(profile, planned, measured, predicted, outcome.layers_s, outcome.overhead_s)
     made = made.model_copy(update={"model": rebased(profile.model, origin, target)})
     links = relinked(cluster, planned, measured, predicted)
-    if any(map(communicates, planned.stages)):
+    if any(stage.shard in SCATTERING for stage in planned.stages):
         with_gathers, without = (own_times(simulate(planned, made, each)) for each in (cluster, ungathered(cluster)))
         links = regathered(links, planned, measured, with_gathers, without)
     made.save(target)

@@ -24,6 +24,7 @@ from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 __all__ = [
+    "SCATTERING",
     "SHARDS",
     "Crossing",
     "Division",
@@ -45,6 +46,8 @@ Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+SCATTERING: tuple[Shard, ...] = ("gradients", "parameters")
+"""Where every backward leaves a replica with its part of the gradients, scattered while others are computed."""
 Rows = Annotated[float, Field(gt=0, lt=2**31)]
 
 

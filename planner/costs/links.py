@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level
 from autopar.formats.document import Provenance
-from autopar.planner.costs.topology import Topology
+from autopar.hardware.topology import Topology
 
 __all__ = ["Collective", "Level", "LinkModel"]
 

@@ -8,9 +8,10 @@ from copy import copy
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
-from autopar.formats.plan import Division, Shard
+from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
+from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.chunks import plain
 from autopar.planner.costs.flows import Flows
@@ -75,7 +76,7 @@ class CostModel:
         self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
-        listed = list(cluster.devices)
+        listed = cluster.devices
         plural = "s" if len(listed) > 1 else ""
         if count > len(listed):
             more = count - len(listed)
@@ -86,7 +87,7 @@ class CostModel:
                 f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
                 + where
             )
-        return [listed[index % len(listed)] for index in range(count)]
+        return devices_of(cluster, count)
 
     def _kind(self, name: str, index: int) -> int:
         """Return which of the profile's kinds a type is; a cluster of a single, unknown type is taken for the first.
@@ -249,7 +250,7 @@ class CostModel:
     def reduce_s(self, stage: Placed) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
         ranks, level = len(stage.devices), self._level(stage)
-        if stage.shard in ("gradients", "parameters"):
+        if stage.shard in SCATTERING:
             return self.sums.scatters(ranks, level)[stage.first]
         kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
         return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
@@ -286,7 +287,7 @@ class CostModel:
     def _exposed_s(
         self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
     ) -> float:
-        if shard in ("gradients", "parameters"):
+        if shard in SCATTERING:
             return self.sums.scatters(ranks, level)[first]
         sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)
         free = 0.0

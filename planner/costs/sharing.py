@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.formats.cluster import Cluster, Device, Level, Link
-from autopar.planner.costs.topology import Topology
+from autopar.hardware.topology import Topology
 
 __all__ = ["Port", "Sharing", "Slowdown", "Traffic"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from autopar.formats.plan import Shard
+from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.links import Level, LinkModel
@@ -64,7 +64,7 @@ class StageSums:
         ``adding`` is the share of backwards that add to gradients. Layers of ``recompute`` run forward again. Sharded
         gradients are reduced, and sharded parameters gathered, while another layer computes.
         """
-        communicating = shard in ("gradients", "parameters")
+        communicating = shard in SCATTERING
         if not recompute and not communicating:
             return self._costs[kind].backward_sums(rows, adding)
         where = (shard, ranks, level) if communicating else ()
@@ -101,7 +101,7 @@ class StageSums:
         first = _with_recomputation(first, layers, rows, recompute)
         if shard == "parameters":
             first = self._hidden(first, self.gathers(ranks, level), level)
-        if shard in ("gradients", "parameters"):
+        if shard in SCATTERING:
             second = self._hidden(second, self.scatters(ranks, level), level)
         return first, second
 

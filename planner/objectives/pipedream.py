@@ -8,7 +8,7 @@ from typing import NamedTuple
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.costs.topology import Topology
+from autopar.hardware.topology import Topology
 from autopar.planner.objectives.pipedream_graph import pipedream_graph
 from autopar.planner.objectives.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
 

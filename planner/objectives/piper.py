@@ -10,7 +10,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.costs.topology import Topology
+from autopar.hardware.topology import Topology
 from autopar.planner.objectives.piper_moves import PiperMoves, in_flight
 from autopar.planner.objectives.piper_options import Task
 from autopar.planner.objectives.piper_stages import PiperStages, Stage

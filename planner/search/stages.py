@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division
+from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import Family
 from autopar.planner.chunks import halves
@@ -322,7 +322,7 @@ class StageTables:
             update = update / width
         if choice.shard in ("optimizer", "gradients"):
             update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
-        if choice.shard in ("gradients", "parameters"):
+        if choice.shard in SCATTERING:
             return update
         rows = max(self.room.shares(choice, width))
         tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)

@@ -10,9 +10,9 @@ import pytest
 from hierarchies import hierarchy
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
+from autopar.hardware.topology import Topology
 from autopar.planner.costs.links import LinkModel
 from autopar.planner.costs.sharing import Sharing
-from autopar.planner.costs.topology import Topology
 
 
 def _plain_level(cluster: Cluster, devices: tuple[int, ...]) -> Level:

@@ -211,6 +211,19 @@ def test_what_a_stage_that_gathers_takes_beyond_computing_is_taken_for_its_gathe
     assert simulate(run, made, links).end_s == pytest.approx(simulate(run, truth, gathering(2.5)).end_s, rel=0.01)
 
 
+def test_devices_beyond_those_that_a_cluster_lists_are_corrected_like_them() -> None:
+    known, links = profile(random.Random(5)), gathering(1.0)
+    one = links.model_copy(update={"devices": links.devices[:1]})
+    options = PlanOptions(gpus=3, stages="0-4:2,5-7:1", micro_batches=3, schedule="1f1b", shard="parameters")
+    run = plan(known, one, options)
+    predicted, alone = (own_times(simulate(run, known, each)) for each in (one, ungathered(one)))
+    measured = {key: 2 * seconds for key, seconds in predicted.items()}
+    few = regathered(relinked(one, run, measured, predicted), run, measured, predicted, alone)
+    assert few.links[0].latency_s == pytest.approx(2 * links.links[0].latency_s)
+    all_listed = regathered(relinked(links, run, measured, predicted), run, measured, predicted, alone)
+    assert (few.links, few.curves) == (all_listed.links, all_listed.curves)
+
+
 @pytest.mark.parametrize("links", [gathering(0.01, overlap=1.0), cluster(1e-4, 1e8, curve=True)])
 def test_gathers_that_computing_hides_and_those_without_curves_stay_as_they_are(links: Cluster) -> None:
     known = profile(random.Random(4))

@@ -1,4 +1,4 @@
-"""Topology: which level of a cluster connects some devices."""
+"""Topology: the devices of a cluster, and which level connects some of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from copy import copy
 
 from autopar.formats.cluster import LEVELS, Cluster, Device, Level
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "devices_of"]
+
+
+def devices_of(cluster: Cluster, count: int) -> list[Device]:
+    """Return as many devices; those beyond the ones that the cluster lists are like them, in turn.
+
+    >>> from autopar.formats.cluster import Link
+    >>> node = Link(level="node", latency_s=0.0, bytes_per_s=1e9)
+    >>> two = Cluster(devices=tuple(Device(type="cpu", memory_bytes=size) for size in (1, 2)), links=(node,))
+    >>> [device.memory_bytes for device in devices_of(two, 3)]
+    [1, 2, 1]
+    """
+    return [cluster.devices[index % len(cluster.devices)] for index in range(count)]
 
 
 class Topology:
