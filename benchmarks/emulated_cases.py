@@ -181,9 +181,9 @@ def _scored(
 ) -> list[dict[str, Any]]:
     overshoots_s = _overshoots_s(paces, laps["sleeps"], 2)
     # What the planner is told was measured as training does it.
-    measured_s = {False: median(_overshoots_s(paces, laps["alone"], 2))}
+    measured_s = {False: _overshoots_s(paces, laps["alone"], 2)}
     if "split alone" in laps:
-        measured_s[True] = median(_overshoots_s(paces, laps["split alone"], 3))
+        measured_s[True] = _overshoots_s(paces, laps["split alone"], 3)
     rows = []
 
     def step_s(name: str, overshoot_s: float, cluster: Cluster) -> float:
@@ -191,7 +191,7 @@ def _scored(
 
     ideals = {name: [step_s(name, overshoot_s, free_links(RANKS)) for overshoot_s in overshoots_s] for name in entries}
     for name, entry in entries.items():
-        expected_s = step_s(name, measured_s[entry.split], links)
+        expected_s = [step_s(name, overshoot_s, links) for overshoot_s in measured_s[entry.split]]
         actions = 2 * MICRO_BATCHES * sum(entry.widths)
         rows.append(row(case, name, laps, actions, ideals[name], None, entry.counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS

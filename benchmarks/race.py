@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -21,6 +23,8 @@ from torch import nn
 from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
+from autopar.profiler import ProfileOptions, probe, profile
+from autopar.profiler.probe import Measured, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.data import split_rows
@@ -32,10 +36,13 @@ from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["Field", "Lap", "alone", "emulated", "real"]
+__all__ = ["Field", "Lap", "Real", "alone", "emulated", "real"]
 
 STRIDE = 5
 """Steps of a lap on a device that is behind the host, which is waited for after them."""
+
+BUDGET_S = 5.0
+"""Of a profile, in seconds."""
 
 Lap = tuple[float, float, float]
 """Of one rank in one step: start and end on the host's clock, and processor seconds."""
@@ -46,6 +53,15 @@ class Contestant(NamedTuple):
 
     name: str
     step: Callable[[int], object]
+
+
+class Real(TypedDict):
+    """What a rank found in a race of models that compute."""
+
+    laps: dict[str, list[Lap]]
+    profiles: list[str]
+    """Of every round that counts, as JSON texts."""
+    links: Measured
 
 
 class Field(TypedDict):
@@ -115,12 +131,22 @@ def emulated(context: RankContext, field: Field) -> dict[str, list[Lap]]:
     return _race(context, contestants, field["warm_up"], field["steps"])
 
 
-def real(context: RankContext, field: Field) -> dict[str, list[Lap]]:
-    """Race with a model that computes; one thread per rank."""
+def real(context: RankContext, field: Field) -> Real:
+    """Race with a model that computes; one thread per rank.
+
+    What predictions need is measured in the same processes: links before the first round, and the model in every
+    round, by all ranks at once.
+    """
     torch.set_num_threads(1)
     user = load(field["model"])
     workspace = Workspace(Path(field["workspace"]))
-    contestants = []
+    profiles: list[str] = []
+
+    def measure(number: int) -> None:
+        with _apart(context):
+            profiles.append(profile(user, ProfileOptions(batch=field["rows"], budget_s=BUDGET_S, threads=1)).dumps())
+
+    contestants = [Contestant("profile", measure)]
     for name, text in field["plans"].items():
         plan = Plan.parse(text, Path("plan.json"))
         job = build(context, plan, user, workspace.graph(user, plan), workspace)
@@ -130,7 +156,23 @@ def real(context: RankContext, field: Field) -> dict[str, list[Lap]]:
     batch = torch.utils.data.default_collate([samples[index] for index in range(count)])
     pair = batch[0], batch[1]
     contestants += [_computing_peer(context, field, name, user.build, pair) for name in field["peers"]]
-    return _race(context, contestants, field["warm_up"], field["steps"])
+    links = probe.measure(context, Probe(quick=True).as_dict())
+    laps = _race(context, contestants, field["warm_up"], field["steps"])
+    return {"laps": laps, "profiles": profiles[field["warm_up"] :], "links": links}
+
+
+@contextlib.contextmanager
+def _apart(context: RankContext) -> Iterator[None]:
+    """Keep the ranks of a block on different cores, where profilers that begin at once may choose the same."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < context.size:
+        yield
+        return
+    os.sched_setaffinity(0, {cores[context.rank]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def alone(context: RankContext, field: Field) -> dict[str, list[Lap]]:

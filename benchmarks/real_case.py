@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from cut import cut
 from emulation import free_links, predicted_s, profile_of
-from race import computing
-from score import Laps, row, steps_s
+from race import Real, computing
+from score import row, steps_s
 from sleeping import Pace, graph_of, user_of
 
 from autopar.capture import load
@@ -22,7 +22,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
+from autopar.profiler import local_cluster
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
 
@@ -45,14 +45,15 @@ class Entry(NamedTuple):
     shard: Shard = "none"
 
 
+# Replicas of all layers go forward and backward in turn, as the loops around DDP and FSDP2 do.
 ENTRIES = {
     "autopar gpipe": Entry("gpipe", (1, 1), MICRO_BATCHES, "torch ScheduleGPipe"),
     "autopar 1f1b": Entry("1f1b", (1, 1), MICRO_BATCHES, "torch Schedule1F1B"),
     "autopar interleaved": Entry("interleaved", (1, 1), MICRO_BATCHES, "torch ScheduleInterleaved1F1B", 2),
     "autopar zb-h1": Entry("zb-h1", (1, 1), MICRO_BATCHES, None, split=True),
     "autopar zb-v": Entry("zb-v", (1, 1), MICRO_BATCHES, "torch ScheduleZBVZeroBubble", 2, split=True),
-    "autopar data parallelism": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch DDP"),
-    "autopar data parallelism, sharded": Entry("gpipe", (2,), MICRO_BATCHES // 2, "torch FSDP2", shard="parameters"),
+    "autopar data parallelism": Entry("1f1b", (2,), MICRO_BATCHES // 2, "torch DDP"),
+    "autopar data parallelism, sharded": Entry("1f1b", (2,), MICRO_BATCHES // 2, "torch FSDP2", shard="parameters"),
 }
 PEERS = {
     "torch ScheduleGPipe": "autopar gpipe",
@@ -66,44 +67,36 @@ PEERS = {
 
 
 def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Race a transformer on two ranks; ``plain`` is one process, ``copies`` is one in each rank at once.
-
-    Machines drift: steps are predicted from a profile before the race and from one after it, and the mean counts.
-    """
+    """Race a transformer on two ranks; ``plain`` is one process, ``copies`` is one in each rank at once."""
     words = arguments.only.split(",")
     user = load(str(MODEL))
-    profiles = [_profiled(user)]
-    links = local_cluster(measure_links(RANKS, "cpu", 1), profiles[0].device, RANKS)
     graph = capture(user, user.build(0))
     plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
     peers = [name for name in PEERS if any(word in name for word in words)]
-    laps = _race(arguments, plans, [*peers, "plain", "copies"])
-    profiles.append(_profiled(user))
+    found = _race(arguments, plans, [*peers, "plain", "copies"])
+    laps = {name: [each["laps"][name] for each in found] for name in found[0]["laps"]}
+    profiles = [[Profile.parse(text, Path("profile.json")) for text in each["profiles"]] for each in found]
+    links = local_cluster(found[0]["links"], profiles[0][0].device, RANKS)
     single_s = steps_s(laps["plain"])
     ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
-    found = []
+    told = []
     for name, plan in plans.items():
-        expected_s = statistics.mean(predicted_s(plan, profiled, links) for profiled in profiles)
+        # Every rank has measured; the mean counts.
+        expected_s = [fmean(predicted_s(plan, one, links) for one in moment) for moment in zip(*profiles, strict=True)]
         actions = 2 * plan.micro_batches * RANKS
-        found.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
+        told.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS
-    found += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
-    return found + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
+    told += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
+    return told + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
 
 
-def _profiled(user: UserModel) -> Profile:
-    sys.stderr.write("real: profiling\n")
-    return profile(user, ProfileOptions(batch=ROWS, budget_s=5.0))
-
-
-def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> Laps:
+def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> list[Real]:
     with tempfile.TemporaryDirectory() as folder, RankPool(RANKS) as pool:
         if plans:
             Workspace(Path(folder)).prepare(load(str(MODEL)), next(iter(plans.values())), None)
         field = computing(arguments, plans, peers, MICRO_BATCHES, ROWS, MODEL, folder)
-        told = pool.run("race:real", field, on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
-    results: list[Any] = list(told)
-    return {name: [result[name] for result in results] for name in results[0]}
+        told: Any = pool.run("race:real", field, on_message=lambda rank, said: sys.stderr.write(f"real: {said}\n"))
+    return list(told)
 
 
 def _ideal_s(entry: Entry, single_s: float) -> float:

@@ -11,10 +11,11 @@ plain loop; `all` leaves it out where there is no GPU. Its steps run in goes of 
 Rows give a step's median, 10th and 90th percentile; the median ratio, over rounds, to the ideal of the schedule (its
 program, simulated with what the layers take in the same run and messages that take nothing), to one process, and to
 its counterpart of torch; the processor seconds of a step over all ranks, and of one forward or backward; and the step
-that the simulator predicts over the links measured before. What the layers take is measured in every round: for the
-ideal, the same sleeps in all ranks at once; for the prediction, autopar's training of one stage in each of them
-(`alone`), without messages; in `real`, one process, and a profile made before. `autopar 1f1b` has the depth that is
-predicted to be quickest, as plans do; PA and PB are fixed ones. Wants an otherwise idle machine.
+that the simulator predicts over the links measured before, with the median error of all rounds. What the layers take
+is measured in every round: for the ideal, the same sleeps in all ranks at once; for the prediction, autopar's training
+of one stage in each of them (`alone`), without messages; in `real`, one process, and a profile that every rank makes.
+`autopar 1f1b` has the depth that is predicted to be quickest, as plans do; PA and PB are fixed ones. Wants an otherwise
+idle machine.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def row(
     ideal_s: Sequence[float] | None = None,
     single_s: Sequence[float] | None = None,
     counterpart: str | None = None,
-    predicted_s: float | None = None,
+    predicted_s: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return a contestant's figures.
 
@@ -42,7 +42,7 @@ def row(
         ideal_s: the least seconds of every round.
         single_s: those of one process.
         counterpart: whom the contestant is held against.
-        predicted_s: the step that the simulator predicts.
+        predicted_s: the step that the simulator predicts from what was measured in every round.
     """
     mine = steps_s(laps[name])
     low, *_, high = quantiles(mine, n=10, method="inclusive") if len(mine) > 1 else (mine[0], mine[0])
@@ -59,8 +59,8 @@ def row(
         "over_torch": _over(mine, other_s),
         "cpu_s": round(cpu_s, 4),
         "cpu_ms_per_action": round(1e3 * cpu_s / actions, 4),
-        "predicted_s": None if predicted_s is None else round(predicted_s, 4),
-        "error": None if predicted_s is None else round(predicted_s / median(mine) - 1, 4),
+        "predicted_s": None if predicted_s is None else round(median(predicted_s), 4),
+        "error": None if predicted_s is None else round(median(_ratios(predicted_s, mine)) - 1, 4),
     }
 
 
@@ -68,4 +68,8 @@ def _over(mine: Sequence[float], others: Sequence[float] | None) -> float | None
     """Return the median ratio over rounds."""
     if others is None:
         return None
-    return round(median(one / other for one, other in zip(mine, others, strict=True)), 4)
+    return round(median(_ratios(mine, others)), 4)
+
+
+def _ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(some, others, strict=True)]
