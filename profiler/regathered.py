@@ -10,7 +10,7 @@ from autopar.formats.cluster import LEVELS, Cluster, Level
 from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARDS, FORWARD, Action
-from autopar.hardware.topology import Topology, devices_of
+from autopar.hardware.topology import Topology
 from autopar.profiler.relinked import slowed
 
 __all__ = ["regathered", "ungathered"]
@@ -58,7 +58,7 @@ def regathered(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnT
 
 def _actions(cluster: Cluster, plan: Plan, times: OwnTimes) -> Iterator[tuple[Level, tuple[int, Action]]]:
     """Yield what computes and communicates at once, and at which level."""
-    topology = Topology(cluster, devices_of(cluster, max(plan.devices) + 1))
+    topology = Topology.of(cluster, plan)
     for rank, action in times:
         stage = plan.stages[action.stage]
         if action.kind in (FORWARD, *BACKWARDS) and stage.shard in SCATTERING:

@@ -11,7 +11,7 @@ from autopar.formats.cluster import Cluster, Curve, Level, Link
 from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
-from autopar.hardware.topology import Topology, devices_of
+from autopar.hardware.topology import Topology
 from autopar.profiler.fit import fitted
 from autopar.schedules.expand import messages
 
@@ -56,7 +56,7 @@ def _samples(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
         )
         sizes[SEND, each.sender, each.producer, each.receiver, each.consumer] = forth
         sizes[SEND_GRADIENT, each.receiver, each.consumer, each.sender, each.producer] = back
-    topology = Topology(cluster, devices_of(cluster, max(plan.devices) + 1))
+    topology = Topology.of(cluster, plan)
     found: dict[Level, list[_Sample]] = defaultdict(list)
     for (rank, action), seconds in measured.items():
         if action.kind in (SEND, SEND_GRADIENT) and predicted.get((rank, action), 0.0) > 0:

@@ -1,1 +1,1 @@
-"""Hardware: what is known of devices and links that are not at hand."""
+"""Hardware: where devices stand, and what is known of those and of links that are not at hand."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from autopar.formats.cluster import LEVELS, Cluster, Device, Level
+from autopar.formats.plan import Plan
 
 __all__ = ["Topology", "devices_of"]
 
@@ -41,6 +42,11 @@ class Topology:
         """Those that the cluster has links of, the nearest first."""
         self.nodes = tuple(device.node for device in devices)
         self.racks = tuple(device.rack if "rack" in self.levels else 0 for device in devices)
+
+    @classmethod
+    def of(cls, cluster: Cluster, plan: Plan) -> Topology:
+        """Return where the devices of a plan stand, those that the cluster does not list among them."""
+        return cls(cluster, devices_of(cluster, max(plan.devices) + 1))
 
     def among(self, devices: Sequence[int]) -> Topology:
         """Return where some of the devices stand, which are then counted from 0."""
