@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
-from autopar.capture.export import unchanged
+from autopar.capture.unchanged import unchanged
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices

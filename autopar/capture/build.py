@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
+from autopar.capture.writes import graph_writes
 from autopar.errors import CaptureError
 
 __all__ = ["Values", "build_layers", "spec_of", "tensor_specs"]
@@ -95,16 +96,18 @@ class _Builder:
             given += [self._argument(node) for node in _results(self.source)]
         self.graph.output(tuple(given))
         module = fx.GraphModule(self.attributes, self.graph, class_name="Layer")
+        inputs = tuple(name for _, name in read)
         return Layer(
             name=self.part.name,
             modules=self.part.modules,
-            inputs=tuple(name for _, name in read),
+            inputs=inputs,
             outputs=(*(self.crossing[node.name] for node in sent), *results),
             parameters=self.parameters,
             buffers=self.buffers,
             random=self.part.random,
             fingerprint=_fingerprint(module, self.part.random),
             module=module,
+            writes=graph_writes(module, self.parameters, self.buffers, inputs),
         )
 
     def _inputs(

@@ -12,8 +12,9 @@ from torch import nn
 
 from autopar.capture import chain
 from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count, slice_rows
-from autopar.capture.export import unchanged
 from autopar.capture.graph import LayerGraph
+from autopar.capture.traps import FALLBACK
+from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import CaptureError, ModelError
 
 __all__ = ["check_gradients", "split_difference"]
@@ -27,12 +28,14 @@ def check_gradients(
 ) -> None:
     """Compare one batch's gradients of the layers, run one after another, with those of the plain model.
 
+    And what both leave in the buffers: a write that the graph does not show is found so.
+
     Raises:
-        CaptureError: a parameter's gradient differs by more than rounding; names it.
+        CaptureError: a parameter's gradient, or a buffer, differs by more than rounding; names it.
         ModelError: the plain model's is sparse, or not finite; names it.
     """
     tensors = named_tensors(batch)
-    expected = _plain(model, batch, loss, tensors, seed)
+    expected, left = _plain(model, batch, loss, tensors, seed)
     for name, gradient in expected.items():
         if gradient.layout is not torch.strided:
             raise ModelError(f"the gradient of {name} is sparse, which ranks cannot add up; build it with sparse=False")
@@ -40,7 +43,8 @@ def check_gradients(
             raise ModelError(
                 f"the plain model's gradient of {name} is not finite in the first samples; correct the loss"
             )
-    found = _layered(model, graph, tensors, seed)
+    found, buffers = _layered(model, graph, tensors, seed)
+    _check_buffers(left, buffers)
     largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
     for name in sorted(expected.keys() | found.keys()):
         one, other = expected.get(name), found.get(name)
@@ -57,30 +61,48 @@ def check_gradients(
             )
 
 
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def _check_buffers(left: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
+    for name, expected in left.items():
+        other = found[name]
+        tolerance = TOLERANCE.get(expected.dtype, 1e-4) if expected.is_floating_point() else 0.0
+        if expected.shape != other.shape or not torch.allclose(expected, other, tolerance, tolerance, equal_nan=True):
+            raise CaptureError(
+                f"the captured graph leaves another buffer {name} than the model's forward; write into it in place "
+                f"(self.{name.rpartition('.')[2]}.copy_(...)), {FALLBACK}"
+            )
+
+
 def _plain(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, tensors: Mapping[str, torch.Tensor], seed: int
-) -> dict[str, torch.Tensor]:
-    with unchanged(model):
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the gradients, and the buffers afterwards."""
+    with unchanged(model), kept_parameters(model):
         torch.manual_seed(seed)
         outputs = StepModule(model, batch, loss)(*(tensor.clone() for tensor in tensors.values()))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         gradients = torch.autograd.grad(outputs[0], list(trained.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+        buffers = _buffers(model)
+    return {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}, buffers
 
 
 def _layered(
     model: nn.Module, graph: LayerGraph, tensors: Mapping[str, torch.Tensor], seed: int
-) -> dict[str, torch.Tensor]:
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the gradients, and the buffers afterwards."""
     parameters = dict(model.named_parameters())
     kept = {name: parameter.grad for name, parameter in parameters.items()}
-    with unchanged(model):
+    with unchanged(model), kept_parameters(model):
         torch.manual_seed(seed)
         for parameter in parameters.values():
             parameter.grad = None
         try:
             runs = chain.forward(graph, {name: tensor.clone() for name, tensor in tensors.items()})
             chain.backward(runs, graph.outputs)
-            return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            return {name: p.grad for name, p in parameters.items() if p.grad is not None}, _buffers(model)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = kept[name]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-__all__ = ["Storages", "draws", "draws_random_numbers", "submodules", "tensor_arguments", "written"]
+__all__ = ["Storages", "draws", "draws_random_numbers", "operands", "submodules", "tensor_arguments", "written"]
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
@@ -64,19 +64,19 @@ def _nodes(value: object) -> Iterator[fx.Node]:
 
 
 def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
-    operands = tensor_arguments(node)
+    arguments = tensor_arguments(node)
     for module in submodules(node):
         storages = Storages(module.graph.nodes)
         roots = {storages.root(target) for inner in module.graph.nodes for target in written(inner)}
         placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
-        flat = [argument for argument in _operands(node) if isinstance(argument, fx.Node)]
+        flat = [argument for argument in operands(node) if isinstance(argument, fx.Node)]
         if len(flat) == len(placeholders):
             yield from (outer for outer, inner in zip(flat, placeholders, strict=True) if storages.root(inner) in roots)
         elif roots:
-            yield from operands
+            yield from arguments
 
 
-def _operands(node: fx.Node) -> list[object]:
+def operands(node: fx.Node) -> list[object]:
     """Return a higher-order operator's arguments behind its last sub-graph: what the sub-graph is called with."""
     last = max(index for index, value in enumerate(node.args) if isinstance(value, fx.Node) and _is_submodule(value))
     flat: list[object] = []

@@ -19,11 +19,12 @@ from torch.export import ExportedProgram
 
 from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
 from autopar.capture.build import build_layers, spec_of, tensor_specs
-from autopar.capture.export import export_rows, sorted_inputs, told_apart, unchanged
+from autopar.capture.export import export_rows, sorted_inputs, told_apart
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import faked, is_hollow
 from autopar.capture.segment import batch_dim, segment_like
+from autopar.capture.unchanged import unchanged
 from autopar.errors import CaptureError, ModelError
 
 __all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]

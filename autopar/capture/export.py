@@ -22,12 +22,14 @@ from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
 from autopar.capture.declared import declared_layers
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
+from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.hollow import faked, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
+from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import AutoparError, CaptureError, ModelError
 
 __all__ = [
@@ -39,9 +41,10 @@ __all__ = [
     "placeholders",
     "sorted_inputs",
     "told_apart",
-    "unchanged",
     "with_gradients",
 ]
+
+_DRAW = f"draw from the default one (docs/seeds.md), {FALLBACK}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +143,7 @@ def _settled(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTe
 def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     masks = general_masks() if mode else contextlib.nullcontext()
-    kept = without_fakes(step) if mode else contextlib.nullcontext()
+    kept = without_fakes(step) if mode else kept_parameters(step)
     with unchanged(step), kept, masks, told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
@@ -152,21 +155,6 @@ def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTe
 
 def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers and the random state at the end of the block."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
 
 
 @contextlib.contextmanager
@@ -289,7 +277,7 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
 
     Raises:
-        CaptureError: the number of rows is fixed.
+        CaptureError: the number of rows is fixed, or the model draws from a generator of its own.
     """
     tables: dict[str, dict[str, str]] = {"parameters": {}, "buffers": {}, "constants": {}, "tensors": {}}
     remaining = iter(tensors)
@@ -302,6 +290,10 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
             tables["buffers"][spec.arg.name] = canonical[str(spec.target)]
         else:
             tables["constants"][spec.arg.name] = str(spec.target)
+            if isinstance(program.constants.get(str(spec.target)), torch.Generator):
+                raise CaptureError(
+                    f"the model draws from a torch.Generator of its own, whose state no layer takes along; {_DRAW}"
+                )
     node = next(node for node in program.graph.nodes if node.name in tables["tensors"])
     rows = node.meta["val"].shape[0]
     if not isinstance(rows, torch.SymInt):

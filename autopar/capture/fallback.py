@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from autopar.capture.batch import (
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import is_hollow
 from autopar.capture.stand_ins import standing_in
+from autopar.capture.writes import joined, running_statistics, watched
 from autopar.errors import ModelError
+from autopar.formats.profile import Writes
 
 __all__ = ["NOTHING_TO_TRAIN", "ListedLayer", "Listing", "listed_layers"]
 
@@ -163,8 +165,13 @@ class Listing:
         self, model: nn.Module, wrapped: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
     ) -> None:
         self.model, self.wrapped, self.names, self.batch_names = model, wrapped, names, batch_names
-        self.parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        self.buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
+        parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+        buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
+        # Found before anything runs: a forward may replace a buffer.
+        self.parameters = [self._owned(layer, name, parameters) for layer, name in zip(wrapped, names, strict=True)]
+        self.buffers = [_named(layer.named_buffers(remove_duplicate=False), buffers) for layer in wrapped]
+        self.writes: list[list[Writes]] = [[] for _ in wrapped]
+        """Of every layer, what its runs changed."""
 
     def run(
         self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
@@ -178,11 +185,11 @@ class Listing:
         self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
-        for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
+        for index, name in enumerate(self.names):
             count = len(first[index])
             last = index == len(self.wrapped) - 1
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            layers.append(self._layer(layer, name, previous, outputs, randoms[index]))
+            layers.append(self._layer(index, name, previous, outputs, randoms[index]))
             if not last:
                 pairs = zip(outputs, first[index], second[index], strict=True)
                 specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
@@ -218,7 +225,9 @@ class Listing:
             inputs = tuple(tensors[name].clone() for name in layer.batch_names)
             if not layer.first:
                 inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[-1])
-            output, random = running(layer, inputs)
+            with watched(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
+                output, random = running(layer, inputs)
+            self.writes[position] += changes
             randoms.append(random)
             if position + 1 < len(self.wrapped):
                 self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
@@ -229,23 +238,46 @@ class Listing:
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
-    def _layer(
-        self, module: ListedLayer, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool
-    ) -> Layer:
-        parameters = {}
-        for attribute, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in self.parameters:
+    def _owned(self, layer: ListedLayer, name: str, names: Mapping[int, str]) -> dict[str, str]:
+        """Return the parameters of a layer's module: from attribute to the model's name."""
+        found = list(layer.named_parameters(remove_duplicate=False))
+        for attribute, parameter in found:
+            if id(parameter) not in names:
                 raise ModelError(f"layers(): {name} holds the parameter {attribute}, which is none of the model's")
-            parameters[attribute] = self.parameters[id(parameter)]
-        buffers = {
-            attribute: self.buffers[id(buffer)]
-            for attribute, buffer in module.named_buffers(remove_duplicate=False)
-            if id(buffer) in self.buffers
-        }
+        return _named(found, names)
+
+    def _layer(self, index: int, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool) -> Layer:
+        module, parameters, buffers = self.wrapped[index], self.parameters[index], self.buffers[index]
         # Nothing is known of what it computes: no two such layers are taken for equal.
         fingerprint = hashlib.sha256(f"listed {name}".encode()).hexdigest()[:16]
         inputs = module.batch_names + previous
-        return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module)
+        writes = self._writes(index)
+        return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module, writes)
+
+    def _writes(self, index: int) -> Writes | None:
+        """Return what a layer changes, by the model's names.
+
+        Raises:
+            ModelError: another layer holds it, too.
+        """
+        found = joined(self.writes[index]) or Writes()
+        parameters, buffers, module = self.parameters[index], self.buffers[index], self.wrapped[index]
+        writes = Writes(
+            buffers=_unique(buffers[each] for each in found.buffers if each in buffers),
+            parameters=_unique(parameters[each] for each in found.parameters),
+            inputs=found.inputs,
+            state=tuple(f"{self.names[index]}: {each}" for each in found.buffers if each not in buffers),
+        )
+        changed = {*writes.buffers, *writes.parameters, *writes.inputs}
+        changed |= {buffers[each] for each in running_statistics(module) if each in buffers}
+        for other, layer in enumerate(self.wrapped):
+            held = {*self.parameters[other].values(), *self.buffers[other].values(), *layer.batch_names}
+            if layer is not module and (both := sorted(changed & held)):
+                raise ModelError(
+                    f"layers(): {self.names[index]} writes {both[0]}, which {self.names[other]} is given too; list "
+                    "them as one module, or write a copy"
+                )
+        return writes if writes != Writes() else None
 
     def _batch_specs(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
         specs = []
@@ -253,6 +285,14 @@ class Listing:
             readers = (self.names[i] for i, layer in enumerate(self.wrapped) if name in layer.batch_names)
             specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
         return specs
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _named(held: Iterable[tuple[str, torch.Tensor]], names: Mapping[int, str]) -> dict[str, str]:
+    return {attribute: names[id(tensor)] for attribute, tensor in held if id(tensor) in names}
 
 
 def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, bool]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["Frontier", "frontier_of"]
+__all__ = ["Frontier", "frontier_of", "walk"]
 
 Edge = tuple[Node, int]
 """An operator of a backward, and which of the gradients that arrive at it."""
@@ -32,7 +32,7 @@ class Frontier(NamedTuple):
 
 def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Frontier:
     """Walk the graph behind some roots, and find where it parts."""
-    edges = _walk(edge.node for edge in roots)
+    edges = walk(edge.node for edge in roots)
     inside = _leading(edges, leaves)
     if not inside:
         return Frontier({}, list(range(len(roots))), [], reached=False)
@@ -56,7 +56,7 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
     return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reached=True)
 
 
-def _walk(roots: Iterable[Node]) -> dict[Node, list[Edge]]:
+def walk(roots: Iterable[Node]) -> dict[Node, list[Edge]]:
     """Return the edges of every operator behind some."""
     found: dict[Node, list[Edge]] = {}
     ahead = list(roots)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autopar.formats.profile import Writes
+
 __all__ = ["Layer", "LayerGraph", "TensorSpec"]
 
 
@@ -60,6 +62,8 @@ class Layer:
     """Equal for layers that compute the same up to the identity of parameters."""
     module: nn.Module
     """Called ``module(rows, *inputs)``, gives a tuple of ``outputs``."""
+    writes: Writes | None = None
+    """What a forward changes besides; by the model's names."""
 
     def parameter(self, attribute: str) -> nn.Parameter:
         """Return the parameter that ``module`` holds at an attribute path."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.capture.graph import Layer, LayerGraph
 from autopar.errors import CaptureError
 
-__all__ = ["faked", "gradient_flow", "hollow_parameters", "is_hollow", "refuse_lost_buffers", "without_fakes"]
+__all__ = ["faked", "faked_parameter", "hollow_parameters", "is_hollow", "refuse_lost_buffers", "without_fakes"]
 
 _BUILDING = threading.Lock()
 
@@ -88,7 +87,7 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Let a hollow model's parameters pass for tensors on the CPU inside the block, where nothing computes."""
     mode = _Unwatched(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     held = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
-    fakes = {id(value): _fake(mode, value) for _, _, value in held if value is not None}
+    fakes = {id(value): faked_parameter(mode, value) for _, _, value in held if value is not None}
     with mode:
         # What torch imports at the first fake computation is imported here, out of sight of a profile function.
         torch.zeros(1, requires_grad=True).view(-1).add(1)
@@ -117,39 +116,8 @@ def without_fakes(model: nn.Module) -> Iterator[None]:
                         module.__dict__[name] = held[name]
 
 
-def _fake(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:
+def faked_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a fake parameter of the same shape that claims to be on the CPU."""
     with mode:
         shape = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
         return nn.Parameter(shape, requires_grad=parameter.requires_grad)
-
-
-def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
-    """Return for every output of a layer whether a gradient flows back from it; nothing is computed.
-
-    Layers that are alike, and are reached by gradients alike, are looked at once.
-    """
-    shapes = {tensor.name: (tensor.shape(2), tensor.dtype) for tensor in graph.tensors}
-    known = dict.fromkeys(graph.inputs, False)
-    seen: dict[tuple[str, tuple[bool, ...]], tuple[bool, ...]] = {}
-    for layer in graph.layers:
-        flags = tuple(known[name] for name in layer.inputs)
-        key = layer.fingerprint, flags
-        if key not in seen:
-            seen[key] = _outputs_with_gradient(layer, flags, shapes)
-        known.update(zip(layer.outputs, seen[key], strict=True))
-    return {name: flag for name, flag in known.items() if name not in graph.inputs}
-
-
-def _outputs_with_gradient(
-    layer: Layer, flags: tuple[bool, ...], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> tuple[bool, ...]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    held: dict[str, Any] = {name: _fake(mode, value) for name, value in layer.module.named_parameters()}
-    held |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
-    with mode:
-        inputs = []
-        for name, flag in zip(layer.inputs, flags, strict=True):
-            shape, dtype = shapes[name]
-            inputs.append(torch.empty(shape, dtype=dtype).requires_grad_(flag))
-        outputs = torch.func.functional_call(layer.module, held, (2, *inputs))
-    return tuple(bool(output.requires_grad) for output in outputs)

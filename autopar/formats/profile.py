@@ -27,6 +27,7 @@ __all__ = [
     "Tensor",
     "Threads",
     "Tied",
+    "Writes",
     "is_model",
     "path_of",
     "with_path",
@@ -167,6 +168,31 @@ class Line(Record):
         return self.fixed_s + rows * self.per_sample_s
 
 
+class Writes(Record):
+    """What a layer's forward changes beside its outputs, running statistics of batch normalisation apart."""
+
+    buffers: tuple[Name, ...] = ()
+    parameters: tuple[Name, ...] = ()
+    inputs: tuple[Name, ...] = ()
+    """Of the model."""
+    state: tuple[Name, ...] = ()
+    """Paths of Python state of a listed module."""
+
+    @property
+    def single(self) -> str | None:
+        """Why replicas of the layer would train differently from one; None where they would not."""
+        for what, names in (("parameter", self.parameters), ("Python state", self.state), ("buffer", self.buffers)):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                return f"its forward changes the {what} {names[0]}{more}"
+        return None
+
+    @property
+    def once(self) -> str | None:
+        """Why the layer cannot be recomputed; None where it can: of buffers and inputs, copies are kept."""
+        return Writes(parameters=self.parameters, state=self.state).single
+
+
 class Layer(Record):
     """The smallest unit the planner moves."""
 
@@ -192,8 +218,22 @@ class Layer(Record):
     """Of every forward, what reading the model's inputs takes, where an imported profile tells it apart."""
     measured_as: Name | None = None
     """The identical layer whose measurement, or estimate, this is, if not its own."""
+    writes: Writes | None = None
+    """What its forward changes beside its outputs; null: nothing but batch normalisation's running statistics."""
+    written_bytes: Bytes = 0
+    """Of the buffers that it writes; a copy of them is kept for every micro-batch in flight."""
     options: tuple[LayerOption, ...] = ()
     """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
+
+    @property
+    def single(self) -> str | None:
+        """Why the layer is not to be replicated; None where it may be."""
+        return None if self.writes is None else self.writes.single
+
+    @property
+    def once(self) -> str | None:
+        """Why the layer cannot be recomputed; None where it can."""
+        return None if self.writes is None else self.writes.once
 
     @model_validator(mode="after")
     def _sizes_ascend_and_options_differ(self) -> Self:

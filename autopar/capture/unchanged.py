@@ -1,0 +1,87 @@
+"""Leave a model as it was: its parameters, its buffers and the random state, whatever its forward writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["WriteLog", "kept_parameters", "unchanged"]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers and the random state at the end of the block."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+@contextlib.contextmanager
+def kept_parameters(model: nn.Module) -> Iterator[None]:
+    """Restore the values of parameters that operators inside the block write; only those are copied.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> before = layer.weight.item()
+    >>> with kept_parameters(layer):
+    ...     layer.weight.data.add_(1.0).item() == before
+    False
+    >>> layer.weight.item() == before
+    True
+    """
+    log = WriteLog(model.parameters())
+    try:
+        with log:
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in log.written:
+                parameter.copy_(value)
+
+
+class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which of some tensors operators write while it is active, under whatever alias."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unwritten: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if _has_memory(tensor):
+                self._unwritten.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors whose memory was written, each with a copy of its values before."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        named = kwargs or {}
+        for position, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else named.get(argument.name)
+                for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                    self._note(tensor)
+        return func(*args, **named)
+
+    def _note(self, tensor: object) -> None:
+        if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+            for each in self._unwritten.pop(tensor.untyped_storage()._cdata, ()):
+                self.written.append((each, each.detach().clone()))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.layout is torch.strided
