@@ -168,7 +168,7 @@ class Listing:
         parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
         # Found before anything runs: a forward may replace a buffer.
-        self.parameters = [self._owned(layer, name, parameters) for layer, name in zip(wrapped, names, strict=True)]
+        self.parameters = [_named(layer.named_parameters(remove_duplicate=False), parameters) for layer in wrapped]
         self.buffers = [_named(layer.named_buffers(remove_duplicate=False), buffers) for layer in wrapped]
         self.writes: list[list[Writes]] = [[] for _ in wrapped]
         """Of every layer, what its runs changed."""
@@ -238,16 +238,11 @@ class Listing:
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
-    def _owned(self, layer: ListedLayer, name: str, names: Mapping[int, str]) -> dict[str, str]:
-        """Return the parameters of a layer's module: from attribute to the model's name."""
-        found = list(layer.named_parameters(remove_duplicate=False))
-        for attribute, parameter in found:
-            if id(parameter) not in names:
-                raise ModelError(f"layers(): {name} holds the parameter {attribute}, which is none of the model's")
-        return _named(found, names)
-
     def _layer(self, index: int, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool) -> Layer:
         module, parameters, buffers = self.wrapped[index], self.parameters[index], self.buffers[index]
+        for attribute, _ in module.named_parameters(remove_duplicate=False):
+            if attribute not in parameters:
+                raise ModelError(f"layers(): {name} holds the parameter {attribute}, which is none of the model's")
         # Nothing is known of what it computes: no two such layers are taken for equal.
         fingerprint = hashlib.sha256(f"listed {name}".encode()).hexdigest()[:16]
         inputs = module.batch_names + previous
