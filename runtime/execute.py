@@ -115,7 +115,7 @@ class Executor:
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int], Flight] = {}
-        self._outgoing: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
+        self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
         self._began: dict[int, object] = {}
         self._step, self._record = 0, StepRecord()
@@ -206,6 +206,8 @@ class Executor:
         split = (index, micro_batch) in self._foreseen.halved
         values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
         outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        if self._mailbox.marked:
+            _check_gradients(stage, outputs)
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
@@ -252,19 +254,20 @@ class Executor:
         if began is not None:
             self._began[position] = began
 
-    def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
         if len(self._stages) > 1:
             self._mailbox.pass_on(kind, index, micro_batch, tensors)
         if tensors and (kind, index) in self._foreseen.carried:
             self._outgoing[kind, index, micro_batch] = tensors
 
-    def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor:
-        """Return a sent tensor's gradient: the sum of what its consumer stages give back, in their order."""
-        stages = self._consumers[name]
-        total = self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stages[0], name)
-        for stage in stages[1:]:
-            total = total + self._mailbox.take(RECEIVE_GRADIENT, index, micro_batch, stage, name)
+    def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor | None:
+        """Return a sent tensor's gradient: the sum of what its consumer stages give back, in their order, if any do."""
+        total: torch.Tensor | None = None
+        for stage in self._consumers[name]:
+            gradient = self._mailbox.take_gradient(index, micro_batch, stage, name)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
         return total
 
     def _close(self) -> None:
@@ -274,3 +277,17 @@ class Executor:
         """
         self._record.loss, self._record.count = self._tally.settle(finite=self._scale is None)
         self._update(self._record)
+
+
+def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tensor over which no gradient was to flow back, and now one would; modules may decide as they run.
+
+    Raises:
+        TrainingError: names it.
+    """
+    for spec in stage.sent:
+        if outputs[spec.name].requires_grad and not spec.gradient:
+            raise TrainingError(
+                f"tensor {spec.name} requires a gradient, which it did not when the layers were listed; make layers "
+                "one module where values decide what is detached"
+            )

@@ -43,14 +43,14 @@ class Flight:
         """Run the last segment forward again, if it is to be: while the gradients are awaited, it costs no time."""
         self._ahead[-1].recompute()
 
-    def backward(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run backward from the gradients of ``awaited``; return those of the received tensors by name."""
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Run backward from the gradients of ``awaited``; return those of the received tensors by name, if any."""
         given = self._given(gradients)
         while self._ahead:
             self._ahead.pop().backward(given)
         return self._returned()
 
-    def backward_input(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def backward_input(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Run the half of the backward that others wait for; return the gradients of the received tensors by name."""
         given = self._given(gradients)
         while self._ahead:
@@ -63,13 +63,13 @@ class Flight:
         for each in self._behind:
             each.backward_weight()
 
-    def _given(self, gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _given(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
         loss = {name: torch.full_like(each, self._weight) for name, each in self._loss.items()}
-        return {**dict(zip(self.awaited, gradients, strict=True)), **loss}
+        sent = zip(self.awaited, gradients, strict=True)
+        return {**{name: each for name, each in sent if each is not None}, **loss}
 
-    def _returned(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of the received tensors, zeros where the stage did not make use of one."""
+    def _returned(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of the received tensors, None where the backward did not come to one."""
         leaves, self._leaves = self._leaves, {}
-        gradients = {name: taken(leaf) for name, leaf in leaves.items()}
-        return {name: torch.zeros_like(leaves[name]) if each is None else each for name, each in gradients.items()}
+        return {name: taken(leaf) for name, leaf in leaves.items()}

@@ -47,6 +47,8 @@ class Job:
     """
 
     update_of: ClassVar[type[Update]] = Update
+    reads_values: ClassVar[bool] = True
+    """Whether tensors have values that the host may ask for."""
 
     def __init__(
         self,
@@ -92,7 +94,8 @@ class Job:
         self._update = self._updating(model, graph, reducer, transport, settings, scale)
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
-        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device)
+        marked = not graph.portable and self.reads_values
+        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, marked=marked)
         parts = self._mailbox, reducer, self._tally(), self._complete
         self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
 

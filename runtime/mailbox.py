@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from autopar.capture.graph import TensorSpec
 from autopar.formats.plan import Plan
-from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, Action, Program
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.retire import receives_ahead, retirements
 from autopar.runtime.transport import Pending, Transport
@@ -23,9 +23,15 @@ Key = tuple[str, int, int, int, str]
 _RECEIVES = (RECEIVE, RECEIVE_GRADIENT)
 
 
+_MARKS = ""
+"""In place of a tensor's name: which gradients of a message there are."""
+
+
 class _Piece(NamedTuple):
     start: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
+    there: bool = True
+    """False for zeros in place of a gradient that there is none of."""
 
 
 class _Due(NamedTuple):
@@ -65,8 +71,24 @@ class Mailbox:
         specs: dict[str, TensorSpec],
         transport: Transport,
         device: torch.device,
+        *,
+        marked: bool = False,
     ) -> None:
+        """Find out what this rank will send and receive.
+
+        Args:
+            plan: what is carried out.
+            program: its expansion.
+            rank: which rank this is.
+            specs: of the tensors that cross, by name.
+            transport: moves them.
+            device: where they are.
+            marked: whether gradient messages say which of their tensors there are: where modules are listed, and not
+                captured, a backward may reach a tensor in one micro-batch and not in the next.
+        """
         stages, replica = stages_of(plan, rank)
+        self.marked = marked
+        """Whether gradient messages say which of their tensors there are."""
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
         self.due, self._retire = receives_ahead(program, rank), retirements(program, rank)
@@ -119,12 +141,19 @@ class Mailbox:
 
     def receive(self, position: int) -> None:
         """Wait for the message of the receive at ``position``."""
-        for key, piece, pending in self._posted.pop(position):
+        posted = self._posted.pop(position)
+        for _, _, pending in posted:
             try:
                 pending.wait()
             except PeerLostError as error:
                 raise self._lost(self._actions[position], error) from error
-            self._pieces[key].append(piece)
+        marks = [True] * len(posted)
+        if posted and posted[-1][0][-1] == _MARKS:
+            marked = posted.pop()[1].tensor
+            assert marked is not None
+            marks = [bool(each) for each in marked.tolist()]
+        for (key, piece, _), there in zip(posted, marks, strict=True):
+            self._pieces[key].append(piece if there else piece._replace(there=False))
         if self._carried:
             self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
@@ -135,40 +164,69 @@ class Mailbox:
         for pending in self._carried.pop(peer, ()):
             pending.wait()
 
-    def send(self, position: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Begin the send at ``position``: the rows of this rank's tensors that the peer needs."""
+    def send(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Begin the send at ``position``: the rows of this rank's tensors that the peer needs, zeros for None."""
         action, work = self._actions[position], []
-        for name, dim, start, rows, whole in self._slices[position]:
-            tensor = tensors[name].detach()
-            carried = (tensor if whole else tensor.narrow(dim, start, rows)).contiguous()
+        for carried in self._carried_by(position, tensors):
             try:
                 work.append(self._transport.send(carried, action.peer))
             except PeerLostError as error:
                 raise self._lost(action, error) from error
         self._sending[position] = work
 
-    def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _carried_by(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[torch.Tensor]:
+        slices = self._slices[position]
+        for name, dim, start, rows, whole in slices:
+            tensor = tensors[name]
+            if tensor is None:
+                spec = self._specs[name]
+                yield torch.zeros(spec.shape(rows), dtype=spec.dtype, device=self._device)
+            else:
+                tensor = tensor.detach()
+                yield (tensor if whole else tensor.narrow(dim, start, rows)).contiguous()
+        if self.marked and self._actions[position].kind == SEND_GRADIENT:
+            marks = [tensors[each.name] is not None for each in slices]
+            yield torch.tensor(marks, dtype=torch.uint8, device=self._device)
+
+    def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Hand tensors that a stage would send, or their gradients, to the other stages of this rank that read them."""
         for flow in self._forth[stage] if kind == SEND else self._back[stage]:
             indices, other = (flow.tensors, flow.consumer) if kind == SEND else (flow.gradients, flow.producer)
             received = RECEIVE if kind == SEND else RECEIVE_GRADIENT
             for name in (self._plan.tensors[index].name for index in indices):
-                self._pieces[received, other, micro_batch, stage, name] = [_Piece(0, tensors[name].detach())]
+                tensor = tensors[name]
+                piece = _Piece(0, None, there=False) if tensor is None else _Piece(0, tensor.detach())
+                self._pieces[received, other, micro_batch, stage, name] = [piece]
 
     def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
         """Return a tensor that a stage has received from another, its rows joined."""
-        pieces = self._pieces.pop((kind, stage, micro_batch, peer_stage, name))
+        found = self._taken((kind, stage, micro_batch, peer_stage, name))
+        assert found is not None
+        return found
+
+    def take_gradient(self, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor | None:
+        """Return the gradient that a stage has received from another, its rows joined; None where there is none."""
+        return self._taken((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
+
+    def _taken(self, key: Key) -> torch.Tensor | None:
+        pieces = self._pieces.pop(key)
+        if not any(piece.there for piece in pieces):
+            return None
         if len(pieces) == 1:
             return pieces[0].tensor
         pieces.sort(key=lambda piece: piece.start)
-        return torch.cat([piece.tensor for piece in pieces], dim=self._specs[name].batch_dim)
+        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        return torch.cat(tensors, dim=self._specs[key[-1]].batch_dim)
 
     def _dues(self, action: Action) -> list[_Due]:
         flow, start, names = self._flow(action)
         key = (action.kind, action.stage, action.micro_batch, action.peer_stage)
         rows = flow.stop - flow.start
         specs = [self._specs[name] for name in names]
-        return [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
+        dues = [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
+        if self.marked and action.kind == RECEIVE_GRADIENT:
+            dues.append(_Due((*key, _MARKS), start, (len(dues),), torch.uint8))
+        return dues
 
     def _rows_of(self, action: Action) -> list[_Slice]:
         flow, start, names = self._flow(action)

@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.capture.halves import Halves
-from autopar.runtime.recompute import forgetting
+from autopar.runtime.recompute import Before, forgetting
 from autopar.runtime.segment import Segment
 
 __all__ = ["Pass", "taken"]
@@ -49,12 +49,17 @@ class Pass:
         self._outputs: dict[str, torch.Tensor] = {}
         self._edges: dict[str, GradientEdge] | None = None
         self._halves = Halves() if split else None
+        self._before: Before | None = None
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run forward; return what it makes."""
-        with forgetting() if self._segment.recomputed else self._recording():
-            made = self._segment.run(self._rows, self._inputs, self._seed)
-        if not self._segment.recomputed:
+        inputs, recomputed = self._inputs, self._segment.recomputed
+        if recomputed:
+            self._before = self._segment.before(inputs)
+            self._inputs = {**inputs, **self._before.inputs}
+        with forgetting() if recomputed else self._recording():
+            made = self._segment.run(self._rows, inputs, self._seed)
+        if not recomputed:
             self._keep(made)
         self._outputs = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
         return self._outputs
@@ -62,8 +67,9 @@ class Pass:
     def recompute(self) -> None:
         """Run a segment that keeps its inputs only forward again, unless that is done."""
         if self._edges is None:
+            before, self._before = self._before, None
             with self._recording():
-                self._keep(self._segment.run(self._rows, self._inputs, self._seed, again=True))
+                self._keep(self._segment.run(self._rows, self._inputs, self._seed, before))
 
     def backward(self, given: Mapping[str, torch.Tensor]) -> None:
         """Run the backward; ``given`` are gradients of outputs."""

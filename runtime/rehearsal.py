@@ -126,6 +126,7 @@ class _SilentJob(Job):
     """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
 
     update_of = _UnreadUpdate
+    reads_values = False
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         return _BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])

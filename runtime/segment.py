@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.graph import Layer
 from autopar.errors import AutoparError, TrainingError
-from autopar.runtime.recompute import called_again
+from autopar.runtime.recompute import Before, called, called_again, kept
 
 __all__ = ["Segment", "Watch", "segments_of"]
 
@@ -50,10 +50,19 @@ class Segment:
         self._drop = self._last_uses()
         self.watch: Watch | None = None
 
+    def before(self, values: Mapping[str, torch.Tensor]) -> Before:
+        """Return copies of what the one layer of a recomputed segment will write, for its second run."""
+        assert self.recomputed
+        return kept(self._layers[0], values)
+
     def run(
-        self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], again: bool = False
+        self,
+        rows: int,
+        values: Mapping[str, torch.Tensor],
+        seed: Callable[[str], None],
+        again: Before | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run forward, the first time or once more; return the outputs.
+        """Run forward, the first time or once more, on what was kept ``before``; return the outputs.
 
         Raises:
             TrainingError: a layer failed; names it.
@@ -75,15 +84,14 @@ class Segment:
                 del known[name]
         return {name: known[name] for name in self.outputs}
 
-    def _run(self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: bool) -> Sequence[torch.Tensor]:
+    def _run(
+        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: Before | None
+    ) -> Sequence[torch.Tensor]:
         def run() -> Sequence[torch.Tensor]:
             with self._autocast():
-                outputs: Sequence[torch.Tensor] = (
-                    called_again(layer.module, rows, inputs) if again else layer.module(rows, *inputs)
-                )
-            return outputs
+                return called(layer, rows, inputs) if again is None else called_again(layer, rows, inputs, again)
 
-        return run() if self.watch is None else self.watch(layer.name, run, again)
+        return run() if self.watch is None else self.watch(layer.name, run, again is not None)
 
     def _last_uses(self) -> list[list[str]]:
         """For every layer, the names that no later layer reads and nobody else wants: they are let go after it."""

@@ -65,7 +65,7 @@ class ShardedStage(Stage):
         Raises:
             UsageError: a layer has trained parameters of several types, which are not reduced together.
         """
-        called = [replace(layer, module=_Called(layer.module)) for layer in layers]
+        called = [_wrapped(layer) for layer in layers]
         super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
         self._sharding = sharding
         several = _used_by_several(layers)
@@ -206,6 +206,12 @@ class _Called(nn.Module):
 
     def forward(self, *arguments: object) -> Any:  # noqa: ANN401
         return self.module(*arguments)
+
+
+def _wrapped(layer: Layer) -> Layer:
+    """Return a layer whose calls FSDP2 attends to."""
+    buffers = {f"module.{attribute}": name for attribute, name in layer.buffers.items()}
+    return replace(layer, module=_Called(layer.module), buffers=buffers)
 
 
 class _Lent(nn.Module):
