@@ -119,9 +119,13 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
     everywhere = (simulator, families, options, (layers,), (devices,))
-    found = [_reference(costs, "pure data parallelism", try_stages(*everywhere, shards=("none",)))]
+    named: dict[str, tuple[Shard, ...]] = {"pure data parallelism": ("none",)}
     if devices > 1:
-        found.append(_reference(costs, "sharded data parallelism", try_stages(*everywhere, shards=("parameters",))))
+        named["sharded data parallelism"] = ("parameters",)
+    if devices > 1 and costs.single:
+        found = [Reference(name, None, next(iter(costs.single.values()))) for name in named]
+    else:
+        found = [_reference(costs, name, try_stages(*everywhere, shards=shards)) for name, shards in named.items()]
     return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
 
 

@@ -55,9 +55,10 @@ def assemble(
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
+        replicate_state=options.replicate_state if _alike_after_steps(costs, candidate) else None,
         predicted=_predicted(costs, candidate),
         alternatives=tuple(alternatives),
-        notes=(*costs.notes, *notes, *_estimates(costs, candidate)),
+        notes=(*costs.notes, *notes, *_writes(costs, candidate, options), *_estimates(costs, candidate)),
     )
     step_s, bubble, shares = _simulated(plan, candidate, costs, step_s)
     # The program's step may differ in its last digits from the one that the search stopped at.
@@ -206,6 +207,39 @@ def crossings(costs: CostModel, candidate: Candidate) -> tuple[Crossing, ...]:
                 )
             )
     return tuple(found)
+
+
+MOST_NAMED = 3
+"""Layers of one kind of note that are named."""
+
+
+def _alike_after_steps(costs: CostModel, candidate: Candidate) -> list[str]:
+    """Return the buffers of replicated layers that a forward writes."""
+    layers = costs.profile.layers
+    wide = [layer for stage in candidate.stages if len(stage.devices) > 1 for layer in layers[stage.first : stage.stop]]
+    return [name for layer in wide if layer.writes is not None for name in layer.writes.buffers]
+
+
+def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
+    """Say which layers have one replica, are not recomputed, or are made alike after every step, and why."""
+    notes = []
+    if len(costs.devices) > 1:
+        notes += _some(list(costs.single.values()), "have one replica for such reasons")
+    if options.recompute != "none":
+        once = ((layer.name, layer.writes.once) for layer in costs.profile.layers if layer.writes is not None)
+        reasons = [f"layer {name} is not recomputed, since {reason}" for name, reason in once if reason]
+        notes += _some(reasons, "are not recomputed for such reasons")
+    shared = _alike_after_steps(costs, candidate)
+    if shared and options.replicate_state:
+        how = {"first": "the first replica's", "average": "the mean of its replicas'"}[options.replicate_state]
+        more = f" (and {len(shared) - 1} more)" if len(shared) > 1 else ""
+        notes.append(f"after every step, the buffer {shared[0]}{more} is {how}; one replica would train differently")
+    return notes
+
+
+def _some(texts: list[str], rest: str) -> list[str]:
+    more = len(texts) - MOST_NAMED
+    return texts if more <= 0 else [*texts[:MOST_NAMED], f"{more} more layers {rest}"]
 
 
 def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:

@@ -67,7 +67,11 @@ class Closest:
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
         grid = np.ix_(self.edges[:-1], self.edges)
-        self._allowed = {kind: self.constraints.mask(kind)[grid] for kind in self.pool.kinds}
+        self._allowed = {
+            (kind, many): self.constraints.mask(kind, 1 + many)[grid]
+            for kind in self.pool.kinds
+            for many in (False, True)
+        }
         self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_Way]]] = {}
 
     def candidate(self, stages: int | None = None) -> Candidate | None:
@@ -161,7 +165,7 @@ class Closest:
         key = kind, width, turning, lead
         if key not in self._peaks:
             ways = list(self._ways(kind, width, turning=turning))
-            allowed = self._allowed[kind]
+            allowed = self._allowed[kind, width > 1]
             least = np.full(allowed.shape, np.inf)
             for way in ways:
                 least = np.minimum(least, self._peak(kind, width, way, lead))

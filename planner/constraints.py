@@ -45,22 +45,36 @@ class Rule(NamedTuple):
 
     text: str
     """As on the command line."""
-    how: Literal["together", "apart", "on", "counted"]
+    how: Literal["together", "apart", "on", "counted", "single"]
     layers: tuple[int, ...] = ()
-    """Ascending: all in one stage, no two in one stage, or all on devices of some kinds."""
+    """Ascending: all in one stage, no two in one stage, all on devices of some kinds, or each of one replica."""
     kinds: frozenset[int] = frozenset()
     least: int = 1
     most: int = 2**31
     """Stages, where these are counted."""
+    reasons: tuple[str, ...] = ()
+    """Of layers of one replica, in their order."""
 
-    def allows(self, first: int, stop: int, kinds: Iterable[int]) -> bool:
+    @property
+    def refusal(self) -> str:
+        """What is said to a user whose stages do not obey it."""
+        return f"--stages: {self.text}" if self.how == "single" else f"--stages contradicts {self.text}"
+
+    def allows(self, first: int, stop: int, kinds: Iterable[int], replicas: int = 1) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds."""
         if self.how == "together":
             return not any(self.layers[0] < cut <= self.layers[-1] for cut in (first, stop))
         held = sum(first <= layer < stop for layer in self.layers)
         if self.how == "apart":
             return held <= 1
+        if self.how == "single":
+            return replicas == 1 or not held
         return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
+
+    def _of(self, stage: Ranged) -> Rule:
+        """Return the rule of one replica for the first layer of a stage that it concerns."""
+        named = zip(self.layers, self.reasons, strict=True)
+        return self._replace(text=next(reason for layer, reason in named if stage.first <= layer < stage.stop))
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,9 @@ class Constraints:
             rules.append(Rule(f"--min-stages {options.min_stages}", "counted", least=options.min_stages))
         if options.max_stages is not None:
             rules.append(Rule(f"--max-stages {options.max_stages}", "counted", most=options.max_stages))
+        if costs.single:
+            reasons = tuple(costs.single.values())
+            rules.append(Rule(reasons[0], "single", tuple(costs.single), reasons=reasons))
         count = len(costs.devices)
         rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count * chunks))
         found = cls(len(names), tuple(sorted(set(costs.kind_of))), tuple(rules))
@@ -108,11 +125,11 @@ class Constraints:
         fewer = Rule("", "counted", most=len(kind_of))
         return replace(self, kinds=tuple(sorted(set(kind_of))), rules=(*self.rules, fewer))._possible()
 
-    def allows(self, first: int, stop: int, kind: int) -> bool:
-        """Whether layers ``first:stop`` may be a stage on a kind of device."""
-        return all(rule.allows(first, stop, (kind,)) for rule in self.rules)
+    def allows(self, first: int, stop: int, kind: int, replicas: int) -> bool:
+        """Whether layers ``first:stop`` may be a stage of so many replicas on a kind of device."""
+        return all(rule.allows(first, stop, (kind,), replicas) for rule in self.rules)
 
-    def mask(self, kind: int) -> npt.NDArray[np.bool_]:
+    def mask(self, kind: int, replicas: int = 1) -> npt.NDArray[np.bool_]:
         """Return :meth:`allows` of all stages, ``[first, stop]``."""
         found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
         for rule in self.rules:
@@ -123,7 +140,7 @@ class Constraints:
             elif rule.how == "apart":
                 for before, after in pairwise(rule.layers):
                     found[: before + 1, after + 1 :] = False
-            elif rule.how == "on" and kind not in rule.kinds:
+            elif (rule.how == "on" and kind not in rule.kinds) or (rule.how == "single" and replicas > 1):
                 for layer in rule.layers:
                     found[: layer + 1, layer + 1 :] = False
         return found
@@ -150,8 +167,9 @@ class Constraints:
             if not rule.least <= len(stages) <= rule.most:
                 return rule
             for stage in stages:
-                if not rule.allows(stage.first, stage.stop, [kind_of[device] for device in stage.devices]):
-                    return rule
+                kinds, replicas = [kind_of[device] for device in stage.devices], len(stage.devices)
+                if not rule.allows(stage.first, stage.stop, kinds, replicas):
+                    return rule._of(stage) if rule.how == "single" else rule
         return None
 
     def _possible(self) -> bool:

@@ -169,7 +169,7 @@ def _stages(
         return
     ends = frame.edges[index], frame.edges[index + 1]
     for devices, rest in free.taken():
-        if not frame.constraints.allows(*ends, costs.kind_of[devices[0]]):
+        if not frame.constraints.allows(*ends, costs.kind_of[devices[0]], len(devices)):
             continue
         placed = list(_placed(costs, options, frame, index, devices))
         for others in _stages(costs, options, frame, index + 1, rest) if placed else ():

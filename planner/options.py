@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.layout import layout_of
-from autopar.formats.plan import Objective, Shard
+from autopar.formats.plan import Objective, ReplicatedState, Shard
 from autopar.schedules import SCHEDULES
 
 __all__ = ["PLANNED", "PlanOptions"]
@@ -59,6 +59,8 @@ class PlanOptions:
     """``auto``: layers are recomputed where that lets a faster plan fit; ``none``, ``full``: no layer, all layers."""
     shard: Literal["auto"] | Shard = "none"
     """What replicas divide among them; ``auto``: whatever is fastest."""
+    replicate_state: ReplicatedState | None = None
+    """Lets layers have replicas whose forwards write buffers, and how these are made alike after every step."""
     solver: Literal["dp", "milp", "exhaustive"] = "dp"
     solver_seconds: float = 60.0
     """What the solver of ``milp`` may take by its own clock, in all; ``dp`` takes over then."""
@@ -98,6 +100,8 @@ class PlanOptions:
             raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
         if self.shard not in ("auto", *get_args(Shard)):
             raise UsageError(f"--shard must be one of auto, {', '.join(get_args(Shard))}; found {self.shard!r}")
+        if self.replicate_state not in (None, *get_args(ReplicatedState)):
+            raise UsageError(f"--replicate-state must be first or average, found {self.replicate_state!r}")
         if self.max_stages is not None and self.min_stages > self.max_stages:
             raise UsageError(f"--min-stages {self.min_stages} contradicts --max-stages {self.max_stages}")
         if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":

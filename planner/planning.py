@@ -271,7 +271,7 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
     placed = place(every[0], *dictated, divisible=True)
     broken = Constraints.of(costs, options).broken(placed, costs.kind_of)
     if broken is not None:
-        raise UsageError(f"--stages contradicts {broken.text}")
+        raise UsageError(broken.refusal)
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(

@@ -70,7 +70,7 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
     every = [(family, shape) for family in families(costs.batch, options)]
     broken = trials.broken(every[0][0], shape)
     if broken is not None:
-        raise UsageError(f"--stages contradicts {broken.text}")
+        raise UsageError(broken.refusal)
     best = trials.run_all(every)
     if best.found is None and best.closest is None:
         raise UsageError(

@@ -64,6 +64,10 @@ def infeasible(
             f"no plan for {len(costs.devices)} devices obeys all of --max-stages, --forbid-cut, --pin and --use-all "
             "that were asked for; drop one of them"
         )
+    if found is None and costs.single:
+        return InfeasibleError(
+            f"no plan uses all {len(costs.devices)} devices: {next(iter(costs.single.values()))}; drop --use-all"
+        )
     if found is None:
         most = min(costs.layer_count, len(costs.devices))
         return InfeasibleError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from autopar.capture import Layer, LayerGraph
 from autopar.formats import profile as formats
@@ -96,6 +98,7 @@ def layer_record(
     """Return the record of a layer from what was measured or estimated of it; ``optimizer`` is by kind."""
     parameters = list(layer.module.parameters())
     buffers = [buffer for name, buffer in layer.module.named_buffers() if name in layer.buffers]
+    written = {} if layer.writes is None else {n: b for n, b in _named_buffers(layer) if n in layer.writes.buffers}
     trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     sizes = [cost.micro_batch for cost in costs]
     return formats.Layer(
@@ -113,7 +116,14 @@ def layer_record(
         forward_fit=fitted(sizes, [cost.forward_s for cost in costs]),
         backward_fit=fitted(sizes, [cost.backward_s for cost in costs]),
         measured_as=measured_as,
+        writes=layer.writes,
+        written_bytes=sum(buffer.nbytes for buffer in written.values()),
     )
+
+
+def _named_buffers(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a layer by the model's names."""
+    return ((name, layer.module.get_buffer(attribute)) for attribute, name in layer.buffers.items())
 
 
 def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:

@@ -73,7 +73,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
         else:
             progress("checking gradients", 0.0)
             notes = _check(user, module, graph, samples)
-        notes += _remarks(module)
+        notes += [*_remarks(module), *_remarks_on_writes(graph)]
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes))
 
 
@@ -115,6 +115,18 @@ def _remarks(module: nn.Module) -> list[str]:
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         return ["batch normalisation takes its statistics per micro-batch and share"]
     return []
+
+
+def _remarks_on_writes(graph: LayerGraph) -> list[str]:
+    """Say which layers have one replica, and which are not recomputed."""
+    found: dict[str, list[str]] = {}
+    for layer in graph.layers:
+        if layer.writes is not None and layer.writes.single is not None:
+            how = "has one replica and is not recomputed" if layer.writes.once else "has one replica"
+            found.setdefault(how, []).append(f"layer {layer.name} {how}, since {layer.writes.single}")
+    return [
+        each[0] if len(each) == 1 else f"{each[0]} (and {len(each) - 1} more such layers)" for each in found.values()
+    ]
 
 
 def _check_batch(user: UserModel, batch: int) -> None:

@@ -34,6 +34,7 @@ def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
         FileError: names what differs, and how.
     """
     _check_layers(graph, plan, model)
+    _check_writes(graph, plan)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     found = crossings(crossing_specs(plan, graph), stage_of)
     planned, crossing = (
@@ -59,6 +60,25 @@ def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
         index, (expected, actual) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         sides = f"{_layer(expected)} in the plan, {_layer(actual)} in the model"
         raise FileError(f"the plan does not fit {model.spec}: layer {index} is {sides}; {REPLAN}")
+
+
+def _check_writes(graph: LayerGraph, plan: Plan) -> None:
+    """Refuse to replicate or to recompute what a forward changes, which an edited plan may ask for."""
+    for index, stage in enumerate(plan.stages):
+        for layer in map(graph.layer, stage.layers):
+            writes = layer.writes
+            if writes is None:
+                continue
+            alike = plan.replicate_state is not None and not writes.once
+            if stage.replicas > 1 and writes.single and not alike:
+                raise FileError(
+                    f"stage {index} has {stage.replicas} replicas of layer {layer.name}, which may have one, since "
+                    f"{writes.single}; {REPLAN}"
+                )
+            if layer.name in stage.recompute and writes.once:
+                raise FileError(
+                    f"stage {index} recomputes layer {layer.name}, which cannot be, since {writes.once}; {REPLAN}"
+                )
 
 
 def _layer(name: str | None) -> str:

@@ -18,6 +18,7 @@ from autopar.runtime.copies import copies_of
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients import Reducer
+from autopar.runtime.groups import replica_ranks
 from autopar.runtime.held import Weights, hold
 from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.mailbox import Mailbox
@@ -25,6 +26,7 @@ from autopar.runtime.normalisation import normalizing
 from autopar.runtime.precision import crossing_specs
 from autopar.runtime.prefetch import Batch
 from autopar.runtime.reduction import reducer_of
+from autopar.runtime.replicated_buffers import ReplicatedBuffers
 from autopar.runtime.scale import LossScale
 from autopar.runtime.scope import check_compiling
 from autopar.runtime.settings import TrainSettings
@@ -82,6 +84,9 @@ class Job:
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._held = hold(plan, layers, weights, device)
+        mine = [layer for each in layers.values() for layer in each]
+        replicas = replica_ranks(plan, indices)
+        self._alike = ReplicatedBuffers(mine, self._held, plan.replicate_state, transport, replicas, rank)
         layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
         if settings.compile:
             check_compiling(plan, program)
@@ -191,3 +196,4 @@ class Job:
         """End a step: losses and gradients are there."""
         self._settle()
         self._update(record)
+        self._alike.settle()

@@ -59,6 +59,13 @@ def command(
             help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
         ),
     ] = "none",
+    replicate_state: Annotated[
+        str | None,
+        typer.Option(
+            help="Let layers have replicas whose forwards write buffers (spectral norm, moving averages), and make the "
+            "buffers alike after every step: those of the first replica (first), or their mean (average)."
+        ),
+    ] = None,
     stages: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +117,7 @@ def command(
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
         gap=gap,
+        replicate_state=replicate_state,  # type: ignore[arg-type]
         stages=stages,
         min_stages=min_stages,
         max_stages=max_stages,

@@ -31,6 +31,7 @@ __all__ = [
     "FileReference",
     "Objective",
     "Plan",
+    "ReplicatedState",
     "ScheduleName",
     "Shard",
     "SharedParameter",
@@ -42,6 +43,8 @@ __all__ = [
 Division = Literal["split", "round-robin"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
+ReplicatedState = Literal["first", "average"]
+"""What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
@@ -179,6 +182,8 @@ class Plan(Document):
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
+    replicate_state: ReplicatedState | None = None
+    """Where replicated layers write buffers, how these are made alike; null: no layer that writes any is replicated."""
     tensors: tuple[Crossing, ...] = ()
     tied: tuple[SharedParameter, ...] = ()
     predicted: Predicted

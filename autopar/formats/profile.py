@@ -225,16 +225,6 @@ class Layer(Record):
     options: tuple[LayerOption, ...] = ()
     """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
 
-    @property
-    def single(self) -> str | None:
-        """Why the layer is not to be replicated; None where it may be."""
-        return None if self.writes is None else self.writes.single
-
-    @property
-    def once(self) -> str | None:
-        """Why the layer cannot be recomputed; None where it can."""
-        return None if self.writes is None else self.writes.once
-
     @model_validator(mode="after")
     def _sizes_ascend_and_options_differ(self) -> Self:
         sizes = [cost.micro_batch for cost in self.costs]

@@ -88,6 +88,19 @@ class Activations:
 
     def saved(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
         """Return the bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
+        copied = self._copied_bytes(layer, rows, recomputed)
+        kept = self._kept_anyhow(layer, rows, recomputed)
+        return {**kept, f"{self._costs.layers[layer].name} before": copied} if copied else kept
+
+    def _copied_bytes(self, layer: int, rows: float, recomputed: bool) -> int:
+        """Return the bytes of copies, of what a layer's forward writes, that are kept as they were."""
+        record = self._costs.layers[layer]
+        if record.writes is None:
+            return 0
+        written = [tensor for tensor in self._flows.inputs if recomputed and tensor.name in record.writes.inputs]
+        return record.written_bytes + sum(int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in written)
+
+    def _kept_anyhow(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
         if recomputed:
             received = self._flows.received_by(layer)
             return {tensor.name: int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in received}
@@ -104,7 +117,7 @@ class Activations:
         key = (rows, layer, recomputed)
         if key not in self._transients:
             read = {tensor.name for tensor in self._flows.received_by(layer)}
-            own = sum(size for name, size in self.saved(layer, rows, recomputed).items() if name not in read)
+            own = sum(size for name, size in self._kept_anyhow(layer, rows, recomputed).items() if name not in read)
             self._transients[key] = max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
         return self._transients[key]
 

@@ -255,8 +255,9 @@ class MemoryModel:
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by(layer)}
-        saved = self._activations.saved(layer, rows, recomputed=False)
-        return sum(size for name, size in saved.items() if name not in read)
+        kept = (self._activations.saved(layer, rows, recomputed=again) for again in (False, True))
+        whole, less = (sum(size for name, size in each.items() if name not in read) for each in kept)
+        return whole - less
 
     def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""

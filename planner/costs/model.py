@@ -62,6 +62,8 @@ class CostModel:
         self.every_layer = frozenset(range(self.layer_count))
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.divisible = options.divisible
+        self.single = _single(profile, options)
+        """Layers that may have one replica only, and why."""
         self.cluster = cluster
         self._forget()
 
@@ -209,16 +211,28 @@ class CostModel:
         """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
 
         Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
-        own layers that are in one of the sets.
+        own layers that are in one of the sets. Layers whose forward cannot be run twice are in none.
         """
         if (rows, kind) not in self._levels:
             ranked = []
             for layer in range(self.layer_count):
+                writes = self.profile.layers[layer].writes
+                if writes is not None and writes.once:
+                    continue
                 freed = self.memory[kind].freed_bytes(layer, rows)
                 if freed > 0:
                     ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
             self._levels[rows, kind] = Levels([layer for _, layer in sorted(ranked)])
         return self._levels[rows, kind]
+
+    def replicated_single(self, stages: Iterable[Placed]) -> str | None:
+        """Return why some stages are not to have as many replicas as they have; None where they may."""
+        if not self.single:
+            return None
+        wide = (stage for stage in stages if len(stage.devices) > 1)
+        found = (layer for stage in wide for layer in range(stage.first, stage.stop) if layer in self.single)
+        layer = next(found, None)
+        return None if layer is None else self.single[layer]
 
     def update_s(self, stage: Placed) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
@@ -373,3 +387,14 @@ class CostModel:
                 if shared or any(first <= other < layer for other in tied.layers):
                     total -= tied.bytes
         return max(0, total)
+
+
+def _single(profile: Profile, options: PlanOptions) -> dict[int, str]:
+    found = {}
+    for index, layer in enumerate(profile.layers):
+        writes = layer.writes
+        if writes is None or writes.single is None or (options.replicate_state and not writes.once):
+            continue
+        remedy = "" if writes.once else "; --replicate-state first or average allows more"
+        found[index] = f"layer {layer.name} has one replica, since {writes.single}{remedy}"
+    return found

@@ -113,6 +113,8 @@ def _held(at: int, layer: Layer, names: _Names) -> Hashable:
         layer.gradient_bytes,
         layer.trainable_bytes,
         layer.update_bytes,
+        layer.written_bytes,
+        layer.writes and layer.writes.inputs,
     )
     costs = tuple(
         (

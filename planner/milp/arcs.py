@@ -119,8 +119,9 @@ class _Pricing:
         """Yield the arcs from a node."""
         first, state = node
         for kind in self.pool.kinds:
-            stops = [stop for stop in range(first + 1, constraints.layers + 1) if constraints.allows(first, stop, kind)]
+            every = range(first + 1, constraints.layers + 1)
             for width in range(1, self.pool.left(state, kind) + 1):
+                stops = [stop for stop in every if constraints.allows(first, stop, kind, width)]
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
                     for stop in stops:

@@ -80,6 +80,10 @@ def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices]) -> Peer
 def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
     name = "HetPipe"
+    costs = simulator.costs
+    if costs.single and len(costs.devices) > 1:
+        # Of virtual workers that train the same layers, each has a replica.
+        return Peer(name, None, next(iter(costs.single.values())))
     given = hetpipe.dealt(prices[0], prices[-1].micro_batches)
     if isinstance(given, str):
         return Peer(name, None, given)

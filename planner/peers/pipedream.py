@@ -112,6 +112,7 @@ def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole
     # 2 (m - 1) w / B is m times the seconds of reducing w bytes among m, so that 1/m of it is those seconds.
     reduced = (prices.reduce_rate(width, level) * weights for width in widths.tolist())
     stages = np.stack([np.maximum(below / width, each) for width, each in zip(widths, reduced, strict=True)])
+    stages[1:, prices.single[None, :] > prices.single[:, None]] = np.inf
     sent = 2 * prices.forth_s(level)
     firsts = np.arange(1 if whole else len(below))
     single = stages[:, firsts]

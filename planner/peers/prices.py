@@ -65,6 +65,11 @@ class Prices:
         return np.array(self.costs.sums.backward(self._share(replicas), adding))
 
     @cached_property
+    def single(self) -> Array:
+        """How many layers before a position may have one replica only."""
+        return np.cumsum([0.0, *(float(layer in self.costs.single) for layer in range(self.layer_count))])
+
+    @cached_property
     def layer_s(self) -> Array:
         """Forward and backward of every layer on a whole micro-batch."""
         return np.diff(self.forward_s(1)) + np.diff(self.backward_s(1))

@@ -13,6 +13,10 @@ from autopar.planner.peers.prices import Array, Prices
 __all__ = ["Seconds", "StageSeconds", "chained"]
 
 
+NEVER_S = 1e9
+"""Of replicas of a layer that may have one only; finite, so that differences of sums stay numbers."""
+
+
 class Seconds(NamedTuple):
     """Of consecutive stages and links, each ``[stage, group of devices, cut]``."""
 
@@ -51,12 +55,13 @@ class StageSeconds:
         self._rates = np.array(
             [[prices.reduce_rate(max(1, width), level) for width in (0, *widths)] for level in levels]
         )
-        self._weights = prices.weights_bytes
+        self._weights, self._single = prices.weights_bytes, prices.single
 
     def stage(self, groups: Groups, first: Positions, stop: Positions) -> Seconds:
         """Return a stage of layers ``first:stop`` on every group."""
         widths = groups.widths
         forward = self._forward[widths, stop] - self._forward[widths, first]
+        forward = forward + np.where(widths > 1, NEVER_S, 0.0) * (self._single[stop] > self._single[first])
         backward = self._backward[widths, stop] - self._backward[widths, first]
         reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
         return Seconds(forward[None], backward[None], reduce[None])

@@ -63,6 +63,10 @@ def trial(
         if costs.divisible or proposal.widest <= costs.batch // count
         for candidate in place(costs, proposal, count, schedule)
     ]
+    reasons = [costs.replicated_single(candidate.stages) for candidate in candidates]
+    if candidates and all(reasons):
+        return None, reasons[0]
+    candidates = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]
     best = Best()
     bounds = [bound(costs, candidate) for candidate in candidates]
     for at in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):

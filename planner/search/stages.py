@@ -236,20 +236,21 @@ class StageTables:
         shape = (len(self.places.known), len(self.ways), self.layers, len(self.lengths))
         terms = [np.ones(shape) for _ in StageTerms._fields]
         terms[2][:] = np.inf
-        allowed = {kind: self._allowed(kind) for kind in self.pool.kinds}
+        allowed = {(kind, many): self._allowed(kind, many) for kind in self.pool.kinds for many in (False, True)}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             for place in sorted(set(move.place[move.after < self.pool.states].tolist())):
                 level, limit = self.places.known[place]
                 found = [self._stage(way, width, level, limit) for width in way.widths]
                 for stack, each in zip(terms, zip(*found, strict=True), strict=True):
                     stack[place, at] = np.minimum.reduce(each)
-                terms[2][place, at][~allowed[way.kind]] = np.inf
+                terms[2][place, at][~allowed[way.kind, way.width > 1]] = np.inf
         return StageTerms(*terms)
 
-    def _allowed(self, kind: int) -> npt.NDArray[np.bool_]:
-        """The stages that the user's constraints allow, ``[first, length]``; any of those taken together."""
+    def _allowed(self, kind: int, many: bool) -> npt.NDArray[np.bool_]:
+        """The stages of one or ``many`` replicas that constraints allow, ``[first, length]``; any taken together."""
         stops = self._firsts + np.arange(1, self.longest + 1)
-        own = self.constraints.mask(kind)[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
+        mask = self.constraints.mask(kind, 1 + many)
+        own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
         return np.logical_or.reduceat(own, self.lengths - 1, axis=1)
 
     def _drop_dominated(self) -> None:
