@@ -73,7 +73,8 @@ def measured(
         _move(subject.module, subject.graph, device)
         before = observe(device)
         with compiling(device) if options.compile else contextlib.nullcontext(), _roomy(options.batch):
-            costs = _Survey(subject, options, device, context, progress).costs()
+            survey = _Survey(subject, options, device, context, progress)
+            costs = survey.costs()
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
@@ -90,7 +91,7 @@ def measured(
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
-        notes=(*subject.notes, *notes),
+        notes=(*subject.notes, *survey.notes, *notes),
     )
 
 
@@ -127,6 +128,9 @@ class _Survey:
         self._device, self._context, self._progress = device, context, progress
         self._running = compiled(subject.graph) if options.compile else subject.graph
         self._most = OF_A_KIND if options.compile else REPRESENTATIVES
+        # The backward of a compiled layer is one operator, which nothing splits.
+        self._splits = not options.compile
+        self.notes: list[str] = []
         self._firsts: dict[str, Layer] = {}
         for layer in subject.graph.layers:
             self._firsts.setdefault(layer.fingerprint, layer)
@@ -181,14 +185,26 @@ class _Survey:
         work = LayerPass(layer, inputs, self._graph.outputs, self._context)
         self._costs.peaks[layer.fingerprint, inputs.rows] = peak_bytes(work.whole, self._device)
         layer.module.zero_grad(set_to_none=True)
-        if not self._options.compile:
-            halved = SplitPass(layer, inputs, self._graph.outputs, self._context)
+        if self._splits:
+            self._measure_halves(layer, inputs)
+
+    def _measure_halves(self, layer: Layer, inputs: Inputs) -> None:
+        """Measure what a layer holds between the halves of its backward; a listed module may not have any."""
+        halved = SplitPass(layer, inputs, self._graph.outputs, self._context)
+        try:
             self._costs.pending[layer.fingerprint, inputs.rows] = halved.pending_bytes()
+            if not self._graph.portable:
+                halved.backward_weight()
+        except Exception:
+            if self._graph.portable:
+                raise
+            # Some keep what they save to themselves, as torch.utils.checkpoint does.
+            self._splits = False
+            self.notes.append(f"backwards are not split in halves, which layer {layer.name} does not have")
+            layer.module.zero_grad(set_to_none=True)
 
     def _time(self, chain: Chained, given: Mapping[int, Inputs], budget_s: float) -> None:
-        # The backward of a compiled layer is one operator, which nothing splits.
-        split = not self._options.compile
-        self._costs.timings |= measure(chain, given, budget_s, self._progress, split)
+        self._costs.timings |= measure(chain, given, budget_s, self._progress, self._splits)
 
     def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
