@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.halves import Halves
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 from autopar.profiler.activations import SavedStorages, storage_key
 from autopar.profiler.precision import Computing, as_it_is
 
@@ -162,12 +162,13 @@ def record_layer(
     try:
         with storages.recording():
             work.forward()
-    except torch.OutOfMemoryError:
+    except (AutoparError, torch.OutOfMemoryError):
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise CaptureError(
-            f"layer {layer.name} does not run: {' '.join(str(error).split())[:200]}; with --precision, types that a "
-            "forward reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
+            f"layer {layer.name} does not run on {inputs.rows} sample{'s' if inputs.rows > 1 else ''}: "
+            f"{' '.join(str(error).split())[:200]}; it must run on any number; with --precision, types that a forward "
+            "reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
         ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
     return LayerRecording(

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import logging
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import Values, build_layers, tensor_specs
 from autopar.capture.declared import declared_layers
+from autopar.capture.effects import submodules
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
@@ -192,9 +194,30 @@ def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Exporte
 def _exported(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
     shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
     with _quiet(), general_masks():
-        return torch.export.export(
+        program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
         )
+    _give_outputs(program)
+    return program
+
+
+def _give_outputs(program: ExportedProgram) -> None:
+    """Let blocks that return nothing, such as one of ``torch.no_grad`` that only writes, return what they wrote last.
+
+    Saved as they are, ``torch.export.load`` refuses them.
+    """
+    for node in list(program.graph.nodes):
+        blocks = submodules(node) if node.op == "call_function" else []
+        calls = [inner for inner in blocks[0].graph.nodes if inner.op == "call_function"] if len(blocks) == 1 else []
+        if not calls or node.meta.get("val"):
+            continue
+        last, value = calls[-1], calls[-1].meta["val"]
+        next(inner for inner in blocks[0].graph.nodes if inner.op == "output").args = ((last,),)
+        blocks[0].recompile()
+        node.meta["val"] = (value,)
+        with program.graph.inserting_after(node):
+            program.graph.call_function(operator.getitem, (node, 0)).meta["val"] = value
+        program.graph_module.recompile()
 
 
 @contextlib.contextmanager
