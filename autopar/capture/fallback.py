@@ -21,7 +21,7 @@ from autopar.capture.batch import (
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import is_hollow
 from autopar.capture.stand_ins import standing_in
-from autopar.capture.writes import joined, running_statistics, watched
+from autopar.capture.writes import joined, read_statistics, running_statistics, watched
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
 
@@ -228,12 +228,25 @@ class Listing:
             with watched(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
                 output, random = running(layer, inputs)
             self.writes[position] += changes
+            if not is_hollow(self.model):
+                self._look_at_statistics(position, inputs)
             randoms.append(random)
             if position + 1 < len(self.wrapped):
                 self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
             outputs.append(tensors_of(output, layer.element))
         self.wrapped[-1].noted = None
         return outputs, randoms, noted
+
+    def _look_at_statistics(self, position: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Take running statistics of batch normalisation for written buffers, where something else reads them."""
+        layer = self.wrapped[position]
+
+        def run() -> tuple[torch.Tensor, ...]:
+            return tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
+
+        read = read_statistics(layer, run)
+        if read:
+            self.writes[position].append(Writes(buffers=read))
 
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")

@@ -7,7 +7,7 @@ are others afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -17,7 +17,7 @@ from autopar.capture.effects import Storages, operands, submodules, written
 from autopar.capture.unchanged import WriteLog
 from autopar.formats.profile import Writes
 
-__all__ = ["graph_writes", "joined", "running_statistics", "watched"]
+__all__ = ["graph_writes", "joined", "read_statistics", "running_statistics", "watched"]
 
 _MEAN, _VARIANCE, _TRAINING = 3, 4, 5
 """Places of arguments of ``batch_norm``."""
@@ -111,6 +111,31 @@ def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(each, _BatchNorm) and type(each).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
         for name, buffer in each.named_buffers(recurse=False)
     }
+
+
+def read_statistics(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]) -> tuple[str, ...]:
+    """Return a listed module's running statistics, if anything but batch normalisation reads them.
+
+    ``run`` runs the module on the same inputs each time; statistics that are read move what it gives.
+    """
+    statistics = running_statistics(module)
+    floating = [each for each in statistics.values() if each.is_floating_point()]
+    if not floating:
+        return ()
+    before = {name: each.clone() for name, each in _buffers(module).items()}
+    given = []
+    with torch.no_grad():
+        for shift in (0.0, 1.0):
+            for name, each in _buffers(module).items():
+                each.copy_(before[name])
+            for each in floating:
+                each.add_(shift)
+            with torch.random.fork_rng(devices=[]):
+                given.append([output.detach().clone() for output in run()])
+        for name, each in _buffers(module).items():
+            each.copy_(before[name])
+    alike = all(torch.equal(one, other) for one, other in zip(*given, strict=True))
+    return () if alike else tuple(statistics)
 
 
 def joined(every: Sequence[Writes]) -> Writes | None:

@@ -1,0 +1,288 @@
+"""What forwards write, and gradients that do not exist, are as in plain training: recomputed, cut and in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from safetensors.torch import load_file
+from threads import train_in_threads
+
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.errors import CaptureError, FileError, ModelError
+from autopar.formats.plan import Plan
+from autopar.runtime.fit import check_fit
+
+STEPS = 3
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCKS = 4
+
+
+{block}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = {first}
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        {entry}
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def model():
+    return Net().double()
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    x, y = {data}, torch.randint(0, 3, (90,), generator=generator)
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[-1])
+
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+{listing}
+"""
+LISTING = """
+
+def layers(model):
+    return [model.first, *model.blocks, model.head]
+"""
+FLOATS = "torch.randn(90, 6, generator=generator, dtype=torch.float64)"
+INTEGERS = "torch.randint(0, 9, (90,), generator=generator)"
+LINEAR = "nn.Linear(6, 6)"
+
+
+def block(initial: str, forward: str) -> str:
+    lines = [f"        {line}" for line in initial.split("; ")]
+    body = [f"        {line}" for line in forward.split("; ")]
+    start = ["class Block(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    return "\n".join([*start, *lines, "", "    def forward(self, x):", *body])
+
+
+MEAN = 'self.lin = nn.Linear(6, 6); self.register_buffer("mean", torch.zeros(6))'
+SCALE = 'self.lin = nn.Linear(6, 6); self.register_buffer("scale", torch.ones(6))'
+BLOCKS = {
+    "spectral norm": block("self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))", "return self.lin(x)"),
+    "old spectral norm": block("self.lin = nn.utils.spectral_norm(nn.Linear(6, 6))", "return self.lin(x).tanh()"),
+    "average before reading": block(
+        MEAN, "self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1); return self.lin(x - self.mean.clone()).tanh()"
+    ),
+    "average after reading": block(
+        MEAN, "y = self.lin(x - self.mean).tanh(); self.mean.copy_(0.9 * self.mean + y.detach().mean(0)); return y"
+    ),
+    "saved for the backward": block(SCALE, "self.scale.mul_(0.9); return x + self.lin(x).tanh() * self.scale"),
+    "written after a copy was read": block(
+        SCALE, "y = x + self.lin(x).tanh() * self.scale.clone(); self.scale.mul_(0.9); return y"
+    ),
+    "a part of a buffer": block(
+        SCALE, "self.scale[2:].mul_(0.9); return x + self.lin(x).tanh() * self.scale * self.scale"
+    ),
+    "a counter": block(
+        'self.lin = nn.Linear(6, 6); self.register_buffer("count", torch.zeros((), dtype=torch.int64))',
+        "self.count.add_(1); return self.lin(x).tanh() / self.count",
+    ),
+    "statistics that only are kept": block(
+        'self.lin = nn.Linear(6, 6); self.register_buffer("most", torch.zeros(6))',
+        "torch.maximum(self.most, x.detach().amax(0), out=self.most); return self.lin(x).tanh()",
+    ),
+    "clamped parameter": block(
+        "self.lin = nn.Linear(6, 6)", "_ = self.lin.weight.detach().clamp_(-0.3, 0.3); return self.lin(x).tanh() + x"
+    ),
+    "running statistics that are read": block(
+        "self.norm = nn.BatchNorm1d(6); self.lin = nn.Linear(6, 6)",
+        "y = self.norm(x); return self.lin(y).tanh() - self.norm.running_mean.clone()",
+    ),
+}
+DETACHED = block("self.lin = nn.Linear(6, 6)", "return self.lin(x).tanh()")
+
+
+class Case(NamedTuple):
+    file: Path
+    model: UserModel
+    graph: LayerGraph
+    state: dict[str, torch.Tensor]
+
+
+def case(
+    folder: Path,
+    block: str,
+    *,
+    first: str = LINEAR,
+    entry: str = "pass",
+    data: str = FLOATS,
+    listed: bool = False,
+) -> Case:
+    file = folder / "model.py"
+    text = FILE.format(block=block, first=first, entry=entry, data=data, listing=LISTING if listed else "")
+    file.write_text(text)
+    model = load(str(file))
+    module = model.build(0)
+    graph = capture(model, module)
+    fresh = model.build(0)
+    state = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+    return Case(file, model, graph, {name: value.detach() for name, value in state.items()})
+
+
+def check(found: Case, plan: Plan, folder: Path) -> None:
+    """Train in threads and plainly; gradients, where there are any, parameters and buffers are equal."""
+    check_fit(found.graph, plan, found.model)
+    losses = train_in_threads(plan, found.graph, found.model, found.state, folder, STEPS)
+    size = plan.micro_batches, plan.micro_batch_size
+    truth = plain.train(found.file, *size, lambda name: [size[1]], steps=STEPS)
+    assert losses == pytest.approx(truth.losses, rel=1e-12)
+    kept = [{}, {}, {}]
+    for rank in range(len(plan.devices)):
+        for each, kind in zip(kept, ("gradients", "parameters", "buffers"), strict=True):
+            each.update(load_file(folder / f"{kind}-{rank}"))
+    gradients, parameters, buffers = kept
+    largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
+    assert gradients.keys() == truth.gradients.keys()
+    for name, gradient in truth.gradients.items():
+        assert float((gradients[name] - gradient).abs().max()) <= 1e-12 * largest, name
+    for name, value in {**truth.parameters, **truth.buffers}.items():
+        other = {**parameters, **buffers}[name]
+        assert float((other - value).double().abs().max()) <= 1e-10 * float(value.double().abs().max()) + 1e-10, name
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
+    kind: str, recompute: bool, schedule: str, tmp_path: Path
+) -> None:
+    found = case(tmp_path, BLOCKS[kind])
+    writers = [layer for layer in found.graph.layers if layer.writes is not None]
+    assert [layer.name for layer in writers] == [f"blocks.{index}" for index in range(4)]
+    once = {layer.name for layer in writers if layer.writes is not None and layer.writes.once}
+    again = {layer.name for layer in found.graph.layers} - once if recompute else set()
+    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, schedule, recompute=again), tmp_path)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+# Once it ran, torch's old spectral norm holds a weight that cannot be copied, as threads would have to.
+@pytest.mark.parametrize("kind", sorted(set(BLOCKS) - {"old spectral norm"}))
+def test_listed_modules_that_write_train_as_in_one_process(kind: str, recompute: bool, tmp_path: Path) -> None:
+    found = case(tmp_path, BLOCKS[kind], listed=True)
+    once = {each.name for each in found.graph.layers if each.writes is not None and each.writes.once}
+    again = {layer.name for layer in found.graph.layers} - once if recompute else set()
+    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, "gpipe", recompute=again), tmp_path)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_listed_module_may_assign_its_buffer_anew(recompute: bool, tmp_path: Path) -> None:
+    found = case(tmp_path, block(SCALE, "self.scale = self.scale * 0.9; return self.lin(x) * self.scale"), listed=True)
+    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, recompute=recompute), tmp_path)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_inputs_that_a_forward_writes_are_as_in_one_process(recompute: bool, tmp_path: Path) -> None:
+    found = case(tmp_path, DETACHED, entry="x.mul_(0.5).add_(1.0)")
+    assert found.graph.layers[0].writes is not None
+    assert found.graph.layers[0].writes.inputs == ("batch.0",)
+    check(found, dictate(found.graph, found.model, [1], 3, 4, recompute=recompute), tmp_path)
+
+
+def test_rows_that_an_embedding_limits_are_those_of_the_model_until_a_step_reads_them(tmp_path: Path) -> None:
+    found = case(tmp_path, DETACHED, first="nn.Embedding(9, 6, max_norm=0.5)", data=INTEGERS)
+    check(found, dictate(found.graph, found.model, [1, 1], 2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_no_gradient_stays_none_across_cuts_and_replicas(cut: int, schedule: str, listed: bool, tmp_path: Path) -> None:
+    detaching = block("self.lin = nn.Linear(6, 6)", "return self.lin(x.detach() if BLOCKS == 4 else x).tanh()")
+    mixed = detaching.replace("x.detach() if BLOCKS == 4 else x", "x.detach() if self.lin.bias.shape[0] == 6 else x")
+    found = case(tmp_path, mixed, listed=listed)
+    widths = [2, 1] if schedule == "1f1b" else [1, 1]
+    plan = dictate(found.graph, found.model, widths, 3, 4, schedule, cuts=[cut])
+    check(found, plan, tmp_path)
+
+
+def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_only_where_all_do(
+    tmp_path: Path,
+) -> None:
+    deciding = block(
+        "self.lin = nn.Linear(6, 6)",
+        "x = x.detach() if float(x.detach().sum()) > THRESHOLD else x; return self.lin(x).tanh()",
+    )
+    for threshold in (-1e9, 0.0):
+        found = case(tmp_path, f"THRESHOLD = {threshold}\n\n\n{deciding}", listed=True)
+        check(found, dictate(found.graph, found.model, [1, 1, 1], 3, 4), tmp_path)
+
+
+def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refused(tmp_path: Path) -> None:
+    found = case(tmp_path, BLOCKS["average before reading"])
+    with pytest.raises(FileError, match=r"replicas of layer blocks.0, .* changes the buffer blocks.0.mean"):
+        check_fit(found.graph, dictate(found.graph, found.model, [2, 1], 3, 4), found.model)
+    clamped = case(tmp_path, BLOCKS["clamped parameter"])
+    plan = dictate(clamped.graph, clamped.model, [1, 1], 3, 4, recompute=True)
+    with pytest.raises(FileError, match=r"recomputes layer blocks.0, .* the parameter blocks.0.lin.weight"):
+        check_fit(clamped.graph, plan, clamped.model)
+
+
+@pytest.mark.parametrize("how", ["first", "average"])
+@pytest.mark.parametrize("turns", [(), (0,)])
+def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
+    how: str, turns: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = case(tmp_path, BLOCKS["average before reading"])
+    plan = dictate(found.graph, found.model, [2, 1], 4, 4, turns=turns)
+    plan = plan.model_copy(update={"replicate_state": how})
+    check_fit(found.graph, plan, found.model)
+    train_in_threads(plan, found.graph, found.model, found.state, tmp_path, STEPS)
+    one, other = (load_file(tmp_path / f"buffers-{rank}") for rank in range(2))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name])
+    # With 4 micro-batches, the mean of two replicas of 2 rows each is that of 4 rows: what one replica has.
+    if how == "average" and not turns:
+        truth = plain.train(found.file, 4, 4, lambda name: [4], steps=1)
+        single = dataclasses.replace(found.model)
+        train_in_threads(plan, found.graph, single, found.state, tmp_path, 1)
+        first = load_file(tmp_path / "buffers-0")
+        assert torch.allclose(first["blocks.0.mean"], truth.buffers["blocks.0.mean"], rtol=1e-12)
+
+
+def test_a_listed_module_that_writes_what_another_holds_is_refused(tmp_path: Path) -> None:
+    shared = block(MEAN, "self.mean.mul_(0.9); return self.lin(x)")
+    file = case(tmp_path, shared, listed=True).file
+    text = file.read_text().replace(
+        "return [model.first", "model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
+    )
+    file.write_text(text)
+    model = load(str(file))
+    with pytest.raises(ModelError, match=r"blocks.0 writes blocks.0.mean, which blocks.1 is given too"):
+        capture(model, model.build(0))
+
+
+def test_a_generator_of_the_models_own_is_refused_and_a_hidden_write_found(tmp_path: Path) -> None:
+    drawing = block(
+        "self.lin = nn.Linear(6, 6); self.generator = torch.Generator().manual_seed(3)",
+        "return self.lin(x) + torch.empty_like(x).normal_(generator=self.generator)",
+    )
+    with pytest.raises(CaptureError, match=r"torch\.Generator of its own"):
+        case(tmp_path, drawing)
