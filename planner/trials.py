@@ -80,7 +80,7 @@ class Trials:
     def run_all(self, starts: Iterable[Start]) -> Best:
         """Return the best plans of some shapes, all of them simulated."""
         for start in starts:
-            if self._serves(start[0], start[1].widths):
+            if self._serves(start[0], start[1].widths) and self.broken(*start) is None:
                 self._judge(*start)
         return self.best
 
