@@ -181,6 +181,12 @@ class Reducer:
             for part in sharded.gradients():
                 part.mul_(factor)
 
+    def complete(self) -> list[torch.Tensor]:
+        """Return what holds all gradients of this rank, those that it shares with others included."""
+        plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *divided]
+
     def owned(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
         owned = [bucket for bucket, ranks in self._shared.values() if self._rank == ranks[0]]

@@ -29,9 +29,9 @@ class Held:
         """Return both together."""
         return {**self.parameters, **self.buffers}
 
-    def trained(self) -> list[torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that have gradients."""
-        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @contextmanager
     def dividing(self, names: Iterable[str], layers: Sequence[Layer]) -> Iterator[None]:
