@@ -13,7 +13,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.retire import receives_ahead, retirements
-from autopar.runtime.transport import Pending, Transport
+from autopar.runtime.transport import Pending, Transport, sendable
 from autopar.schedules.expand import Message, messages, stages_of
 
 __all__ = ["Mailbox"]
@@ -140,7 +140,7 @@ class Mailbox:
         action, work = self._actions[position], []
         for name, dim, start, rows, whole in self._slices[position]:
             tensor = tensors[name].detach()
-            carried = (tensor if whole else tensor.narrow(dim, start, rows)).contiguous()
+            carried = sendable(tensor if whole else tensor.narrow(dim, start, rows))
             try:
                 work.append(self._transport.send(carried, action.peer))
             except PeerLostError as error:

@@ -34,7 +34,7 @@ class Sharding:
     mesh: DeviceMesh
     """Of the replicas."""
     apart: frozenset[nn.Parameter]
-    """Parameters that other stages hold, too: every replica keeps them whole."""
+    """Parameters that every replica keeps whole."""
     offload: bool = False
     """Whether what is divided waits in the host's memory."""
     turning: bool = False
@@ -72,11 +72,12 @@ class ShardedStage(Stage):
         # A layer may return a view of what it made: no other layer writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for layer in layers:
-            _check_types(layer)
+            _check_types(layer, sharding.apart)
         self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
         together = _Whole([layer.module for layer in called], several - sharding.apart)
         self._root = self._divide(together, sharding.apart)
-        self._divided = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
+        self.parts = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
+        """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
         for before, after in pairwise(units):
@@ -94,7 +95,7 @@ class ShardedStage(Stage):
 
     def begin_step(self) -> None:
         """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
-        for parameter in self._divided:
+        for parameter in self.parts:
             parameter.grad = None
         self._set(reduce=self._sharding.level != "optimizer", let_go=self._sharding.level == "parameters")
         self._root.set_is_last_backward(False)
@@ -178,7 +179,7 @@ class ShardedStage(Stage):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this replica's parts of the gradients that there are."""
-        for parameter in self._divided:
+        for parameter in self.parts:
             if isinstance(parameter.grad, DTensor):
                 yield parameter.grad.to_local()
 
@@ -264,8 +265,9 @@ def _used_by_several(layers: Sequence[Layer]) -> frozenset[nn.Parameter]:
     return frozenset(several)
 
 
-def _check_types(layer: Layer) -> None:
-    types = sorted({str(each.dtype) for each in layer.module.parameters() if each.requires_grad})
+def _check_types(layer: Layer, apart: frozenset[nn.Parameter]) -> None:
+    trained = [each for each in layer.module.parameters() if each.requires_grad and each not in apart]
+    types = sorted({str(each.dtype) for each in trained})
     if len(types) > 1:
         raise UsageError(
             f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide "

@@ -30,7 +30,9 @@ class Twins:
 
             from autopar.runtime.sharded import replicated
 
-            whole = [parameter for parameter in trained.values() if not isinstance(parameter, DTensor)]
+            # Complex numbers are not divided: kernels take them by themselves.
+            found = [each for each in trained.values() if not each.is_complex()]
+            whole = [each for each in found if not isinstance(each, DTensor)]
             self._twins = {each: torch.nn.Parameter(replicated(each.detach(), mesh)) for each in whole}
         self.stepped = {name: self._twins.get(parameter, parameter) for name, parameter in trained.items()}
         """What an optimizer is given, in the order of the trained parameters."""

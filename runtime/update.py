@@ -131,7 +131,8 @@ class Update:
 
     def _squares(self) -> float:
         """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._reducer.owned()]
+        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned())
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _sum(self, values: list[float]) -> list[float]:

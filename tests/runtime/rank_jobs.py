@@ -175,4 +175,9 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_file({name: real(tensor.detach()).contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs: safetensors knows none of double precision."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
