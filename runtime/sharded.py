@@ -20,6 +20,7 @@ from autopar.capture.place import place
 from autopar.errors import UsageError
 from autopar.formats.plan import Shard
 from autopar.runtime.passes import Pass
+from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 
 __all__ = ["ShardedStage", "Sharding", "replicated", "whole"]
@@ -39,6 +40,8 @@ class Sharding:
     """Whether what is divided waits in the host's memory."""
     turning: bool = False
     """Whether the replicas take whole micro-batches in turn."""
+    decides: bool = False
+    """Whether layers may decide while they run which parameters they use."""
 
 
 class ShardedStage(Stage):
@@ -76,13 +79,21 @@ class ShardedStage(Stage):
         self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
         together = _Whole([layer.module for layer in called], several - sharding.apart)
         self._root = self._divide(together, sharding.apart)
-        self.parts = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
+        self.parts: list[nn.Parameter] = [
+            parameter for parameter in together.parameters() if isinstance(parameter, DTensor)
+        ]
         """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
         for before, after in pairwise(units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        self._reached: Reached | None = None
+        if sharding.decides:
+            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+            divided = {each: names[each] for each in self.parts}
+            gathers = sharding.level == "parameters" and not sharding.turning
+            self._reached = Reached([*units, self._root], divided, sharding.mesh.get_group(), gathers=gathers)
         # Left to itself, it would gather what another micro-batch's forward came to.
         units[0].set_modules_to_backward_prefetch([units[0]])
 
@@ -128,6 +139,8 @@ class ShardedStage(Stage):
         self._root.set_reshard_after_backward(True, recurse=False)
         self._root.set_is_last_backward(True)
         self._end_backward()
+        if self._reached is not None:
+            self._reached.end()
 
     def _set(self, *, reduce: bool, let_go: bool) -> None:
         """Say what the backwards from now on do with a layer's gradients and with its parameters.
