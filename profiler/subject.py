@@ -82,13 +82,15 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(f"{user.path}: the model has no parameter that requires a gradient; there is nothing to train")
     own: Precision
-    if kinds == {torch.float32}:
+    if kinds <= {torch.float32, torch.complex64}:
         own = "fp32"
-    elif kinds == {torch.float64}:
+    elif kinds <= {torch.float64, torch.complex128}:
         own = "fp64"
     else:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        raise ModelError(f"{user.path}: parameters are {names}; all must be float32, or all float64")
+        raise ModelError(
+            f"{user.path}: parameters are {names}; all must be float32 or complex64, or all float64 or complex128"
+        )
     if asked is None or asked == own:
         return own
     if own == "fp64" or asked == "fp64":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
-from autopar.runtime.transport import Transport
+from autopar.runtime.transport import Transport, sendable
 
 __all__ = ["Agreement", "digest_of"]
 
@@ -92,5 +92,5 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> float:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(sendable(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
     return float(int.from_bytes(digest.digest()[:6], "big") + 1)

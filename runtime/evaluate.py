@@ -18,7 +18,7 @@ from autopar.runtime.forwards import Forwards, Results
 from autopar.runtime.job import Job
 from autopar.runtime.precision import autocast_of, crossing_specs
 from autopar.runtime.stage import Stage
-from autopar.runtime.transport import Transport
+from autopar.runtime.transport import Transport, sendable
 from autopar.schedules.expand import rank_of, stages_of
 from autopar.schedules.route import even_shares
 
@@ -133,7 +133,7 @@ class Evaluation:
                     if sender == self._job.rank == 0:
                         parts[spec.name].append(results[micro_batch][at].cpu())
                     elif sender == self._job.rank:
-                        sending.append(self._transport.send(results[micro_batch][at].to(spec.dtype).contiguous(), 0))
+                        sending.append(self._transport.send(sendable(results[micro_batch][at].to(spec.dtype)), 0))
                     elif self._job.rank == 0:
                         shape = spec.shape(placed.rows[replica])
                         tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
@@ -164,7 +164,7 @@ class Evaluation:
                 self._transport.receive(buffer, first).wait()
                 continue
             others = (rank_of(self._plan, stage, each) for each in range(1, self._plan.stages[stage].replicas))
-            sending += [self._transport.send(buffer.contiguous(), other) for other in others]
+            sending += [self._transport.send(sendable(buffer), other) for other in others]
         for pending in sending:
             pending.wait()
 

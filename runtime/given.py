@@ -24,7 +24,7 @@ from autopar.runtime.fit import check_fit
 from autopar.runtime.job import Job
 from autopar.runtime.prefetch import Batch
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import Transport
+from autopar.runtime.transport import Transport, sendable
 from autopar.schedules.expand import expand, stages_of
 
 __all__ = ["Built", "build_given"]
@@ -121,7 +121,7 @@ def _spread(
     kept: dict[str, torch.Tensor] = {}
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if context.rank == 0:
-            tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            tensor = sendable(value.detach().cpu()).clone()
         else:
             tensor = torch.empty(value.shape, dtype=value.dtype)
         if tensor.numel():

@@ -81,8 +81,8 @@ class Reducer:
 
     Parameters that only this rank holds accumulate as autograd does it. Those of a replicated stage lie in buckets,
     reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
-    ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide what they hold
-    reduce their gradients themselves.
+    ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide parameters reduce
+    the gradients of these themselves.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Reducer:
         """Lay the gradients out.
 
         Args:
-            stages: every layer's parameters, in layer order, of each stage of the rank that is not sharded.
-            sharded: the others.
+            stages: every layer's whole parameters, in layer order, of each stage of the rank.
+            sharded: the stages whose replicas divide other parameters.
             replicas: the ranks of these stages, this one among them.
             shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
             transport: carries the sums.
@@ -144,6 +144,7 @@ class Reducer:
     def begin_last_backward(self, index: int) -> None:
         """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
         if index in self._sharded:
+            # What it reduces, and what is reduced here, would meet in another order on each replica.
             self._sharded[index].begin_last_backward()
         else:
             self._stages[index].last_backward = True
@@ -156,13 +157,12 @@ class Reducer:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
         if index in self._sharded:
             self._sharded[index].finish()
-            return None
         stage = self._stages[index]
         while stage.unreduced:
             self._launch(stage)
         for pending in stage.pending:
             pending.wait()
-        return stage.began
+        return None if index in self._sharded else stage.began
 
     def reduce_shared(self, index: int) -> None:
         """Sum one shared parameter's gradient over all ranks that hold it."""
@@ -180,6 +180,12 @@ class Reducer:
         for sharded in self._sharded.values():
             for part in sharded.gradients():
                 part.mul_(factor)
+
+    def complete(self) -> list[torch.Tensor]:
+        """Return what holds all gradients of this rank, those that it shares with others included."""
+        plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *divided]
 
     def owned(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""

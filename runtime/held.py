@@ -29,9 +29,9 @@ class Held:
         """Return both together."""
         return {**self.parameters, **self.buffers}
 
-    def trained(self) -> list[torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that have gradients."""
-        return [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @contextmanager
     def dividing(self, names: Iterable[str], layers: Sequence[Layer]) -> Iterator[None]:
@@ -84,7 +84,13 @@ def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, de
 
 
 def divided(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:
-    """Return the names of the parameters of a stage's layers of which every replica is to keep a part."""
+    """Return the names of the parameters of a stage's layers of which every replica is to keep a part.
+
+    Those that other stages hold, too, stay whole, and so does what has no rows or cannot be reduced in parts: scalars,
+    empty tensors, complex numbers.
+    """
     if plan.stages[stage].shard == "none":
         return set()
-    return {name for layer in layers for name in layer.parameters.values()} - {tied.parameter for tied in plan.tied}
+    found = {name: layer.parameter(attribute) for layer in layers for attribute, name in layer.parameters.items()}
+    parts = {name for name, each in found.items() if each.dim() and each.numel() and not each.is_complex()}
+    return parts - {tied.parameter for tied in plan.tied}

@@ -173,9 +173,13 @@ class Job:
         scale: LossScale | None,
     ) -> Callable[[StepRecord], None]:
         """Return what completes the gradients and steps the optimizer."""
-        twins, everyone = Twins(self._held.trained(), self._mesh), tuple(range(len(self.plan.devices)))
+        twins = Twins(self._held.trained(), self._mesh)
         counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
-        parts = twins.stepped, model, reducer, transport, everyone
+        stage_of: dict[str, int] = {}
+        for index, stage in self.stages.items():
+            for name in (name for layer in stage.layers for name in layer.parameters.values()):
+                stage_of.setdefault(name, index)
+        parts = self.plan, twins, stage_of, model, reducer, transport
         update = self.update_of(*parts, counts=counts, clip_norm=clip_norm, scale=scale)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.lend())

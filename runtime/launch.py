@@ -262,7 +262,8 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[Rank
 def _describe(plan: Plan, program: Program) -> Describe:
     def describe(rank: int, note: Note) -> Doing:
         if note.phase != STEPPING:
-            return Doing("finishing" if note.phase == FINISHED else "setting up", waiting=False)
+            # A rank that has finished waits for all others before it saves anything.
+            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
         action = program.ranks[rank][note.position]
         waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
         return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)

@@ -13,7 +13,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.retire import receives_ahead, retirements
-from autopar.runtime.transport import Pending, Transport
+from autopar.runtime.transport import Pending, Transport, sendable
 from autopar.schedules.expand import Message, messages, stages_of
 
 __all__ = ["Mailbox"]
@@ -183,7 +183,7 @@ class Mailbox:
                 yield torch.zeros(spec.shape(rows), dtype=spec.dtype, device=self._device)
             else:
                 tensor = tensor.detach()
-                yield (tensor if whole else tensor.narrow(dim, start, rows)).contiguous()
+                yield sendable(tensor if whole else tensor.narrow(dim, start, rows))
         if self.marked and self._actions[position].kind == SEND_GRADIENT:
             marks = [tensors[each.name] is not None for each in slices]
             yield torch.tensor(marks, dtype=torch.uint8, device=self._device)

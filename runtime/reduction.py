@@ -32,10 +32,13 @@ def reducer_of(
         transport: carries the sums.
         mark: marks the present moment, for :meth:`Reducer.finish` to return.
     """
-    sharded = {index: stage for index, stage in stages.items() if plan.stages[index].shard != "none"}
+    sharding = {index: stage for index, stage in stages.items() if plan.stages[index].shard != "none"}
+    sharded = cast("dict[int, ShardedStage]", sharding)
+    # Of what a stage's replicas divide, it takes care itself.
+    parts = {each for stage in sharded.values() for each in stage.parts}
     layers = {
-        index: [list(layer.module.parameters()) for layer in stages[index].layers]
-        for index in sorted(stages.keys() - sharded.keys())
+        index: [[each for each in layer.module.parameters() if each not in parts] for layer in stages[index].layers]
+        for index in sorted(stages)
     }
     shared = {}
     for i, tied in enumerate(plan.tied):
@@ -43,4 +46,4 @@ def reducer_of(
         if stages.keys() & set(tied.stages) and len(ranks) > 1:
             shared[i] = held.parameters[tied.parameter], ranks
     replicas = replica_ranks(plan, stages)
-    return Reducer(layers, cast("dict[int, ShardedStage]", sharded), replicas, shared, transport, mark, rank)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank)

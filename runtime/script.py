@@ -25,6 +25,7 @@ from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.given import Built, build_given
 from autopar.runtime.saving import holders, make_folder, shard_name, write_stages
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.transport import sendable
 from autopar.schedules.expand import rank_of
 
 __all__ = ["Metrics", "ScriptJob"]
@@ -262,7 +263,7 @@ class ScriptJob:
         if sender == self.rank and mine is not None:
             if self.rank == 0:
                 return mine.detach().cpu().clone()
-            built.transport.send(mine.detach().contiguous(), 0).wait()
+            built.transport.send(sendable(mine.detach()), 0).wait()
         elif self.rank == 0:
             buffer = torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
             built.transport.receive(buffer, sender).wait()

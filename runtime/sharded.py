@@ -20,6 +20,7 @@ from autopar.capture.place import place
 from autopar.errors import UsageError
 from autopar.formats.plan import Shard
 from autopar.runtime.passes import Pass
+from autopar.runtime.reached import Reached
 from autopar.runtime.stage import Stage
 
 __all__ = ["ShardedStage", "Sharding", "replicated", "whole"]
@@ -34,11 +35,13 @@ class Sharding:
     mesh: DeviceMesh
     """Of the replicas."""
     apart: frozenset[nn.Parameter]
-    """Parameters that other stages hold, too: every replica keeps them whole."""
+    """Parameters that every replica keeps whole."""
     offload: bool = False
     """Whether what is divided waits in the host's memory."""
     turning: bool = False
     """Whether the replicas take whole micro-batches in turn."""
+    decides: bool = False
+    """Whether layers may decide while they run which parameters they use."""
 
 
 class ShardedStage(Stage):
@@ -72,16 +75,25 @@ class ShardedStage(Stage):
         # A layer may return a view of what it made: no other layer writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for layer in layers:
-            _check_types(layer)
+            _check_types(layer, sharding.apart)
         self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
         together = _Whole([layer.module for layer in called], several - sharding.apart)
         self._root = self._divide(together, sharding.apart)
-        self._divided = [parameter for parameter in together.parameters() if isinstance(parameter, DTensor)]
+        self.parts: list[nn.Parameter] = [
+            parameter for parameter in together.parameters() if isinstance(parameter, DTensor)
+        ]
+        """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
         for before, after in pairwise(units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        self._reached: Reached | None = None
+        if sharding.decides:
+            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+            divided = {each: names[each] for each in self.parts}
+            gathers = sharding.level == "parameters" and not sharding.turning
+            self._reached = Reached([*units, self._root], divided, sharding.mesh.get_group(), gathers=gathers)
         # Left to itself, it would gather what another micro-batch's forward came to.
         units[0].set_modules_to_backward_prefetch([units[0]])
 
@@ -94,7 +106,7 @@ class ShardedStage(Stage):
 
     def begin_step(self) -> None:
         """Clear all gradients; those of every micro-batch are reduced if the replicas divide them."""
-        for parameter in self._divided:
+        for parameter in self.parts:
             parameter.grad = None
         self._set(reduce=self._sharding.level != "optimizer", let_go=self._sharding.level == "parameters")
         self._root.set_is_last_backward(False)
@@ -127,6 +139,8 @@ class ShardedStage(Stage):
         self._root.set_reshard_after_backward(True, recurse=False)
         self._root.set_is_last_backward(True)
         self._end_backward()
+        if self._reached is not None:
+            self._reached.end()
 
     def _set(self, *, reduce: bool, let_go: bool) -> None:
         """Say what the backwards from now on do with a layer's gradients and with its parameters.
@@ -178,7 +192,7 @@ class ShardedStage(Stage):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this replica's parts of the gradients that there are."""
-        for parameter in self._divided:
+        for parameter in self.parts:
             if isinstance(parameter.grad, DTensor):
                 yield parameter.grad.to_local()
 
@@ -270,8 +284,9 @@ def _used_by_several(layers: Sequence[Layer]) -> frozenset[nn.Parameter]:
     return frozenset(several)
 
 
-def _check_types(layer: Layer) -> None:
-    types = sorted({str(each.dtype) for each in layer.module.parameters() if each.requires_grad})
+def _check_types(layer: Layer, apart: frozenset[nn.Parameter]) -> None:
+    trained = [each for each in layer.module.parameters() if each.requires_grad and each not in apart]
+    types = sorted({str(each.dtype) for each in trained})
     if len(types) > 1:
         raise UsageError(
             f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide "

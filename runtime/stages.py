@@ -72,7 +72,8 @@ def build_stages(
         names = {name for layer in mine for name in layer.parameters.values()}
         # Of this stage alone: a stage that is built later must find nobody else holding its parameters as a whole.
         apart = frozenset(held.parameters[name] for name in names - parts)
-        sharding = Sharding(placed.shard, mesh, apart, offload, placed.division == "round-robin")
+        turning = placed.division == "round-robin"
+        sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
         with held.dividing(parts, mine):
             built[index] = ShardedStage(sharding, *flow)
     return built

@@ -19,7 +19,7 @@ from autopar.ranks.failure import PeerLostError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Done", "GroupTransport", "Pending", "Transport"]
+__all__ = ["Done", "GroupTransport", "Pending", "Transport", "sendable"]
 
 
 class Pending(Protocol):
@@ -37,7 +37,7 @@ class Transport(Protocol):
     """Moves tensors between ranks; every call returns at once."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Begin to send a contiguous tensor, which must stay untouched until waited for."""
+        """Begin to send a tensor that is :func:`sendable`, and must stay untouched until waited for."""
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Begin to fill a contiguous tensor with the next message of ``peer``."""
@@ -145,13 +145,22 @@ class GroupTransport:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
-        return _begin(lambda: dist.all_reduce(tensor, group=self._groups[ranks, apart], async_op=True))
+        return _begin(lambda: dist.all_reduce(_reals(tensor), group=self._groups[ranks, apart], async_op=True))
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`Transport`."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self._groups[ranks, False], self._device_type)
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose numbers lie in memory as they are, one behind the other: not conjugated when they are read.
+
+    >>> sendable(torch.tensor([1 + 2j]).conj()).view(torch.float32)
+    tensor([ 1., -2.])
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

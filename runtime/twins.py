@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Twins"]
+__all__ = ["Twins", "local"]
 
 
 class Twins:
@@ -19,18 +19,22 @@ class Twins:
     Torch's kernels for many parameters at once would refuse some of one kind and some of the other.
     """
 
-    def __init__(self, trained: Sequence[torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
+    def __init__(self, trained: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
         """Make them; without a mesh of replicas that divide parameters, there are none."""
         self._twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._mesh = mesh
+        self.trained = dict(trained)
+        """By the model's own names."""
         if mesh is not None:
             from torch.distributed.tensor import DTensor
 
             from autopar.runtime.sharded import replicated
 
-            whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+            # Complex numbers are not divided: kernels take them by themselves.
+            found = [each for each in trained.values() if not each.is_complex()]
+            whole = [each for each in found if not isinstance(each, DTensor)]
             self._twins = {each: torch.nn.Parameter(replicated(each.detach(), mesh)) for each in whole}
-        self.stepped = [self._twins.get(parameter, parameter) for parameter in trained]
+        self.stepped = {name: self._twins.get(parameter, parameter) for name, parameter in trained.items()}
         """What an optimizer is given, in the order of the trained parameters."""
 
     def lend(self) -> None:
@@ -41,3 +45,8 @@ class Twins:
 
         for parameter, twin in self._twins.items():
             twin.grad = None if parameter.grad is None else replicated(parameter.grad, self._mesh)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this replica's part of a tensor that replicas divide, and any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,10 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError
+from autopar.formats.plan import Plan
+from autopar.ranks.failure import PeerLostError
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.finite import all_finite, first_not_finite
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.scale import LossScale
 from autopar.runtime.transport import Transport
+from autopar.runtime.twins import Twins, local
 
 __all__ = ["Update"]
 
@@ -28,11 +32,12 @@ class Update:
 
     def __init__(
         self,
-        parameters: list[torch.nn.Parameter],
+        plan: Plan,
+        twins: Twins,
+        stage_of: Mapping[str, int],
         model: UserModel,
         reducer: Reducer,
         transport: Transport,
-        everyone: tuple[int, ...],
         *,
         counts: bool,
         clip_norm: float | None,
@@ -41,11 +46,12 @@ class Update:
         """Make the optimizer and its scheduler.
 
         Args:
-            parameters: this rank's trained ones; an optimizer is made if there are any.
+            plan: what is carried out.
+            twins: this rank's trained parameters; an optimizer is made if there are any.
+            stage_of: the first stage that reads each of them.
             model: the user's file, which makes the optimizer.
             reducer: the gradients.
             transport: carries sums over all ranks.
-            everyone: all ranks.
             counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
             clip_norm: largest norm of all gradients together.
             scale: what losses were multiplied by.
@@ -53,11 +59,12 @@ class Update:
         Raises:
             ModelError: the optimizer wants to run forwards itself.
         """
-        self.optimizer = model.make_optimizer(parameters) if parameters else None
+        self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
+        self.optimizer = model.make_optimizer(list(twins.stepped.values())) if self._trained else None
         self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
         if self.optimizer is not None:
             _check_steps(self.optimizer, model)
-        self._reducer, self._transport, self._everyone = reducer, transport, everyone
+        self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(plan.devices)))
         self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
         self._watches: bool | None = None if model.schedules else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
@@ -66,7 +73,8 @@ class Update:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
 
         Raises:
-            TrainingError: nothing was counted in the whole mini-batch.
+            TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
+                mini-batch.
         """
         factor, applies = self._agree(record)
         if factor != 1.0:
@@ -84,10 +92,13 @@ class Update:
             # A rank without parameters has no scheduler, and takes part all the same.
             self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
         normed = self._clip_norm is not None or self._scale is not None
+        squares = self._squares() if normed else self._unless_finite()
+        if self._counts or normed or self._watches:
+            loss, count, squares = self._sum([record.loss, record.count, squares])
+        if self._scale is None and not math.isfinite(squares):
+            raise self._not_finite()
         if not (self._counts or normed or self._watches):
             return 1.0, True
-        # Squares are of all gradients of the model, those of replicas and of shared parameters once.
-        loss, count, squares = self._sum([record.loss, record.count, self._squares() if normed else 0.0])
         if self._counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
         divisor = count if self._counts else 1.0
@@ -103,8 +114,25 @@ class Update:
             factor *= min(1.0, self._clip_norm / (record.gradient_norm + TINY))
         return factor, not record.overflowed
 
+    def _unless_finite(self) -> float:
+        """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
+        return 0.0 if all_finite(self._reducer.complete()) else math.nan
+
+    def _not_finite(self) -> TrainingError:
+        """Return what to say of gradients that are not finite."""
+        there = ((name, each.grad) for name, each in self._trained.items())
+        name = first_not_finite((name, local(gradient)) for name, gradient in there if gradient is not None)
+        if name is not None:
+            place = f"stage {self._stage_of[name]}" + (", micro-batch 0" if self._plan.micro_batches == 1 else "")
+            return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
+        if len(self._everyone) > 1 and math.isfinite(self._squares()):
+            return PeerLostError("the gradients of another rank are not finite; nothing was updated")
+        return TrainingError("the norm of all gradients is too large for a number; nothing was updated")
+
     def _squares(self) -> float:
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._reducer.owned()]
+        """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
+        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned())
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _sum(self, values: list[float]) -> list[float]:

@@ -1,7 +1,8 @@
 """Weights: parameters and buffers on disk, in safetensors, keyed by the model's own names.
 
 A folder of weights holds ``model.safetensors``, or several files and ``model.safetensors.index.json`` (the layout that
-other libraries read, too). No reader ever loads more than what it asks for.
+other libraries read, too). No reader ever loads more than what it asks for. The format has no complex numbers of double
+precision: such a tensor is stored as its real and imaginary parts, one more dimension, and the file's metadata name it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from safetensors import SafetensorError, safe_open
 
 from autopar.errors import FileError
 from autopar.formats.document import parse_json, write_text
+from autopar.runtime.transport import sendable
 
 __all__ = ["Shape", "names", "read", "shape_of", "shapes", "write", "write_index"]
 
 Shape = tuple[tuple[int, ...], str]
 """A tensor's shape, and its type as safetensors has it."""
 Whole = Callable[[str], torch.Tensor | None]
+PAIRS = "complex128"
+"""Under which a file's metadata list the tensors whose last dimension is real and imaginary part."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -45,7 +49,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole = lambda
             file.write(_header(tensors))
             for value in values:
                 # As bytes, not elements: NumPy does not know all types.
-                file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(sendable(value.detach().cpu()).reshape(-1).view(torch.uint8).numpy().data)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -59,8 +63,13 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Return the beginning of a safetensors file: the length of a text, and the text: what is where behind it."""
     content: dict[str, object] = {}
     end = 0
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    if pairs:
+        content["__metadata__"] = {PAIRS: json.dumps(pairs)}
     for name, tensor in tensors.items():
         shape, kind = shape_of(tensor)
+        if tensor.dtype == torch.complex128:
+            shape, kind = (*shape, 2), "F64"
         begin, end = end, end + tensor.numel() * tensor.element_size()
         content[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(content, separators=(",", ":")).encode()
@@ -87,8 +96,14 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
         if held is not None and wanted.isdisjoint(held):
             continue
         with _opened(path) as file:
+            pairs = _pairs(file)
             for name in sorted(wanted.intersection(file.keys())):
-                found[name] = file.get_tensor(name)
+                tensor = file.get_tensor(name)
+                if tensor.is_complex() or name in pairs:
+                    # It lies where the file has it; kernels expect a complex number at a multiple of its size.
+                    reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    tensor = torch.view_as_complex(reals.clone())
+                found[name] = tensor
     return found
 
 
@@ -114,9 +129,11 @@ def shapes(folder: Path) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     for path in _files(folder):
         with _opened(path) as file:
+            pairs = _pairs(file)
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                found[name] = tuple(part.get_shape()), part.get_dtype()
+                shape = tuple(part.get_shape())
+                found[name] = (shape[:-1], "C128") if name in pairs else (shape, part.get_dtype())
     return found
 
 
@@ -131,6 +148,11 @@ def shape_of(tensor: torch.Tensor) -> Shape:
         if name.startswith(kind):
             return tuple(tensor.shape), short + name.removeprefix(kind).removesuffix("fn").upper()
     return tuple(tensor.shape), name.upper()
+
+
+def _pairs(file: Any) -> set[str]:  # noqa: ANN401
+    """Return the tensors of a file that stand for complex numbers of double precision."""
+    return set(json.loads((file.metadata() or {}).get(PAIRS, "[]")))
 
 
 @contextmanager

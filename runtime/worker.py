@@ -14,6 +14,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.job import DEFAULTS, Job
@@ -66,6 +67,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     notes = _warmed_up(job) if settings.compile else []
     run = Run(job, context, arguments["steps"], time_layers=settings.time_layers)
     run.perform()
+    _await_all(context)
     return RankResult(
         **run.results(),
         rank=context.rank,
@@ -107,6 +109,13 @@ def _warmed_up(job: Job) -> list[str]:
         sys.stderr.write(f"rank {job.rank}: {note}\n")
     sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
     return notes
+
+
+def _await_all(context: RankContext) -> None:
+    """Keep nothing before all ranks are done: one of them may yet find that its last gradients are not finite."""
+    if context.board is not None:
+        context.board.write(context.rank, FINISHED)
+    context.barrier()
 
 
 def _of_staging(context: RankContext) -> list[str]:

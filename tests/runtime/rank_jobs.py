@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from fake_copies import FakeCopies
 from safetensors.torch import save_file
 
@@ -24,12 +26,13 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.finite import all_finite
 from autopar.runtime.job import Job
 from autopar.runtime.saving import write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.sharded import whole
 from autopar.runtime.staged import StagedTransport
-from autopar.runtime.worker import build
+from autopar.runtime.worker import TrainArguments, build, train
 from autopar.runtime.workspace import GRAPH, Workspace
 from autopar.schedules.expand import expand
 
@@ -92,6 +95,31 @@ def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
     return float(record.gradient_norm or 0.0)
 
 
+def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None:
+    """Train by a run's own arguments; rank 0 looks at gradients when the others wait for it, or have saved theirs."""
+    waits = Path(arguments["workspace"]) / f"waits-{context.rank}"
+
+    def barrier(context: RankContext) -> None:
+        waits.touch()
+        dist.barrier()
+
+    def late(tensors: list[torch.Tensor]) -> bool:
+        others = [waits.with_name(f"waits-{rank}") for rank in range(1, context.size)]
+        while not (all(each.exists() for each in others) or any(Path(arguments["save"]).glob("*.safetensors"))):
+            os.sched_yield()
+        return all_finite(tensors)
+
+    with (
+        patch("autopar.runtime.run._common_origin", lambda context: 0.0),
+        patch.object(RankContext, "barrier", barrier),
+    ):
+        if context.rank:
+            train(context, cast(TrainArguments, arguments))
+        else:
+            with patch("autopar.runtime.update.all_finite", late):
+                train(context, cast(TrainArguments, arguments))
+
+
 def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[float]:
     """Train a step, evaluate and predict, and once more; write parameters, and ``predicted`` on rank 0.
 
@@ -147,4 +175,9 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_file({name: real(tensor.detach()).contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs: safetensors knows none of double precision."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

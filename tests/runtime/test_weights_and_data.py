@@ -60,6 +60,16 @@ def test_the_library_of_the_format_reads_what_is_written(tmp_path: Path) -> None
     assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
 
 
+def test_complex_numbers_of_double_precision_are_read_as_they_were_written(tmp_path: Path) -> None:
+    tensors = {"both": torch.randn(2, 3, dtype=torch.complex128).conj(), "real": torch.randn(2, 2)}
+    weights.write(tmp_path / weights.SINGLE, tensors)
+    found = weights.read(tmp_path, tensors)
+    assert all(torch.equal(found[name], tensor.resolve_conj()) for name, tensor in tensors.items())
+    assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
+    # Other libraries read them in pairs.
+    assert torch.equal(load_file(tmp_path / weights.SINGLE)["both"], torch.view_as_real(found["both"]))
+
+
 def test_what_cannot_be_written_is_asked_for_all_the_same(tmp_path: Path) -> None:
     asked: list[str] = []
     with pytest.raises(FileError, match="cannot write"):
