@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ from autopar.capture.batch import (
 )
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import is_hollow
+from autopar.capture.reached import Path
 from autopar.capture.stand_ins import standing_in
+from autopar.capture.state import preserved, roots_of, snapshot
+from autopar.capture.stateful import refuse_lasting, stateful_modules
 from autopar.errors import ModelError
 
 __all__ = ["NOTHING_TO_TRAIN", "ListedLayer", "Listing", "listed_layers"]
@@ -113,15 +117,22 @@ def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def listed_layers(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, layers: Callable[..., Any]
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None,
+    layers: Callable[..., Any],
+    others: Sequence[Mapping[str, torch.Tensor]] = (),
+    ignored_state: tuple[str, ...] = (),
 ) -> LayerGraph:
     """Make a layer graph of the modules that ``layers(model)`` lists.
 
     Each is called with the output of the one before (the first with the model's inputs), the loss with the last one's
-    output and the whole batch. Such a graph is not portable: every rank makes it for itself.
+    output and the whole batch. Such a graph is not portable: every rank makes it for itself. On the batches of
+    ``others`` the modules show which Python state they change, that of ``ignored_state`` apart.
 
     Raises:
         ModelError: the list, or what a module of it returns, is not as described.
+        CaptureError: Python state changes that is not one module's alone.
     """
     elements = layers(model)
     if not isinstance(elements, (list, tuple)) or not elements or not all(isinstance(e, nn.Module) for e in elements):
@@ -130,7 +141,7 @@ def listed_layers(
     doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
     wrapped = _wrap(model, batch, loss, list(elements), tuple(tensors))
     names = _names(model, list(elements))
-    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled)
+    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled, others, ignored_state)
 
 
 def _wrap(
@@ -167,14 +178,25 @@ class Listing:
         self.buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
 
     def run(
-        self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
+        self,
+        small: Mapping[str, torch.Tensor],
+        large: Mapping[str, torch.Tensor],
+        others: Sequence[Mapping[str, torch.Tensor]] = (),
+        ignored_state: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> LayerGraph:
         sizes = (row_count(small), row_count(large))
-        with self._running() as running:
+        stateful: Sequence[tuple[str, ...]] = [()] * len(self.wrapped)
+        roots = {path: value for each in self._roots() for path, value in each.items()}
+        with preserved(roots) as start, self._running() as running:
             first, randoms, given = self._forward(small, running)
             if not first[-1][0].requires_grad:
                 raise ModelError(NOTHING_TO_TRAIN)
             second, _, also_given = self._forward(large, running)
+            if not is_hollow(self.model):
+                stateful = self._stateful(others, ignored_state, running)
+        if any(stateful):
+            refuse_lasting(start, snapshot(roots), stateful)
         self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
@@ -182,7 +204,7 @@ class Listing:
             count = len(first[index])
             last = index == len(self.wrapped) - 1
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            layers.append(self._layer(layer, name, previous, outputs, randoms[index]))
+            layers.append(self._layer(layer, name, previous, outputs, randoms[index], stateful[index]))
             if not last:
                 pairs = zip(outputs, first[index], second[index], strict=True)
                 specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
@@ -226,11 +248,38 @@ class Listing:
         self.wrapped[-1].noted = None
         return outputs, randoms, noted
 
+    def _roots(self) -> list[dict[Path, object]]:
+        """Return where the walk through the state of each module begins; the loss is the last one's."""
+        kind, own = type(self.model).__name__, set(self.model.modules())
+        found: list[dict[Path, object]] = []
+        for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
+            path = f"{kind}.{name.partition('@')[0]}" if layer.element in own else f"layers()[{index}]"
+            found.append({Path(path): layer.element})
+        found[-1] |= {
+            path: value
+            for path, value in roots_of(self.model, self.wrapped[-1].loss[0]).items()
+            if value is not self.model
+        }
+        return found
+
+    def _stateful(
+        self, others: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...], running: Running
+    ) -> list[tuple[str, ...]]:
+        """Return for every module the Python state of its own that it changes."""
+        calls = [functools.partial(self._forward, tensors, running) for tensors in others]
+        return stateful_modules(self._roots(), roots_of(self.model, None), calls, ignored_state)
+
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
     def _layer(
-        self, module: ListedLayer, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool
+        self,
+        module: ListedLayer,
+        name: str,
+        previous: tuple[str, ...],
+        outputs: tuple[str, ...],
+        random: bool,
+        stateful: tuple[str, ...],
     ) -> Layer:
         parameters = {}
         for attribute, parameter in module.named_parameters(remove_duplicate=False):
@@ -245,7 +294,7 @@ class Listing:
         # Nothing is known of what it computes: no two such layers are taken for equal.
         fingerprint = hashlib.sha256(f"listed {name}".encode()).hexdigest()[:16]
         inputs = module.batch_names + previous
-        return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module)
+        return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module, stateful)
 
     def _batch_specs(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
         specs = []

@@ -60,6 +60,8 @@ class Layer:
     """Equal for layers that compute the same up to the identity of parameters."""
     module: nn.Module
     """Called ``module(rows, *inputs)``, gives a tuple of ``outputs``."""
+    stateful: tuple[str, ...] = ()
+    """Paths of Python state (attributes, generators) that a forward of the listed module changes."""
 
     def parameter(self, attribute: str) -> nn.Parameter:
         """Return the parameter that ``module`` holds at an attribute path."""
