@@ -104,7 +104,7 @@ def capture_module(
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
     step = StepModule(model, batch, loss).train()
     more = other_batches(batch, others)
-    with unchanged(model), preserved(step.roots.value):
+    with unchanged(model), preserved(step.roots.value, ignored_state):
         if layers is not None:
             with told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers, more, ignored_state)

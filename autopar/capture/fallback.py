@@ -188,7 +188,7 @@ class Listing:
         sizes = (row_count(small), row_count(large))
         stateful: Sequence[tuple[str, ...]] = [()] * len(self.wrapped)
         roots = {path: value for each in self._roots() for path, value in each.items()}
-        with preserved(roots) as start, self._running() as running:
+        with preserved(roots, ignored_state) as start, self._running() as running:
             first, randoms, given = self._forward(small, running)
             if not first[-1][0].requires_grad:
                 raise ModelError(NOTHING_TO_TRAIN)

@@ -48,7 +48,7 @@ class Snapshot:
     restorers: list[Callable[[], None]] = field(default_factory=list)
 
     def restore(self) -> None:
-        """Put values back, of a snapshot that was taken to be ``kept``; iterators stay where they are."""
+        """Put back the values that are kept; iterators stay where they are."""
         for put_back in self.restorers:
             put_back()
 
@@ -58,8 +58,8 @@ def roots_of(model: nn.Module, loss: Callable[..., Any] | None) -> dict[Path, ob
     return {Path(type(model).__name__): model} | ({} if loss is None else {Path("loss"): loss})
 
 
-def snapshot(roots: Roots, *, kept: bool = False) -> Snapshot:
-    """Note the state that the roots reach; ``kept`` copies it, so that it can be restored."""
+def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) -> Snapshot:
+    """Note the state that the roots reach; that of paths that are ``kept`` can be restored."""
     found = Snapshot()
     for path, value, before in _walk(roots):
         if isinstance(value, torch.Tensor):
@@ -67,7 +67,7 @@ def snapshot(roots: Roots, *, kept: bool = False) -> Snapshot:
         else:
             token = _token(value) if before is None else ("same", before)
             found.values.setdefault(path, []).append(token)
-        if kept and before is None and not isinstance(value, _ATOMS):
+        if before is None and not isinstance(value, _ATOMS) and kept(path):
             found.restorers.extend(restorers(value))
     return found
 
@@ -78,9 +78,9 @@ def tensors_reached(roots: Roots) -> list[tuple[Path, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def preserved(roots: Roots) -> Iterator[Snapshot]:
-    """Put the state that the roots reach back at the end of the block."""
-    before = snapshot(roots, kept=True)
+def preserved(roots: Roots, ignored: tuple[str, ...]) -> Iterator[Snapshot]:
+    """Put the state that the roots reach back at the end of the block, but for what is ignored: the user's logs."""
+    before = snapshot(roots, lambda path: not path.named_by(ignored))
     try:
         yield before
     finally:

@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 __all__ = ["other_batches", "refuse_lasting", "refuse_state", "stateful_modules"]
 
 GENERATORS = {
-    Path("random", "the generator of Python's "): random._inst,  # type: ignore[attr-defined]
+    Path("random", "the generator of Python's "): random._inst,
     Path("numpy.random", "the generator of "): numpy.random.mtrand._rand,
 }
 
