@@ -22,6 +22,7 @@ class Heading(TypedDict):
     seed: int
     bytes_per_s: float | None
     divisible: bool
+    ignored_state: tuple[str, ...]
 
 
 def heading(costs: CostModel, options: PlanOptions) -> Heading:
@@ -36,4 +37,5 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
         divisible=costs.divisible,
+        ignored_state=profile.ignored_state,
     )

@@ -90,6 +90,7 @@ def measured(
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
+        ignored_state=subject.user.ignored_state,
         notes=(*subject.notes, *notes),
     )
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.reading import check_reading
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
@@ -20,7 +21,10 @@ __all__ = ["Subject", "prepare"]
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3
-HOLLOW = "the model is larger than memory: its gradients were not checked against the plain model's"
+HOLLOW = (
+    "the model is larger than memory: its gradients were not checked against the plain model's, nor whether its "
+    "forward changes Python state"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +67,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
                 f"for the asked batch; give --batch {samples} or less"
             )
         _check_batch(user, options.batch)
+        check_reading(user, options.seed)
         progress("building the model", 0.0)
         module = _build(user, options)
         precision = _precision(module, user, options.precision)

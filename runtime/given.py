@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def build_given(
 
 def _captured(model: nn.Module, plan: Plan, batch: object, functions: Functions) -> tuple[UserModel, LayerGraph]:
     modes = [(module, module.training) for module in model.modules()]
-    user = given_model(model, batch, **functions)
+    user = replace(given_model(model, batch, **functions), ignored_state=plan.ignored_state)
     graph = capture(user, model)
     if not graph.portable:
         # Its layers are the model's own modules, whose parameters are about to be replaced.

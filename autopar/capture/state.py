@@ -23,7 +23,7 @@ from torch import nn
 from autopar.capture.reached import Path, parts_of
 from autopar.capture.restore import restorers
 
-__all__ = ["Roots", "Snapshot", "differences", "preserved", "roots_of", "snapshot", "tensors_reached"]
+__all__ = ["Roots", "Snapshot", "contents", "differences", "preserved", "roots_of", "snapshot", "tensors_reached"]
 
 Roots = Mapping[Path, object]
 """Where walks begin: a model and its loss, by the names that paths are to begin with."""
@@ -75,6 +75,21 @@ def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) ->
 def tensors_reached(roots: Roots) -> list[tuple[Path, torch.Tensor]]:
     """Return the tensors that the roots reach, but for parameters and buffers where modules register them."""
     return [(path, value) for path, value, _ in _walk(roots) if isinstance(value, torch.Tensor)]
+
+
+def contents(value: object) -> dict[Path, list[object]]:
+    """Return something that is equal for values, such as samples of data, that hold the same."""
+    found: dict[Path, list[object]] = {}
+    for path, part, before in _walk({Path(""): value}):
+        tensor = isinstance(part, torch.Tensor) and part.layout is torch.strided
+        token = _tensor_token(part) if tensor else _token(part) if before is None else ("same", before)
+        found.setdefault(path, []).append(token)
+    return found
+
+
+def _tensor_token(value: Any) -> object:  # noqa: ANN401
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return value.shape, value.dtype, zlib.crc32(flat.numpy().tobytes())
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ class Plan(Document):
     tied: tuple[SharedParameter, ...] = ()
     predicted: Predicted
     alternatives: tuple[Alternative, ...] = ()
+    ignored_state: tuple[Name, ...] = ()
+    """As of the profile."""
     notes: tuple[Name, ...] = ()
 
     @property
@@ -194,6 +196,13 @@ class Plan(Document):
             if stage.tensor_parallel > 1:
                 return f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with --objective step"
         return None
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What training by the plan does not hold to, as the user has accepted."""
+        if not self.ignored_state:
+            return ()
+        return (f"Python state is ignored, which forwards change and only log: {', '.join(self.ignored_state)}",)
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -261,6 +261,8 @@ class Profile(Document):
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
     others: tuple[DeviceCosts, ...] = ()
     """The same layers on other kinds of devices."""
+    ignored_state: tuple[Name, ...] = ()
+    """Paths of Python state that forwards change and that is only logged, as the user says."""
     notes: tuple[Name, ...] = ()
 
     def crossing_bytes(self) -> list[int]:
