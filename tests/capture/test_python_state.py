@@ -19,6 +19,7 @@ from capture_zoo import Chain, mean_square, regression
 from torch import nn
 
 from autopar.capture import capture_module, load
+from autopar.capture.evaluation import capture_evaluation
 from autopar.errors import CaptureError, ModelError
 
 COUNT = 0
@@ -429,6 +430,13 @@ def test_the_state_of_one_listed_module_may_be_global():
         capture_module(Chain().double(), regression(), mean_square, both, ignored_state=("TABLE",)).layers[1].stateful
         == ()
     )
+
+
+def test_listed_modules_that_change_state_are_not_evaluated():
+    batch = regression()
+    graph = capture_module(Owning().double(), batch, mean_square, lambda model: list(model.steps))
+    with pytest.raises(CaptureError, match=r"Owning\.steps\.1\.\S+ changes with every forward, and a copy"):
+        capture_evaluation(Owning().double(), batch, mean_square, graph)
 
 
 class Random(nn.Module):
