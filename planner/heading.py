@@ -23,6 +23,8 @@ class Heading(TypedDict):
     bytes_per_s: float | None
     divisible: bool
     ignored_state: tuple[str, ...]
+    loss_difference: float | None
+    counts_labels: bool
 
 
 def heading(costs: CostModel, options: PlanOptions) -> Heading:
@@ -38,4 +40,6 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
         bytes_per_s=options.bytes_per_s,
         divisible=costs.divisible,
         ignored_state=profile.ignored_state,
+        loss_difference=profile.loss_difference,
+        counts_labels=profile.counts_labels,
     )

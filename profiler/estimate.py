@@ -192,6 +192,8 @@ def profile_of(
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
         ignored_state=subject.user.ignored_state,
+        loss_difference=subject.loss_difference,
+        counts_labels=subject.user.counts_labels,
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/estimating.md)",

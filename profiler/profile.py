@@ -91,6 +91,8 @@ def measured(
         noise=noise,
         step_overhead_s=overhead_s,
         ignored_state=subject.user.ignored_state,
+        loss_difference=subject.loss_difference,
+        counts_labels=subject.user.counts_labels,
         notes=(*subject.notes, *notes),
     )
 

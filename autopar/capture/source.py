@@ -46,6 +46,8 @@ class UserModel:
     """What a reader of a profile must know about the model and its inputs."""
     ignored_state: tuple[str, ...] = ()
     """Paths of Python state that forwards may change, since it is only logged."""
+    counts_labels: bool = False
+    """Whether ``loss`` counts the labels of a Transformers model that is given from Python."""
 
     def build(self, seed: int = 0, hollow: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
