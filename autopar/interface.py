@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -96,6 +96,8 @@ def profile(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     layers: Callable[[nn.Module], list[nn.Module]] | None = None,
+    ignored_state: Sequence[str] = (),
+    accept_loss: bool = False,
     device: str = "auto",
     precision: Precision | None = None,
     threads: int = 1,
@@ -109,6 +111,8 @@ def profile(
         loss: ``loss(output, batch)``, a mean over samples, or a sum and a count; None: the output carries it.
         optimizer: makes an optimizer of some parameters; None: ``AdamW(parameters, lr=1e-3)``.
         layers: the model's layers, where it cannot be captured.
+        ignored_state: paths of Python state that forwards may change, since it is only logged.
+        accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
         device: ``auto``, ``cpu``, ``cuda``, or the name of a GPU that is not there, for which all is estimated.
         precision: ``bf16`` or ``fp16`` computes under autocast; None: as the parameters are.
         threads: per rank on the CPU.
@@ -120,16 +124,24 @@ def profile(
         CaptureError: the model cannot be captured.
     """
     import copy
+    from dataclasses import replace
 
     from autopar.capture.batch import named_tensors, row_count
     from autopar.capture.given import given_model
+    from autopar.capture.losses import counted_loss, counts_labels
     from autopar.profiler import ProfileOptions
     from autopar.profiler import profile as measure
 
-    user = given_model(copy.deepcopy(model), batch, loss=loss, optimizer=optimizer, layers=layers)
+    copied = copy.deepcopy(model)
+    counts = loss is None and counts_labels(copied.train(), batch)
+    counted = counted_loss(copied) if counts else loss
+    user = given_model(copied, batch, loss=counted, optimizer=optimizer, layers=layers)
+    user = replace(user, ignored_state=tuple(ignored_state), counts_labels=counts)
     rows = row_count(named_tensors(batch))
     here = device in ("auto", "cpu", "cuda")
-    options = ProfileOptions(rows, device if here else "cpu", threads, budget_s=budget_s, precision=precision)
+    options = ProfileOptions(
+        rows, device if here else "cpu", threads, budget_s=budget_s, precision=precision, accept_loss=accept_loss
+    )
     if here:
         return measure(user, options)
 

@@ -22,6 +22,9 @@ class Heading(TypedDict):
     seed: int
     bytes_per_s: float | None
     divisible: bool
+    ignored_state: tuple[str, ...]
+    loss_difference: float | None
+    counts_labels: bool
 
 
 def heading(costs: CostModel, options: PlanOptions) -> Heading:
@@ -36,4 +39,7 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
         divisible=costs.divisible,
+        ignored_state=profile.ignored_state,
+        loss_difference=profile.loss_difference,
+        counts_labels=profile.counts_labels,
     )

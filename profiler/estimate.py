@@ -191,6 +191,9 @@ def profile_of(
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
+        ignored_state=subject.user.ignored_state,
+        loss_difference=subject.loss_difference,
+        counts_labels=subject.user.counts_labels,
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/estimating.md)",

@@ -33,6 +33,9 @@ class ProfileOptions:
     compile: bool = False
     """Whether layers are compiled with ``torch.compile``."""
 
+    accept_loss: bool = False
+    """Whether a loss is taken that depends on how a mini-batch is divided."""
+
     def __post_init__(self) -> None:
         """Refuse numbers that nothing can be measured with.
 

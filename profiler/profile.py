@@ -91,6 +91,9 @@ def measured(
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
+        ignored_state=subject.user.ignored_state,
+        loss_difference=subject.loss_difference,
+        counts_labels=subject.user.counts_labels,
         notes=(*subject.notes, *survey.notes, *notes),
     )
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
-from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.check import check_gradients
+from autopar.capture.losses import check_loss
+from autopar.capture.reading import check_reading
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
@@ -20,7 +22,12 @@ __all__ = ["Subject", "prepare"]
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3
-HOLLOW = "the model is larger than memory: its gradients were not checked against the plain model's"
+# Samples that can be parted unevenly.
+LEAST = 3
+HOLLOW = (
+    "the model is larger than memory: its gradients were not checked against the plain model's, nor whether its "
+    "forward changes Python state, nor whether the loss is that of its micro-batches"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +42,8 @@ class Subject:
     """What the layers compute in: the parameters' own, or that of autocast."""
     notes: tuple[str, ...]
     """What the profile should say about the model."""
+    loss_difference: float | None = None
+    """How far a mini-batch's loss is from that of its parts, relative; accepted by the user."""
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the dataset's first samples as named tensors, on the CPU."""
@@ -63,18 +72,19 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
                 f"for the asked batch; give --batch {samples} or less"
             )
         _check_batch(user, options.batch)
+        check_reading(user, options.seed)
         progress("building the model", 0.0)
         module = _build(user, options)
         precision = _precision(module, user, options.precision)
         progress("capturing the model", 0.0)
         graph = capture(user, module)
         if graph.hollow:
-            notes = [HOLLOW]
+            notes, difference = [HOLLOW], None
         else:
-            progress("checking gradients", 0.0)
-            notes = _check(user, module, graph, samples)
+            progress("checking gradients and loss", 0.0)
+            notes, difference = [], _check(user, module, graph, samples, options.accept_loss)
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
-    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes))
+    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference)
 
 
 def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:
@@ -99,18 +109,10 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
     return asked
 
 
-def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int) -> list[str]:
-    """Check gradients on a small batch, and whether the loss adds up; return what to note."""
-    batch = user.load_batch(user.dataset(), range(min(4, samples)))
-    check_gradients(module, graph, batch, user.loss)
-    notes = []
-    if samples >= 3 and (difference := split_difference(module, batch, user.loss)) > 1e-4:
-        kind = "a mean over samples" if graph.loss == "mean" else "(sum, count)"
-        notes.append(
-            f"the loss is not {kind}: a batch and its two parts differ by {difference:.1%}, so results depend on "
-            "micro-batches; return (sum, count) from loss()"
-        )
-    return notes
+def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> float | None:
+    """Check gradients on a small batch, and whether the loss adds up; return by how much it does not."""
+    check_gradients(module, graph, user.load_batch(user.dataset(), range(min(4, samples))), user.loss)
+    return check_loss(user, module, graph, accepted=accept_loss) if samples >= LEAST else None
 
 
 def _remarks(module: nn.Module) -> list[str]:

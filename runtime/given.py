@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture.export import capture
 from autopar.capture.given import given_model
 from autopar.capture.graph import LayerGraph
+from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.place import release
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, TrainingError, UsageError
@@ -68,8 +69,10 @@ def build_given(
     batch: object,
     functions: Functions,
     settings: TrainSettings,
+    *,
+    accept_loss: bool = False,
 ) -> Built:
-    """Build a rank's stages; what one rank refuses, all refuse.
+    """Build a rank's stages; what one rank refuses, all refuse. Rank 0 checks the loss, unless ``accept_loss``.
 
     Raises:
         AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
@@ -80,7 +83,9 @@ def build_given(
     try:
         if batch is None:
             raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
-        found = _captured(model, plan, batch, functions)
+        # Other ranks' models may have no values.
+        accepted = accept_loss or context.rank > 0
+        found = _captured(model, plan, batch, functions, accept_loss=accepted)
     except AutoparError as caught:
         error = caught
     agreement.refuse(error)
@@ -92,10 +97,16 @@ def build_given(
     return Built(user, graph, job, transport, agreement, batch)
 
 
-def _captured(model: nn.Module, plan: Plan, batch: object, functions: Functions) -> tuple[UserModel, LayerGraph]:
+def _captured(
+    model: nn.Module, plan: Plan, batch: object, functions: Functions, *, accept_loss: bool
+) -> tuple[UserModel, LayerGraph]:
+    if plan.counts_labels and functions.get("loss") is None:
+        functions = {**functions, "loss": counted_loss(model)}
     modes = [(module, module.training) for module in model.modules()]
-    user = given_model(model, batch, **functions)
+    user = replace(given_model(model, batch, **functions), ignored_state=plan.ignored_state)
     graph = capture(user, model)
+    if plan.divides and plan.loss_difference is None and not accept_loss and not graph.hollow:
+        check_loss(user, model, graph, accepted=False)
     if not graph.portable:
         # Its layers are the model's own modules, whose parameters are about to be replaced.
         graph = capture(user, copy.deepcopy(model))

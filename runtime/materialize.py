@@ -32,6 +32,7 @@ def materialize(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], object] | None = None,
     layers: Callable[[nn.Module], list[nn.Module]] | None = None,
+    accept_loss: bool = False,
     clip_norm: float | None = None,
     share_gpus: bool = False,
     timeout_s: float = 300.0,
@@ -49,6 +50,8 @@ def materialize(
         optimizer: makes an optimizer of some parameters; None: ``AdamW(parameters, lr=1e-3)``.
         scheduler: makes a scheduler of an optimizer.
         layers: the model's layers, where it cannot be captured.
+        accept_loss: whether a loss is taken that depends on how a mini-batch is divided; one that was accepted when it
+            was profiled is.
         clip_norm: largest norm of all gradients together.
         share_gpus: whether several ranks may have the same GPU.
         timeout_s: longest that a rank waits for another.
@@ -57,6 +60,7 @@ def materialize(
         UsageError: the plan cannot be carried out here, or ranks have different ones.
         FileError: the model is not the one that was planned for.
         CaptureError: it cannot be captured.
+        ModelError: its loss depends on how a mini-batch is divided.
     """
     check_scope(plan)
     check(expand(plan), plan)
@@ -71,7 +75,7 @@ def materialize(
         _check_same(plan, context)
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
-        job = ScriptJob(model, plan, context, joining.close, functions, settings)
+        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
         if batch is not None:
             job.prepare(batch)
         failing.pop_all()

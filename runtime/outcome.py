@@ -109,7 +109,7 @@ def _report(
         initial_weights=initial,
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflowed"]),
-        notes=tuple(notes),
+        notes=(*plan.caveats, *notes),
     )
 
 

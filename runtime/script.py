@@ -60,6 +60,8 @@ class ScriptJob:
         leave: Callable[[], None],
         functions: Mapping[str, Callable[..., object] | None],
         settings: TrainSettings,
+        *,
+        accept_loss: bool = False,
     ) -> None:
         """Begin with what :func:`autopar.runtime.materialize.materialize` has checked.
 
@@ -70,9 +72,10 @@ class ScriptJob:
             leave: leaves them.
             functions: ``loss``, ``optimizer``, ``scheduler`` and ``layers``.
             settings: what is asked of training.
+            accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
         """
         self._model, self.plan, self._context, self._leave = model, plan, context, leave
-        self._functions, self._settings = functions, settings
+        self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
         self._built: Built | None = None
         self._evaluations: dict[str, Evaluation] = {}
         self._compared: set[str] = set()
@@ -196,7 +199,8 @@ class ScriptJob:
 
     def prepare(self, batch: object) -> None:
         """Build the rank's stages, given an example of a mini-batch on every rank."""
-        self._built = build_given(self._model, self.plan, self._context, batch, self._functions, self._settings)
+        given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
+        self._built = build_given(*given, accept_loss=self._accept_loss)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

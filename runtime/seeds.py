@@ -5,11 +5,9 @@ Documented in ``docs/seeds.md``, so that a plain loop can do the same in forward
 
 from __future__ import annotations
 
-import hashlib
-import random
-
-import numpy as np
 import torch
+
+from autopar.capture.seeds import number_of, seed_data
 
 __all__ = ["seed_data", "seed_generator", "seed_of"]
 
@@ -23,29 +21,7 @@ def seed_of(run_seed: int, layer: str, step: int, micro_batch: int, share: int) 
     >>> seed_of(0, "blocks.3", step=1, micro_batch=2, share=0)
     2988136112197922945
     """
-    return _number(f"{run_seed}/{layer}/{step}/{micro_batch}/{share}")
-
-
-def seed_data(*parts: object) -> None:
-    """Seed what data sets draw from: the default generators of Python, NumPy and torch's CPU.
-
-    ``parts``, joined by ``/``, say what is drawn for. Ranks that load the same sample must draw the same for it, or
-    inputs on one stage would not be those of the targets on another.
-
-    >>> seed_data(0, "sample", 0, 17)
-    >>> first = random.random(), float(np.random.rand()), float(torch.rand(()))
-    >>> seed_data(0, "sample", 0, 17)
-    >>> first == (random.random(), float(np.random.rand()), float(torch.rand(())))
-    True
-    """
-    number = _number("/".join(map(str, parts)))
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return number_of(f"{run_seed}/{layer}/{step}/{micro_batch}/{share}")
 
 
 def seed_generator(device: torch.device, seed: int) -> None:

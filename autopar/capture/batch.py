@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.state import roots_of, tensors_reached
 from autopar.errors import ModelError
 
 __all__ = [
@@ -148,40 +149,21 @@ class StepModule(nn.Module):
         self.model = model
         self.template = Opaque(template)
         self.loss = Opaque(loss)
-        self.replaced = Opaque({})
-        """Of the last forward: by path, tensors that were attributes of modules before it, and no longer are."""
+        self.replaced = Opaque([])
+        """Of the last forward: paths and tensors that Python state held before it, and no longer does."""
         self.names = tuple(named_tensors(template))
+        self.roots = Opaque(roots_of(model, loss))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = rebuild(self.template.value, dict(zip(self.names, tensors, strict=True)))
         loss = self.loss.value
         positional, named = model_arguments(self.model, batch, loss is not None)
-        before = held_tensors(self.model)
+        before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
         result = loss_outputs(loss(output, batch) if loss else output, loss is not None)
-        after = held_tensors(self.model)
-        self.replaced.value = {path: tensor for path, tensor in before.items() if after.get(path) is not tensor}
+        after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
+        self.replaced.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return result
-
-
-def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that modules hold as plain attributes, in lists and dicts too, by path."""
-    found: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                found.update(_held(value, f"{name}.{key}" if name else key))
-    return found
-
-
-def _held(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple, dict)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            if isinstance(item, (torch.Tensor, list, tuple)):
-                yield from _held(item, f"{path}[{key!r}]")
 
 
 class Opaque:

@@ -1,23 +1,22 @@
-"""Hold a captured graph against the plain model, and the loss against autopar's reading of it."""
+"""Hold a captured graph against the plain model."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture import chain
-from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count, slice_rows
+from autopar.capture.batch import StepModule, named_tensors
 from autopar.capture.graph import LayerGraph
 from autopar.capture.traps import FALLBACK
 from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import CaptureError, ModelError
 
-__all__ = ["check_gradients", "split_difference"]
+__all__ = ["check_gradients"]
 
 # Relative tolerance of a gradient's norm. A wrong gradient is off by tenths, a reordered sum by far less than this.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -106,42 +105,3 @@ def _layered(
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = kept[name]
-
-
-def split_difference(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> float:
-    """Return the relative difference of the loss of a batch and of that loss put together from two unequal parts.
-
-    Parts are weighted by samples if the loss is a mean, by counts if it is ``(sum, count)``. The model is in
-    evaluation mode meanwhile, so that neither dropout nor batch normalisation makes a difference; the batch needs
-    three samples to have unequal parts.
-    """
-    tensors = named_tensors(batch)
-    rows = row_count(tensors)
-    edge = max(1, rows // 3)
-    with unchanged(model), _evaluating(model), torch.no_grad():
-
-        def value(start: int, stop: int) -> tuple[float, float]:
-            part = {name: tensor.clone() for name, tensor in slice_rows(tensors, start, stop).items()}
-            outputs = StepModule(model, rebuild(batch, part), loss)(*part.values())
-            if len(outputs) == 1:
-                return float(outputs[0]) * (stop - start), float(stop - start)
-            return float(outputs[0]), float(outputs[1])
-
-        whole, first, second = value(0, rows), value(0, edge), value(edge, rows)
-    if not whole[1]:
-        # Nothing in this batch counts (it is all padding), so nothing can be compared.
-        return 0.0
-    one = whole[0] / whole[1]
-    other = (first[0] + second[0]) / (first[1] + second[1])
-    return abs(one - other) / max(abs(one), 1e-12)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -105,7 +105,13 @@ def _reached(*arguments: torch.Tensor, **named: torch.Tensor) -> None:
     raise _Reached(arguments[0] if arguments else named["hidden_states"])
 
 
-def declared_layers(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> LayerGraph | None:
+def declared_layers(
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None,
+    others: Sequence[Mapping[str, torch.Tensor]] = (),
+    ignored_state: tuple[str, ...] = (),
+) -> LayerGraph | None:
     """Make a layer graph of the pipeline plan that a model declares; none if it declares none that holds.
 
     The plan holds if each of its modules is called once, and all parameters that are trained are theirs.
@@ -127,7 +133,7 @@ def declared_layers(model: nn.Module, batch: object, loss: Callable[..., Any] | 
     layers[0].first = layers[-1].last = True
     doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
     listing = Listing(model, layers, [part.name for part in order], tuple(tensors))
-    return listing.run(tensors, doubled, notes=(NOTE,))
+    return listing.run(tensors, doubled, others, ignored_state, notes=(NOTE,))
 
 
 def _parts(model: nn.Module) -> list[_Part]:

@@ -133,6 +133,12 @@ def _cut(
 
 def _listed(trained: LayerGraph) -> EvaluationGraph:
     """Copy listed layers with all that they are made of, parameters and buffers apart, into evaluation mode."""
+    for layer in trained.layers:
+        if layer.stateful:
+            raise CaptureError(
+                f"layers(): {layer.stateful[0]} changes with every forward, and a copy of {layer.name} in evaluation "
+                "mode would not have it as training left it; keep it in a buffer"
+            )
     modules = [layer.module for layer in trained.layers]
     models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
     shared = {id(held): held for part in models for held in (*part.parameters(), *part.buffers())}

@@ -28,8 +28,11 @@ from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
+from autopar.capture.reached import Path
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
+from autopar.capture.state import preserved
+from autopar.capture.stateful import other_batches, refuse_state
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
 from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import AutoparError, CaptureError, ModelError
@@ -69,7 +72,9 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     samples = model.sample_count(dataset)
     if samples < 2:
         raise ModelError(f"{model.path}: capturing needs a dataset of at least 2 samples, found {samples}")
-    return capture_module(module, model.load_batch(dataset, range(2)), model.loss, model.layers)
+    # Others than the first two, where there are.
+    batch, *others = (model.load_batch(dataset, [first % samples, (first + 1) % samples]) for first in (0, 2, 4))
+    return capture_module(module, batch, model.loss, model.layers, others, model.ignored_state)
 
 
 def capture_module(
@@ -77,12 +82,15 @@ def capture_module(
     batch: object,
     loss: Callable[..., Any] | None = None,
     layers: Callable[..., Any] | None = None,
+    others: Sequence[object] = (),
+    ignored_state: tuple[str, ...] = (),
 ) -> LayerGraph:
     """Capture a model with its loss as a chain of layers, in training mode, on the CPU.
 
     ``batch`` is an example of two rows or more; the number of rows stays free. Parameters inside the graph are the
-    model's own objects; buffers and the random state are left as they were. With ``layers``, its list of modules is
-    taken as it is, one layer each.
+    model's own objects; buffers, Python state and the random state are left as they were. With ``layers``, its list of
+    modules is taken as it is, one layer each. ``others`` are two more batches, of other samples, and ``ignored_state``
+    names the Python state that forwards may change, since it is only logged.
 
     A model whose parameters have no values (``UserModel.build(hollow=True)``) gives a graph without values. Its modules
     are listed by running them on shapes, or, where values decide what one runs, with random weights for that one.
@@ -100,17 +108,20 @@ def capture_module(
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
     step = StepModule(model, batch, loss).train()
-    with unchanged(model):
+    more = other_batches(batch, others)
+    with unchanged(model), preserved(step.roots.value, ignored_state):
         if layers is not None:
             with told_apart("running the modules of layers(model)"):
-                return listed_layers(model, batch, loss, layers)
+                return listed_layers(model, batch, loss, layers, more, ignored_state)
         try:
             with faked(model) if hollow else contextlib.nullcontext() as mode:
                 refuse_backward_hooks(model)
-                _settled(step, tensors, mode)
+                _settled(step, tensors, mode, ignored_state)
+                if not hollow:
+                    _refuse_state(step, more, ignored_state)
                 program = export_rows(step, tensors)
         except CaptureError:
-            declared = _declared(model, batch, loss)
+            declared = _declared(model, batch, loss, more, ignored_state)
             if declared is None:
                 raise
             return declared
@@ -123,36 +134,64 @@ def capture_module(
     return graph
 
 
-def _declared(model: nn.Module, batch: object, loss: Callable[..., Any] | None) -> LayerGraph | None:
+def _declared(
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None,
+    others: Sequence[Mapping[str, torch.Tensor]],
+    ignored_state: tuple[str, ...],
+) -> LayerGraph | None:
     try:
-        return declared_layers(model, batch, loss)
+        return declared_layers(model, batch, loss, others, ignored_state)
     except Exception:
         # Its forward does not go by the plan: the model is refused for what cannot be captured.
         return None
 
 
-def _settled(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
+def _settled(
+    step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None, ignored_state: tuple[str, ...]
+) -> None:
     """Try a model out, once more where a first forward was refused: it may have set what later ones leave alone."""
     try:
-        _try_out(step, tensors, mode)
+        _try_out(step, tensors, mode, ignored_state)
     except CaptureError as refusal:
         try:
-            _try_out(step, tensors, mode)
+            _try_out(step, tensors, mode, ignored_state)
         except CaptureError:
             raise refusal from None
 
 
-def _try_out(step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None) -> None:
+def _try_out(
+    step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None, ignored_state: tuple[str, ...]
+) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     masks = general_masks() if mode else contextlib.nullcontext()
     kept = without_fakes(step) if mode else kept_parameters(step)
-    with unchanged(step), kept, masks, told_apart("the model's forward"), watch(), mode or contextlib.nullcontext():
+    paths = {
+        module: Path(f"{type(step.model).__name__}.{name}".rstrip(".")) for name, module in step.model.named_modules()
+    }
+
+    def ignored(module: nn.Module, name: str) -> bool:
+        return module in paths and paths[module].attribute(name).named_by(ignored_state)
+
+    watched = watch(ignored)
+    with unchanged(step), kept, masks, told_apart("the model's forward"), watched, mode or contextlib.nullcontext():
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
         )
         outputs = step(*examples)
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)
+
+
+def _refuse_state(
+    step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...]
+) -> None:
+    def call(tensors: Mapping[str, torch.Tensor]) -> Callable[[], object]:
+        return lambda: step(*(tensor.clone() for tensor in tensors.values()))
+
+    with unchanged(step), told_apart("the model's forward"):
+        refuse_state(step.roots.value, [call(tensors) for tensors in batches], ignored_state)
 
 
 def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ from autopar.capture.batch import (
 )
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import is_hollow
+from autopar.capture.reached import Path
 from autopar.capture.stand_ins import standing_in
+from autopar.capture.state import preserved, roots_of, snapshot
+from autopar.capture.stateful import refuse_lasting, stateful_modules
 from autopar.capture.writes import joined, read_statistics, running_statistics, watched
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
@@ -115,15 +119,22 @@ def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def listed_layers(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, layers: Callable[..., Any]
+    model: nn.Module,
+    batch: object,
+    loss: Callable[..., Any] | None,
+    layers: Callable[..., Any],
+    others: Sequence[Mapping[str, torch.Tensor]] = (),
+    ignored_state: tuple[str, ...] = (),
 ) -> LayerGraph:
     """Make a layer graph of the modules that ``layers(model)`` lists.
 
     Each is called with the output of the one before (the first with the model's inputs), the loss with the last one's
-    output and the whole batch. Such a graph is not portable: every rank makes it for itself.
+    output and the whole batch. Such a graph is not portable: every rank makes it for itself. On the batches of
+    ``others`` the modules show which Python state they change, that of ``ignored_state`` apart.
 
     Raises:
         ModelError: the list, or what a module of it returns, is not as described.
+        CaptureError: Python state changes that is not one module's alone.
     """
     elements = layers(model)
     if not isinstance(elements, (list, tuple)) or not elements or not all(isinstance(e, nn.Module) for e in elements):
@@ -132,7 +143,7 @@ def listed_layers(
     doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
     wrapped = _wrap(model, batch, loss, list(elements), tuple(tensors))
     names = _names(model, list(elements))
-    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled)
+    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled, others, ignored_state)
 
 
 def _wrap(
@@ -174,14 +185,25 @@ class Listing:
         """Of every layer, what its runs changed."""
 
     def run(
-        self, small: Mapping[str, torch.Tensor], large: Mapping[str, torch.Tensor], notes: tuple[str, ...] = ()
+        self,
+        small: Mapping[str, torch.Tensor],
+        large: Mapping[str, torch.Tensor],
+        others: Sequence[Mapping[str, torch.Tensor]] = (),
+        ignored_state: tuple[str, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> LayerGraph:
         sizes = (row_count(small), row_count(large))
-        with self._running() as running:
+        stateful: Sequence[tuple[str, ...]] = [()] * len(self.wrapped)
+        roots = {path: value for each in self._roots() for path, value in each.items()}
+        with preserved(roots, ignored_state) as start, self._running() as running:
             first, randoms, given = self._forward(small, running)
             if not first[-1][0].requires_grad:
                 raise ModelError(NOTHING_TO_TRAIN)
             second, _, also_given = self._forward(large, running)
+            if not is_hollow(self.model):
+                stateful = self._stateful(others, ignored_state, running)
+        if any(stateful):
+            refuse_lasting(start, snapshot(roots), stateful)
         self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
@@ -189,7 +211,7 @@ class Listing:
             count = len(first[index])
             last = index == len(self.wrapped) - 1
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            layers.append(self._layer(index, name, previous, outputs, randoms[index]))
+            layers.append(self._layer(index, previous, outputs, randoms[index], self._writes(index, stateful[index])))
             if not last:
                 pairs = zip(outputs, first[index], second[index], strict=True)
                 specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
@@ -248,22 +270,45 @@ class Listing:
         if read:
             self.writes[position].append(Writes(buffers=read))
 
+    def _roots(self) -> list[dict[Path, object]]:
+        """Return where the walk through the state of each module begins; the loss is the last one's."""
+        kind, own = type(self.model).__name__, set(self.model.modules())
+        found: list[dict[Path, object]] = []
+        for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
+            path = f"{kind}.{name.partition('@')[0]}" if layer.element in own else f"layers()[{index}]"
+            found.append({Path(path): layer.element})
+        found[-1] |= {
+            path: value
+            for path, value in roots_of(self.model, self.wrapped[-1].loss[0]).items()
+            if value is not self.model
+        }
+        return found
+
+    def _stateful(
+        self, others: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...], running: Running
+    ) -> list[tuple[str, ...]]:
+        """Return for every module the Python state of its own that it changes."""
+        calls = [functools.partial(self._forward, tensors, running) for tensors in others]
+        return stateful_modules(self._roots(), roots_of(self.model, None), calls, ignored_state)
+
     def _loss_names(self, count: int) -> tuple[str, ...]:
         return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
-    def _layer(self, index: int, name: str, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool) -> Layer:
-        module, parameters, buffers = self.wrapped[index], self.parameters[index], self.buffers[index]
+    def _layer(
+        self, index: int, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool, writes: Writes | None
+    ) -> Layer:
+        name, module = self.names[index], self.wrapped[index]
+        parameters, buffers = self.parameters[index], self.buffers[index]
         for attribute, _ in module.named_parameters(remove_duplicate=False):
             if attribute not in parameters:
                 raise ModelError(f"layers(): {name} holds the parameter {attribute}, which is none of the model's")
         # Nothing is known of what it computes: no two such layers are taken for equal.
         fingerprint = hashlib.sha256(f"listed {name}".encode()).hexdigest()[:16]
         inputs = module.batch_names + previous
-        writes = self._writes(index)
         return Layer(name, (name,), inputs, outputs, parameters, buffers, random, fingerprint, module, writes)
 
-    def _writes(self, index: int) -> Writes | None:
-        """Return what a layer changes, by the model's names.
+    def _writes(self, index: int, stateful: tuple[str, ...]) -> Writes | None:
+        """Return what a layer changes, by the model's names; ``stateful`` are the paths of its Python state.
 
         Raises:
             ModelError: another layer holds it, too.
@@ -274,7 +319,7 @@ class Listing:
             buffers=_unique(buffers[each] for each in found.buffers if each in buffers),
             parameters=_unique(parameters[each] for each in found.parameters),
             inputs=found.inputs,
-            state=tuple(f"{self.names[index]}: {each}" for each in found.buffers if each not in buffers),
+            state=(*stateful, *(f"{self.names[index]}: {each}" for each in found.buffers if each not in buffers)),
         )
         changed = {*writes.buffers, *writes.parameters, *writes.inputs}
         changed |= {buffers[each] for each in running_statistics(module) if each in buffers}

@@ -65,6 +65,11 @@ class Layer:
     writes: Writes | None = None
     """What a forward changes besides; by the model's names."""
 
+    @property
+    def stateful(self) -> tuple[str, ...]:
+        """Paths of Python state (attributes, generators) that a forward of the listed module changes."""
+        return () if self.writes is None else self.writes.state
+
     def parameter(self, attribute: str) -> nn.Parameter:
         """Return the parameter that ``module`` holds at an attribute path."""
         return self.module.get_parameter(attribute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
@@ -51,13 +51,13 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def refuse_stale(graph: LayerGraph, replaced: Mapping[str, torch.Tensor]) -> None:
+def refuse_stale(graph: LayerGraph, replaced: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Check that no layer holds, as a constant, a tensor that the forward ``replaced`` in its module.
 
     Raises:
         CaptureError: one does, so that every step would read the first one; names it.
     """
-    memory = {tensor.data_ptr(): path for path, tensor in replaced.items() if tensor.numel() and not _is_fake(tensor)}
+    memory = {tensor.data_ptr(): path for path, tensor in replaced if tensor.numel() and not _is_fake(tensor)}
     for layer in graph.layers:
         for attribute, constant in layer.module.named_buffers():
             path = memory.get(constant.data_ptr()) if attribute not in layer.buffers else None

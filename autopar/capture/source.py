@@ -44,6 +44,10 @@ class UserModel:
     """The file whose functions feed a model that is built from a configuration."""
     notes: tuple[str, ...] = ()
     """What a reader of a profile must know about the model and its inputs."""
+    ignored_state: tuple[str, ...] = ()
+    """Paths of Python state that forwards may change, since it is only logged."""
+    counts_labels: bool = False
+    """Whether ``loss`` counts the labels of a Transformers model that is given from Python."""
 
     def build(self, seed: int = 0, hollow: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
@@ -191,10 +195,12 @@ def _load_configured(spec: str, data: Path | None) -> UserModel:
     if data is None:
         functions["dataset"] = found.dataset
         notes = (*found.notes, SYNTHETIC)
+        ignored: tuple[str, ...] = ()
     else:
-        functions |= _functions(data, _execute(data, _read(data)))
-        notes = found.notes
-    return UserModel(spec, found.path, found.sha256, found.build, functions, data, notes)
+        module = _execute(data, _read(data))
+        functions |= _functions(data, module)
+        notes, ignored = found.notes, _ignored_state(data, module)
+    return UserModel(spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
 
 
 def _load_factory(spec: str) -> UserModel:
@@ -263,7 +269,8 @@ def _describe(spec: str, path: Path, source: bytes, module: ModuleType, factory:
     model = getattr(module, factory, None)
     if not callable(model):
         raise ModelError(f"{path}: defines no {factory}(); add a function that returns a torch.nn.Module")
-    return UserModel(spec, path, hashlib.sha256(source).hexdigest(), model, _functions(path, module))
+    digest = hashlib.sha256(source).hexdigest()
+    return UserModel(spec, path, digest, model, _functions(path, module), ignored_state=_ignored_state(path, module))
 
 
 def _functions(path: Path, module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -275,6 +282,13 @@ def _functions(path: Path, module: ModuleType) -> dict[str, Callable[..., Any]]:
         if function is not None:
             functions[name] = function
     return functions
+
+
+def _ignored_state(path: Path, module: ModuleType) -> tuple[str, ...]:
+    found = getattr(module, "ignored_state", ())
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name for name in found):
+        raise ModelError(f'{path}: ignored_state is {_a(found)}; it must be a list of paths, such as ["Net.calls"]')
+    return tuple(found)
 
 
 @contextlib.contextmanager

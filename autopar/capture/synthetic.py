@@ -17,7 +17,7 @@ __all__ = ["SyntheticDataset", "Task", "task_of"]
 
 LONGEST = 2048
 SAMPLES = 65_536
-IGNORED = -100
+IGNORED, IGNORED_PIXELS = -100, 255
 MASKED_SHARE = 0.15
 SOUND_SAMPLES = 16_000
 _LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
@@ -43,11 +43,13 @@ class Task(enum.Enum):
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        """``(sum, count)`` over labelled tokens; none where the model's own mean is over samples."""
+        """``(sum, count)`` over labelled tokens or pixels; none where the model's own mean is over samples."""
         if self is Task.CAUSAL:
             return _shifted_token_loss
         if self in (Task.MASKED, Task.SEQUENCE_TO_SEQUENCE, Task.SPEECH_TO_TEXT, Task.TOKEN_CLASSIFICATION):
             return _token_loss
+        if self is Task.SEGMENTATION:
+            return _pixel_loss
         return None
 
 
@@ -73,6 +75,10 @@ def _token_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]
     return _sum_and_count(output, _labels(batch))
 
 
+def _pixel_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    return _sum_and_count(output, _labels(batch), IGNORED_PIXELS)
+
+
 def _labels(batch: object) -> torch.Tensor:
     if not isinstance(batch, Mapping) or "labels" not in batch:
         raise ModelError(
@@ -83,10 +89,14 @@ def _labels(batch: object) -> torch.Tensor:
     return labels
 
 
-def _sum_and_count(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """The model's own loss is a mean over labelled tokens, and not a number where nothing is labelled."""
+def _sum_and_count(
+    output: Any,  # noqa: ANN401
+    labels: torch.Tensor,
+    ignored: int = IGNORED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own loss is a mean over what is labelled, and not a number where nothing is labelled."""
     mean: torch.Tensor = output["loss"]
-    count = (labels != IGNORED).sum()
+    count = (labels != ignored).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 import numpy
@@ -36,8 +36,8 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[None]:
-    """Watch the calls inside the block.
+def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[None]:
+    """Watch the calls inside the block; ``ignored`` tells which numbers of modules may be replaced.
 
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
@@ -64,7 +64,7 @@ def watch() -> Iterator[None]:
             found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
         elif frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
             found.append(f"{_caller(frame)}: a hook on a gradient cannot be captured; remove it, {FALLBACK}")
-        elif frame.f_code is _ASSIGN and (replaced := _replaced(frame)):
+        elif frame.f_code is _ASSIGN and (replaced := _replaced(frame, ignored)):
             found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
 
     before, drawn = sys.getprofile(), _drawn()
@@ -83,7 +83,7 @@ def _drawn() -> tuple[int, int]:
     return int(state["pos"]), int(state["key"][0])
 
 
-def _replaced(frame: FrameType) -> str:
+def _replaced(frame: FrameType, ignored: Callable[[nn.Module, str], bool]) -> str:
     """Say what an assignment to a module's attribute replaces, if the next forward would miss it."""
     module, name, value = (frame.f_locals[key] for key in ("self", "name", "value"))
     if frame.f_back is None or not _is_users(frame.f_back.f_code.co_filename):
@@ -91,7 +91,8 @@ def _replaced(frame: FrameType) -> str:
     before = module._buffers.get(name, module.__dict__.get(name))
     if isinstance(before, torch.Tensor) and name in module._buffers and value is not before:
         return f"the buffer {name} is replaced, which cannot be captured; write into it (self.{name}.copy_(...))"
-    if isinstance(before, (int, float)) and isinstance(value, (int, float)) and value != before:
+    numbers = isinstance(before, (int, float)) and isinstance(value, (int, float))
+    if numbers and value != before and not ignored(module, name):
         remedy = f"make it a buffer and write into it (self.{name}.add_(1))"
         return f"the attribute {name} changes from {before} to {value}, which cannot be captured; {remedy}"
     return ""

@@ -73,6 +73,8 @@ def _facts(profile: Profile) -> Iterator[_Fact]:
     if profile.device.type == "cpu":
         yield _Fact("$.device.threads", profile.device.threads, "profile with the same --threads")
     again = "profile the same model with the same versions of autopar and torch"
+    yield _Fact("$.ignored_state", profile.ignored_state, again)
+    yield _Fact("$.counts_labels", profile.counts_labels, again)
     yield _Fact("$.updates_at_once", profile.updates_at_once, again)
     yield _Fact("the length of $.layers", len(profile.layers), again)
     for index, layer in enumerate(profile.layers):

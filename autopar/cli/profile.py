@@ -61,6 +61,10 @@ def command(
         Path | None,
         typer.Option(help="Measured runs (CSV) that the estimates for a GPU that is not there are fitted to."),
     ] = None,
+    accept_loss: Annotated[
+        bool,
+        typer.Option("--accept-loss", help="Take a loss that depends on how a mini-batch is divided; plans say so."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     cluster_output: Annotated[
@@ -103,6 +107,7 @@ def command(
         seed=seed,
         precision=precision,
         compile=compile_layers,
+        accept_loss=accept_loss,
     )
     with phases() as progress:
         if gpus:

@@ -188,6 +188,12 @@ class Plan(Document):
     tied: tuple[SharedParameter, ...] = ()
     predicted: Predicted
     alternatives: tuple[Alternative, ...] = ()
+    ignored_state: tuple[Name, ...] = ()
+    """As of the profile."""
+    loss_difference: float | None = Field(default=None, ge=0)
+    """How far a mini-batch's loss and gradients are from those of its parts, relative, where the user accepts it."""
+    counts_labels: bool = False
+    """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
 
     @property
@@ -199,6 +205,26 @@ class Plan(Document):
             if stage.tensor_parallel > 1:
                 return f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with --objective step"
         return None
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What a reader must know of training by the plan, since the user has accepted it."""
+        found = []
+        if self.ignored_state:
+            names = ", ".join(self.ignored_state)
+            found.append(f"Python state is ignored, which forwards change and only log: {names}")
+        if self.loss_difference is not None and self.divides:
+            found.append(
+                f"loss and gradients of a mini-batch differ by {self.loss_difference:.2g} from those of its parts, as "
+                "accepted: results depend on micro-batches and shares"
+            )
+        return tuple(found)
+
+    @property
+    def divides(self) -> bool:
+        """Whether a mini-batch is divided: into micro-batches, or among replicas that split them."""
+        split = any(stage.replicas > 1 and stage.division == "split" for stage in self.stages)
+        return self.micro_batches > 1 or split
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -291,6 +291,12 @@ class Profile(Document):
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
     others: tuple[DeviceCosts, ...] = ()
     """The same layers on other kinds of devices."""
+    ignored_state: tuple[Name, ...] = ()
+    """Paths of Python state that forwards change and that is only logged, as the user says."""
+    loss_difference: float | None = Field(default=None, ge=0)
+    """How far a mini-batch's loss and gradients are from those of its parts, relative, where the user accepts it."""
+    counts_labels: bool = False
+    """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
 
     def crossing_bytes(self) -> list[int]:

@@ -59,7 +59,7 @@ def render(plan: Plan, console: Console) -> None:
             console.print(f"{name}: {text}", highlight=False, markup=False)
     if plan.alternatives:
         console.print(_alternatives(plan))
-    for note in plan.notes:
+    for note in (*plan.caveats, *plan.notes):
         console.print(f"note: {note}", highlight=False, markup=False)
 
 

@@ -36,6 +36,11 @@ def render(profile: Profile, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
     for tied in profile.tied:
         console.print(f"tied: {tied.parameter} in {', '.join(tied.layers)}", highlight=False, markup=False)
+    if profile.ignored_state:
+        console.print(f"ignored state: {', '.join(profile.ignored_state)}", highlight=False, markup=False)
+    if profile.loss_difference is not None:
+        difference = f"{profile.loss_difference:.2g}, as accepted: results depend on micro-batches and shares"
+        console.print(f"loss of a mini-batch against its parts': {difference}", highlight=False, markup=False)
     for note in profile.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.capture import capture, load, named_tensors
-from autopar.capture.check import split_difference
+from autopar.capture.separable import separation
 from autopar.errors import ModelError, UsageError
 
 pytest.importorskip("transformers", reason="autopar[hf] is not installed")
@@ -66,7 +66,9 @@ def test_samples_have_the_shapes_of_the_configuration_and_the_loss_adds_up(conte
     assert {name: tuple(tensor.shape) for name, tensor in dataset[5].items()} == shapes
     assert all(torch.equal(dataset[5][name], dataset[5][name]) for name in shapes)
     assert any(not torch.equal(dataset[5][name], dataset[6][name]) for name in shapes)
-    assert split_difference(user.build().train(), batch_of(user, 6), user.loss) < 1e-5
+    found = separation(user.build().train(), batch_of(user, 6), user.loss)
+    assert found is not None
+    assert found.difference == 0
 
 
 def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture_module
-from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.check import check_gradients
 from autopar.capture.hollow import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
@@ -295,21 +295,6 @@ def test_a_wrong_gradient_is_found():
     other = Chain().double()
     with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
         check_gradients(other, graph, batch, loss)
-
-
-@pytest.mark.parametrize(
-    ("loss", "additive"),
-    [
-        (mean_square, True),
-        (lambda output, batch: output.sum(), False),
-        (lambda output, batch: (output.sum(), output.numel()), True),
-        (lambda output, batch: (output.sum() * 0, 0), True),
-        (lambda output, batch: output[batch[1] > 0].mean(), False),
-    ],
-)
-def test_a_loss_of_another_kind_differs_between_whole_and_parts(loss, additive):
-    model, batch, _ = build("chain")
-    assert (split_difference(model, batch, loss) < 1e-6) == additive
 
 
 def test_a_listed_graph_cannot_be_saved_and_a_broken_one_not_loaded(tmp_path):

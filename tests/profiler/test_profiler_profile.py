@@ -11,6 +11,7 @@ import torch
 
 from autopar.capture import load, named_tensors
 from autopar.capture.batch import StepModule
+from autopar.errors import ModelError
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
 
@@ -85,11 +86,13 @@ def test_the_layers_times_add_up_to_a_whole_step_roughly(model_file: Path) -> No
     assert min(times) / 5 < total < 10 * sorted(times)[len(times) // 2]
 
 
-def test_a_loss_that_does_not_add_up_is_noted(model_file: Path) -> None:
+def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path) -> None:
     text = model_file.read_text().replace("return nn.functional.cross_entropy(output, batch[1])", "return output.std()")
     model_file.write_text(text)
-    measured = profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
-    assert "the loss is not a mean over samples" in measured.notes[0]
+    with pytest.raises(ModelError, match=r"no mean over samples, .* --micro-batches 1"):
+        profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
+    options = ProfileOptions(batch=4, device="cpu", budget_s=0.1, accept_loss=True)
+    assert (profile(load(str(model_file)), options).loss_difference or 0) > 0.001
 
 
 def test_links_between_two_ranks_make_a_cluster() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.capture.export import capture
-from autopar.errors import FileError, TrainingError, UsageError
+from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
@@ -74,6 +74,22 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
     assert all(torch.equal(saved[name], state[name]) for name, _ in truth.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
+
+
+def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:
+    model, ((inputs, targets),) = make_model(), batches(1)
+    seen: list[int] = []
+    model[2].register_forward_hook(lambda module, given, output: seen.append(len(seen)))
+    message = "closure variable seen of <lambda> changes with every forward"
+    with pytest.raises(CaptureError, match=message):
+        autopar.materialize(model, planned([1]), (inputs, targets), loss=loss)
+    with pytest.raises(CaptureError, match=message):
+        autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
+    ignoring = planned([1]).model_copy(update={"ignored_state": ("seen",)})
+    with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=make_optimizer) as job:
+        assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
+    measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
+    assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
 
 
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:

@@ -1,0 +1,223 @@
+"""A loss that is not that of its micro-batches, put together, is refused with what to write, or what is exact."""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_zoo import MODELS, Chain, build, mean_square
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.capture.given import given_model
+from autopar.capture.losses import check_loss
+from autopar.capture.separable import separation
+from autopar.errors import ModelError
+
+DEPENDS_ON_ROWS = {"flattened"}
+"""Its layers divide by the number of samples."""
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in DEPENDS_ON_ROWS])
+def test_means_over_samples_are_those_of_their_parts_whatever_the_layers_draw_or_average(name):
+    model, batch, loss = build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = separation(model, batch, loss)
+    assert found is not None
+    assert found.difference == 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(part.training for part in model.modules())
+    single = separation(model.float(), [t.float() for t in batch] if isinstance(batch, list) else batch, loss)
+    assert single is not None
+    assert single.difference == 0
+
+
+def plainly(model, batch, loss, sizes):
+    """Return the relative difference of a batch's mean loss and its parts', weighted by samples."""
+    whole = loss(model(batch[0]), batch).item()
+    parts, start = 0.0, 0
+    for size in sizes:
+        part = [tensor[start : start + size] for tensor in batch]
+        parts += size * loss(model(part[0]), part).item()
+        start += size
+    return abs(whole - parts / start) / abs(whole)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, batch: output.std(),
+        lambda output, batch: output.square().mean().sqrt(),
+        lambda output, batch: output.sum(),
+        lambda output, batch: output[batch[1] > 0].square().mean(),
+        lambda output, batch: F.cross_entropy(output @ output.T, torch.arange(len(output))),
+        lambda output, batch: F.cross_entropy(
+            output, batch[1].argmax(1), weight=torch.arange(1.0, 9.0, dtype=output.dtype)
+        ),
+    ],
+)
+def test_the_difference_is_that_of_a_plain_loop(loss):
+    model, batch, _ = build("chain")
+    found = separation(model, batch, loss)
+    assert found is not None
+    assert found.difference >= plainly(model, batch, loss, (1, 2, 3)) * (1 - 1e-9)
+    assert found.difference > 1e-3
+
+
+class Own(Chain):
+    """What float64 does not run."""
+
+    def between(self, x):
+        return Single.apply(x)
+
+
+class Single(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        if x.dtype is not torch.float32:
+            raise TypeError("only float32")
+        context.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return gradient * (1 - x.tanh() ** 2)
+
+
+@pytest.mark.parametrize(("loss", "same"), [(mean_square, True), (lambda output, batch: output.std(), False)])
+def test_what_float64_does_not_run_is_compared_up_to_rounding(loss, same):
+    _, batch, _ = build("chain")
+    torch.manual_seed(0)
+    found = separation(Own().train(), [tensor.float() for tensor in batch], loss)
+    assert found is not None
+    assert (found.difference == 0) == same
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def texts(padding, rows=24, length=10):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 11, (rows, length), generator=generator)
+    labels = tokens.clone()
+    if padding is not None:
+        for row in range(12, rows):
+            labels[row, length - row % 9 :] = padding
+    return {"tokens": tokens, "labels": labels, "mask": (labels == tokens).double()}
+
+
+def usual(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def of_zero(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=0)
+
+
+def masked(output, batch):
+    each = F.cross_entropy(output.flatten(0, 1), batch["labels"].clamp(min=0).flatten(), reduction="none")
+    return (each * batch["mask"].flatten()).sum() / batch["mask"].sum()
+
+
+def counted(output, batch):
+    total = F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total, (batch["labels"] != -100).sum()
+
+
+def counted_by_samples(output, batch):
+    return counted(output, batch)[0], output.shape[0]
+
+
+def counted_once(output, batch):
+    return counted(output, batch)[0], 1
+
+
+def averaged_and_counted(output, batch):
+    return usual(output, batch), (batch["labels"] != -100).sum()
+
+
+def contrastive(output, batch):
+    rows = output.mean(1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(output.shape[0]))
+
+
+def balanced(output, batch):
+    """A router's: the product of two means over tokens."""
+    shares = output.softmax(-1).flatten(0, 1).mean(0)
+    return usual(output, batch) + (shares * F.one_hot(output.argmax(-1), 11).double().flatten(0, 1).mean(0)).sum()
+
+
+def prepared(batch, loss):
+    torch.manual_seed(0)
+    model = Words().double().train()
+    user = given_model(model, batch, loss=loss)
+    return user, model, capture(user, model)
+
+
+@pytest.mark.parametrize(
+    ("padding", "loss"),
+    [(None, usual), (None, masked), (None, counted), (-100, counted), (-100, counted_by_samples)],
+)
+def test_a_loss_that_adds_up_is_taken(padding, loss):
+    assert check_loss(*prepared(texts(padding), loss), accepted=False) is None
+
+
+@pytest.mark.parametrize(
+    ("padding", "loss", "said"),
+    [
+        # Its samples are found in the second half.
+        (-100, usual, r'\(F.cross_entropy\(scores, labels, reduction="sum"\), \(batch\["labels"\] != -100\).sum\(\)\)'),
+        (0, of_zero, r'\(batch\["labels"\] != 0\).sum\(\)'),
+        # All labels count in these samples: they are made uneven.
+        (None, of_zero, r'\(batch\["labels"\] != 0\).sum\(\)'),
+        (-100, masked, r'\(batch\["labels"\] != -100\).sum\(\)'),
+        (-100, counted_once, r"\(sum, count\) do not add up"),
+        (-100, averaged_and_counted, r"\(sum, count\) do not add up"),
+        (None, contrastive, r"no mean over samples.* --micro-batches 1 .* one replica"),
+        (None, balanced, r"no mean over samples.* --micro-batches 1"),
+        (
+            None,
+            lambda output, batch: usual(output, batch) * output.shape[0],
+            r"a sum over samples; let loss\(\) return",
+        ),
+    ],
+)
+def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(padding, loss, said):
+    given = prepared(texts(padding), loss)
+    with pytest.raises(ModelError, match=said) as refusal:
+        check_loss(*given, accepted=False)
+    assert "--accept-loss" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert (check_loss(*given, accepted=True) or 0) > 1e-3
+
+
+def test_the_formula_that_is_named_is_taken():
+    def named(output, batch):
+        scores, labels = output.flatten(0, 1), batch["labels"].flatten()
+        return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
+
+    assert check_loss(*prepared(texts(-100), named), accepted=False) is None
+
+
+def test_python_state_does_not_count():
+    calls = []
+
+    def logged(output, batch):
+        calls.append(1)
+        return usual(output, batch) * (1 + len(calls))
+
+    user, model, graph = prepared(texts(None), usual)
+    user = replace(user, functions={**user.functions, "loss": logged})
+    assert check_loss(user, model, graph, accepted=False) is None
