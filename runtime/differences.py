@@ -20,14 +20,9 @@ from autopar.schedules.expand import stages_of
 __all__ = ["PROMISED", "Allowed", "Holder", "compare", "holders_of"]
 
 
-class Allowed(NamedTuple):
-    """The largest differences: of gradients over the model's largest one; of all else over the value's size and 1."""
-
-    gradients: float
-    values: float
-
-
-PROMISED = Allowed(1e-12, 1e-10)
+Allowed = Mapping[str, float]
+"""Kind -> the largest difference: of gradients, over the model's largest one; of others, over their largest element + 1."""
+PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
 """Of float64: docs/promises.md."""
 
 Tensors = Mapping[str, torch.Tensor]
@@ -82,10 +77,10 @@ def compare(
     losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, allowed: Allowed
 ) -> tuple[Difference, ...]:
     """Return the largest difference of every kind; what one side alone has differs without end."""
-    found = {what: _Worst() for what in ("losses", "gradients", "parameters", "buffers")}
-    size = 1 + max(map(abs, truth.losses), default=0.0)
+    found = {what: _Worst() for what in PROMISED}
+    loss_size = 1 + max(map(abs, truth.losses), default=0.0)
     for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True)):
-        found["losses"].take(abs(loss - expected) / size, f"step {step}")
+        found["losses"].take(abs(loss - expected) / loss_size, f"step {step}")
     largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
     for holder in holders:
         for name in holder.parameters:
@@ -103,12 +98,7 @@ def compare(
             found[what].take(math.inf, f"{name}, which no rank holds")
     units = {"losses": "the largest loss + 1", "gradients": "the model's largest gradient"}
     return tuple(
-        each.told(
-            what,
-            allowed.gradients if what == "gradients" else allowed.values,
-            units.get(what, "their largest element + 1"),
-        )
-        for what, each in found.items()
+        each.told(what, allowed[what], units.get(what, "their largest element + 1")) for what, each in found.items()
     )
 
 

@@ -80,7 +80,7 @@ def train_plainly(
         optimizer.zero_grad()
         tally = _Tally(plan)
         for micro_batch, batch in enumerate(samples.load(step)):
-            tally.add(chosen, forward.run(Moment(step, micro_batch), batch))
+            tally.add(forward.run(Moment(step, micro_batch), batch))
         losses.append(tally.settle(model))
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -112,12 +112,12 @@ class _Tally:
         self._total, self._count = 0.0, 0.0
         self._counts = False
 
-    def add(self, user: UserModel, parts: Iterator[Part]) -> None:
+    def add(self, parts: Iterator[Part]) -> None:
         for part in parts:
-            weighed = self._weigh(part)
-            if weighed.requires_grad:
-                weighed.backward()  # type: ignore[no-untyped-call]
-            self._total += float(weighed.detach())
+            weighed = [self._weigh(rows, outputs) for rows, outputs in part]
+            together = torch.stack([loss for loss in weighed if loss.requires_grad] or weighed).sum()
+            if together.requires_grad:
+                together.backward()  # type: ignore[no-untyped-call]
 
     def settle(self, model: nn.Module) -> float:
         """Divide the gradients by what the losses counted, if they did; return the mini-batch's loss."""
@@ -130,16 +130,15 @@ class _Tally:
                 parameter.grad /= self._count
         return self._total / self._count
 
-    def _weigh(self, part: Part) -> torch.Tensor:
-        total = torch.zeros(())
-        for rows, outputs in part:
-            if len(outputs) == 2:
-                self._counts = True
-                self._count += float(outputs[1].detach())
-                total = total + outputs[0]
-            else:
-                total = total + outputs[0] * (rows / self._batch)
-        return total
+    def _weigh(self, rows: int, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what is run backward: a sum, or a share's mean for as much as its part of the mini-batch."""
+        if len(outputs) == 2:
+            self._counts = True
+            self._count += float(outputs[1].detach())
+        weight = 1.0 if len(outputs) == 2 else rows / self._batch
+        # As Python's numbers: some losses are of fewer bits than the gradients.
+        self._total += float(outputs[0].detach()) * weight
+        return outputs[0] * weight
 
 
 class _Samples:
