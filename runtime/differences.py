@@ -21,7 +21,7 @@ __all__ = ["PROMISED", "Allowed", "Holder", "compare", "holders_of"]
 
 
 Allowed = Mapping[str, float]
-"""Kind -> the largest difference: of gradients, over the model's largest one; of others, over their largest element + 1."""
+"""Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
 PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
 """Of float64: docs/promises.md."""
 

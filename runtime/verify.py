@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.doubled import in_double
 from autopar.capture.plain import PlainRun, train_plainly
@@ -91,6 +93,8 @@ class _Attempt:
         self._asked, self._model, self._data = plan, model, data
         self._steps, self._timeout_s, self._double = steps, timeout_s, double
         self._plan = plan
+        self._bits = torch.float64
+        """The type of the fewest bits that the model computes in."""
 
     def check(self, user: UserModel) -> None:
         """Find the plan that is run, and refuse it where this host has too little memory."""
@@ -108,7 +112,9 @@ class _Attempt:
             ModelError: the plain loop failed, or the model cannot be captured.
         """
         progress("training plainly")
-        truth = self._train()
+        with _Narrowing() as narrowing:
+            truth = self._train()
+        self._bits = torch.float32 if narrowing.seen or not self._double else torch.float64
         allowed, rounding = (PROMISED, _PROMISE) if self._double else self._found(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks")
@@ -149,11 +155,11 @@ class _Attempt:
         size = crossing.bytes_per_sample // planned.itemsize * computed.itemsize
         return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
 
-    def _train(self, *, moved: bool = False) -> PlainRun:
+    def _train(self, moved: torch.dtype | None = None) -> PlainRun:
         user = load_for(TrainSettings(double=self._double), self._model, self._data)
         built = user.factory
-        if moved:
-            user = replace(user, factory=lambda: _moved(built()))
+        if moved is not None:
+            user = replace(user, factory=lambda: _moved(built(), moved))
         try:
             return train_plainly(user, self._plan, self._steps)
         except (AutoparError, MemoryError):
@@ -165,14 +171,15 @@ class _Attempt:
     def _found(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
         progress("finding what rounding changes")
-        moved = self._train(moved=True)
+        moved = self._train(self._bits)
         holder = Holder("", moved.gradients, moved.parameters, moved.buffers)
         least = PROMISED if self._double else SINGLE
         allowed = {
             each.what: max(least[each.what], MARGIN * (each.largest or 0.0))
             for each in compare(moved.losses, [holder], truth, PROMISED)
         }
-        rounding = f"{MARGIN} times what changes where every initial weight is moved by its last bit"
+        bit = f"the last bit of {str(self._bits).removeprefix('torch.')}"
+        rounding = f"{MARGIN} times what changes where every initial weight is moved by {bit}"
         return allowed, f"{rounding}, and {_PROMISE if self._double else '1e-5'} at least"
 
     def _notes(self) -> list[str]:
@@ -199,12 +206,29 @@ def _shapes(user: UserModel, seed: int) -> nn.Module:
         return user.build(seed)
 
 
-def _moved(model: object) -> object:
+def _moved(model: object, bits: torch.dtype) -> object:
+    """Move every weight up or down by its last bit in a type."""
     if isinstance(model, nn.Module):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point() or parameter.is_complex():
                     signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.dtype) * 2 - 1
-                    parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+                    parameter.mul_(1 + signs * max(torch.finfo(each).eps for each in (bits, parameter.dtype)))
     return model
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notes whether float64 is cast to fewer bits, as some models do whatever their type."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            self.seen |= made.is_floating_point() and made.dtype != torch.float64
+        return made

@@ -180,7 +180,7 @@ def test_a_model_that_computes_in_float32_alone_is_allowed_what_rounding_changes
     found = verified(planned(tmp_path, str(file), (2, 1)), pool)
     assert found.equal, found
     assert found.computed == "the types of the model"
-    assert "moved by its last bit" in found.rounding
+    assert "moved by the last bit of float32" in found.rounding
     assert "does not compute in float64" in found.notes[0]
     assert all(each.allowed < 1e-3 for each in found.differences)
 
