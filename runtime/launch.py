@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from autopar.capture.source import UserModel, load
+from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
@@ -31,7 +31,7 @@ from autopar.runtime.saving import folder_of, make_folder
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
-from autopar.runtime.worker import TrainArguments, train
+from autopar.runtime.worker import TrainArguments, load_for, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -64,6 +64,8 @@ class RunOptions:
     """Times to go through the dataset, in place of ``steps``."""
     share_gpus: bool = False
     """Whether several ranks may have the same GPU."""
+    keep: Path | None = None
+    """Folder for what every rank's training is compared by."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -96,7 +98,7 @@ def run(
     """
     program = _program(plan, options)
     _check_devices(plan, options.share_gpus)
-    user_model = load(model, options.data)
+    user_model = load_for(options.settings, model, options.data)
     steps = _steps(user_model, plan, options)
     # The ranks start while this process captures the model.
     with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks, folder_of(options.save):
@@ -188,7 +190,7 @@ def _prepare_host(
     said: dict[str, object] = {}
     if folder is not None:
         try:
-            user_model = load(model, options.data)
+            user_model = load_for(options.settings, model, options.data)
             if options.save is not None:
                 make_folder(options.save)
             initial = Workspace(folder).prepare(user_model, plan, options.weights)
@@ -234,6 +236,7 @@ def _arguments(
         steps=steps,
         save=None if options.save is None else str(options.save.resolve()),
         settings=options.settings.as_dict(),
+        keep=None if options.keep is None else str(options.keep.resolve()),
     )
 
 

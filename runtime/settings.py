@@ -37,6 +37,8 @@ class TrainSettings:
 
     time_layers: bool = False
     """Whether the layers inside stages are timed in the first steps."""
+    double: bool = False
+    """Whether parameters, buffers and inputs are cast to float64, as ``autopar verify`` has it."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
+from autopar.capture.doubled import doubled
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
@@ -18,16 +20,17 @@ from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.job import DEFAULTS, Job
+from autopar.runtime.kept import Kept
 from autopar.runtime.memory import PeakMemory
 from autopar.runtime.result import RankResult
 from autopar.runtime.run import Run
-from autopar.runtime.saving import write_stages
+from autopar.runtime.saving import holders, write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["TrainArguments", "build", "train"]
+__all__ = ["TrainArguments", "build", "load_for", "train"]
 
 
 class TrainArguments(TypedDict):
@@ -47,6 +50,8 @@ class TrainArguments(TypedDict):
     """Folder for the trained weights."""
     settings: dict[str, Any]
     """Of :class:`TrainSettings`."""
+    keep: str | None
+    """Folder for what is compared with another training; see :class:`autopar.runtime.kept.Kept`."""
 
 
 def train(context: RankContext, arguments: TrainArguments) -> RankResult:
@@ -57,17 +62,20 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     """
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     peak = PeakMemory(context.device)
-    model = load(arguments["model"], arguments["data"])
+    settings = TrainSettings(**arguments["settings"])
+    model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]))
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
-    settings = TrainSettings(**arguments["settings"])
     job = build(context, plan, model, graph, workspace, settings, program)
     notes = _warmed_up(job) if settings.compile else []
     run = Run(job, context, arguments["steps"], time_layers=settings.time_layers)
+    kept = None if arguments["keep"] is None else Kept(job, Path(arguments["keep"]))
     run.perform()
     _await_all(context)
+    if kept is not None:
+        kept.write(_unread(workspace, holders(plan, graph)))
     return RankResult(
         **run.results(),
         rank=context.rank,
@@ -80,6 +88,12 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         notes=notes + _of_staging(context),
         saved=_save(job, graph, workspace, arguments["save"]),
     )
+
+
+def load_for(settings: TrainSettings, model: str, data: Path | None) -> UserModel:
+    """Load MODEL as it is trained: in the types that its file makes, or in float64."""
+    found = load(model, data)
+    return doubled(found) if settings.double else found
 
 
 def build(
@@ -128,7 +142,9 @@ def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None)
     if folder is None:
         return {}
 
-    def unread(read: Iterable[str]) -> Mapping[str, torch.Tensor]:
-        return workspace.read(workspace.names().difference(read))
+    return write_stages(job, graph, partial(_unread, workspace), Path(folder))
 
-    return write_stages(job, graph, unread, Path(folder))
+
+def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    """Return what no layer reads, given what some layer does."""
+    return workspace.read(workspace.names().difference(read))

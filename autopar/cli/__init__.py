@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, worker
+from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, interrupts_noted, termination_unwinds
 from autopar.cli.standard_output import results_only
 from autopar.errors import AutoparError, FileError, UsageError
@@ -45,6 +45,7 @@ app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
 app.command("compare")(compare.command)
 app.command("rehearse")(rehearse.command)
+app.command("verify")(verify.command)
 app.command("run")(run.command)
 app.command("worker")(worker.command)
 app.add_typer(cluster.app, name="cluster")

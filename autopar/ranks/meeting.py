@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -36,6 +37,12 @@ PATIENCE_S = 5.0
 LOOK_S = 0.05
 ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
+
+
+_STORES: dict[tuple[str, int], Store] = {}
+"""By address and port: kept as long as this process, for rank 0's ends with it, and later jobs meet there again."""
+_MEETINGS = itertools.count()
+"""Of this process. Ranks of a script count alike, and what one job has left in the store is nothing to the next."""
 
 
 class Arrival(NamedTuple):
@@ -89,27 +96,36 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> St
 
 
 def _store(launch: LaunchedRank, timeout_s: float) -> Store:
+    """Return what is this meeting's of the store of the ranks."""
     # torchrun's agents may hold a store already.
-    leads = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, listener = launch.address, None
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = LOOPBACK if launch.one_host and not agents else launch.address
+    place = address, launch.port
+    if place not in _STORES:
+        _STORES[place] = _opened(*place, launch, leads=launch.rank == 0 and not agents, timeout_s=timeout_s)
+    store = _STORES[place]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"autopar/{attempt}/{next(_MEETINGS)}", store)  # type: ignore[attr-defined]
+
+
+def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeout_s: float) -> Store:
+    listener = None
     try:
-        if launch.one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            address = LOOPBACK
+        if leads and launch.one_host:
             # Left to itself, the store listens everywhere.
-            listener = socket.create_server((LOOPBACK, launch.port), backlog=launch.size).detach() if leads else None
+            listener = socket.create_server((LOOPBACK, port), backlog=launch.size).detach()
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
-            launch.port,
+            port,
             is_master=leads,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener,
         )
     except (OSError, RuntimeError, ValueError) as error:
-        where = f"{address}:{launch.port}"
-        raise TrainingError(f"rank {launch.rank} could not join the others at {where}: {error}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"autopar/{attempt}", store)  # type: ignore[attr-defined]
+        raise TrainingError(f"rank {launch.rank} could not join the others at {address}:{port}: {error}") from error
+    return store
 
 
 def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:

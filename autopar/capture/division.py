@@ -1,0 +1,313 @@
+"""Division: how the forward of a whole model is run so that every stage of a plan sees its own shares of rows.
+
+Where all stages divide a micro-batch alike, the model runs once a share. Where they do not, it runs once, and each call
+of a module that lies within one stage is run share by share. What the calls of a model look like is found by trying
+them out on two and on three rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.capture.batch import named_tensors, rebuild, row_count, slice_rows
+from autopar.capture.source import UserModel
+from autopar.capture.walk import Key, Walk
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan, Stage
+
+__all__ = ["Batch", "Division", "Pattern", "Share", "divide", "shares_of"]
+
+ROWS, WHOLE = -1, -2
+"""Of a leaf: an integer that counts rows; and what is the same for every share."""
+Dims = tuple[int, ...]
+"""Of every leaf of arguments or results: the dimension that the samples are, or one of the above."""
+
+
+class Batch:
+    """A micro-batch as ``collate`` gave it."""
+
+    def __init__(self, value: object) -> None:
+        """Take it.
+
+        Raises:
+            ModelError: it holds something else than tensors, or tensors of different lengths.
+        """
+        self._value, self.tensors = value, named_tensors(value)
+        self.rows = row_count(self.tensors)
+
+    def part(self, start: int, stop: int) -> object:
+        """Return some of its rows, in its structure."""
+        return rebuild(self._value, slice_rows(self.tensors, start, stop))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a micro-batch that one replica of a stage takes."""
+
+    replica: int
+    index: int
+    """As seeds count shares."""
+    start: int
+    stop: int
+
+
+def shares_of(stage: Stage, micro_batch: int, rows: int) -> tuple[Share, ...]:
+    """Return the shares of a micro-batch, in row order; of replicas that take turns, one takes all."""
+    if stage.division == "round-robin":
+        return (Share(micro_batch % stage.replicas, 0, 0, rows),)
+    placed = zip(stage.row_starts, stage.rows, strict=True)
+    return tuple(Share(index, index, start, start + own) for index, (start, own) in enumerate(placed))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Where the samples are in what a call is given, and in what it makes."""
+
+    given: Dims
+    made: Dims
+
+    def share(self, leaves: Sequence[Any], share: Share) -> list[Any]:
+        """Return one share of what a call is given."""
+        return _share(leaves, self.given, share)
+
+    def joined(self, results: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return what the whole call makes, of what its shares made."""
+        return joined(results, self.made)
+
+
+def joined(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
+    """Join the results of shares along the samples."""
+    flat = [tree_flatten(result) for result in results]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [column[0] if dim < 0 else torch.cat(column, dim) for column, dim in zip(columns, dims, strict=True)]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def divided(result: Any, dims: Dims, share: Share) -> Any:  # noqa: ANN401
+    """Return one share of a whole result."""
+    leaves, structure = tree_flatten(result)
+    return tree_unflatten(_share(leaves, dims, share), structure)
+
+
+def _share(leaves: Sequence[Any], dims: Dims, share: Share) -> list[Any]:
+    rows = share.stop - share.start
+    parts = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        part = leaf.narrow(dim, share.start, rows) if dim >= 0 else leaf
+        parts.append(rows if dim == ROWS else part)
+    return parts
+
+
+@dataclass(frozen=True)
+class Division:
+    """How forwards are run."""
+
+    aligned: int | None = None
+    """The stage by whose shares the whole model is run; none: on whole micro-batches."""
+    splits: dict[Key, Pattern] = field(default_factory=dict)
+    """Calls that are run share by share."""
+    written: dict[int, list[str]] = field(default_factory=dict)
+    """Stage -> names of the buffers that its forward writes."""
+    output: Dims | None = None
+    """Of the model's output, if its samples can be told."""
+
+
+def divide(build: Callable[[], nn.Module], plan: Plan, user: UserModel, batch: Batch) -> Division:
+    """Find how a model's forward is run by the shares of a plan; what ``build`` returns is left as it was.
+
+    Raises:
+        UsageError: stages divide micro-batches differently, and one does what cannot be divided; names the layer.
+    """
+    if all(stage.replicas == 1 for stage in plan.stages):
+        return Division()
+    calls = _observed(build(), plan, user, batch)
+    ranges = [
+        tuple((share.start, share.stop) for share in shares_of(stage, 0, plan.micro_batch_size))
+        for stage in plan.stages
+    ]
+    if len(set(ranges)) == 1:
+        return Division(0, {}, calls.written, calls.output)
+    several = {index for index, each in enumerate(ranges) if len(each) > 1}
+    splits = {key: pattern for key, (stage, pattern) in calls.patterns.items() if stage in several and pattern}
+    obstacles = [(layer, stage) for layer, stage in calls.obstacles(splits) if stage in several]
+    carried = user.loss is None and len(plan.stages) - 1 in several
+    if not obstacles and not carried:
+        return Division(None, splits, calls.written, calls.output)
+    sensitive = calls.sensitive | ({len(plan.stages) - 1} if carried else set())
+    if len({ranges[stage] for stage in sensitive}) == 1:
+        return Division(min(sensitive), {}, calls.written, calls.output)
+    if not obstacles:
+        return Division(None, splits, calls.written, calls.output)
+    layer, stage = obstacles[0]
+    raise UsageError(
+        f"layer {layer} (stage {stage}) draws random numbers or keeps statistics in code that no single module of its "
+        "stage runs, and stages divide micro-batches differently: plain training cannot be divided so; put that code "
+        "into a module, or plan with as many replicas of every stage"
+    )
+
+
+@dataclass
+class _Call:
+    """One call of a module, as it was seen."""
+
+    stage: int
+    parent: _Call | None
+    given: list[Any]
+    end: int = -1
+    made: list[Any] | None = None
+    acted: list[tuple[str, int]] = field(default_factory=list)
+    """Layers and stages in which the call's own code drew or wrote, or normalised a batch."""
+
+    @property
+    def outermost(self) -> bool:
+        """Whether it lies within one stage, and the call that it is part of does not."""
+        return self.stage == self.end and (self.parent is None or self.parent.stage != self.parent.end)
+
+
+class _Observed(Walk):
+    """A walk that notes what calls are given and make, and where random numbers are drawn and buffers written."""
+
+    def __init__(self, model: nn.Module, plan: Plan, user: UserModel) -> None:
+        super().__init__(model, plan, user)
+        self.calls: dict[Key, _Call] = {}
+        self.top = _Call(0, None, [])
+        """What runs outside of all calls."""
+        self.written: dict[str, int] = {}
+        self._now = self.top
+        self._generator = torch.get_rng_state()
+        self._buffers = {name: value.clone() for name, value in model.named_buffers()}
+
+    def switch(self, layer: str) -> None:
+        self._look()
+        super().switch(layer)
+
+    def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, named: Any) -> Any:  # noqa: ANN401
+        self._look()
+        self.arrive(key)
+        before, call = self._now, _Call(self.stage, self._now, _leaves((arguments, named)))
+        self.calls[key] = self._now = call
+        if isinstance(module, _BatchNorm) and module.training:
+            call.acted.append((self.layer, self.stage))
+        made = run(module, *arguments, **named)
+        self._look()
+        call.end, call.made, self._now = self.stage, _leaves(made), before
+        return made
+
+    def _look(self) -> None:
+        """Note what was drawn and written since the last look, by the call that is running."""
+        # Batch normalisation counts no version of the statistics that it writes: values tell.
+        for name, value in self.model.named_buffers():
+            if not torch.equal(value, self._buffers[name]):
+                self._buffers[name] = value.clone()
+                self.written.setdefault(name, self.stage)
+                self._now.acted.append((self.layer, self.stage))
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._generator):
+            self._generator = state
+            self._now.acted.append((self.layer, self.stage))
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What was found of a model's calls."""
+
+    walk: _Observed
+    patterns: dict[Key, tuple[int, Pattern | None]]
+    """Outermost calls within one stage: the stage, and where the samples are, if that is clear."""
+    output: Dims | None
+
+    @property
+    def written(self) -> dict[int, list[str]]:
+        """Names of written buffers, by stage."""
+        found: dict[int, list[str]] = {}
+        for name, stage in self.walk.written.items():
+            found.setdefault(stage, []).append(name)
+        return found
+
+    @property
+    def sensitive(self) -> set[int]:
+        """Stages whose results depend on how they divide rows."""
+        return {stage for call in (self.walk.top, *self.walk.calls.values()) for _, stage in call.acted}
+
+    def obstacles(self, splits: dict[Key, Pattern]) -> list[tuple[str, int]]:
+        """Return the layers, with their stages, that draw or write outside of the calls that are split."""
+        covered = {id(self.walk.calls[key]) for key in splits}
+        found = list(self.walk.top.acted)
+        for call in self.walk.calls.values():
+            above: _Call | None = call
+            while above is not None and id(above) not in covered:
+                above = above.parent
+            found += call.acted if above is None else []
+        return found
+
+
+def _observed(model: nn.Module, plan: Plan, user: UserModel, batch: Batch) -> _Calls:
+    whole = {name: torch.cat([tensor] * 3)[:3] for name, tensor in batch.tensors.items()}
+    three = Batch(rebuild(batch.part(0, 0), whole))
+    kept = [(module, name, value, value.clone()) for module in model.modules() for name, value in _buffers(module)]
+    walks, outputs = [], []
+    for rows in (2, 3):
+        walks.append(_Observed(model, plan, user))
+        outputs.append(_leaves(walks[-1].forward(three.part(0, rows))))
+        walks[-1].switch(walks[-1].layer)
+    with torch.no_grad():
+        for module, name, value, values in kept:
+            module._buffers[name] = value.copy_(values)
+    small, large = walks
+    patterns = {
+        key: (call.stage, _pattern(small.calls.get(key), call)) for key, call in large.calls.items() if call.outermost
+    }
+    return _Calls(large, patterns, _dims(*outputs))
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in module._buffers.items() if value is not None]
+
+
+def _pattern(small: _Call | None, large: _Call) -> Pattern | None:
+    if small is None:
+        return None
+    given, made = _dims(small.given, large.given), _dims(small.made or [], large.made or [])
+    if given is None or made is None or any(isinstance(leaf, torch.Size) for leaf in _whole(large.made or [], made)):
+        return None
+    return Pattern(given, made)
+
+
+def _whole(leaves: Sequence[Any], dims: Dims) -> list[Any]:
+    return [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
+
+
+def _leaves(value: object) -> list[Any]:
+    """Return shapes of tensors, and other leaves as they are."""
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_flatten(value)[0]]
+
+
+_PLAIN = (bool, float, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _dims(small: Sequence[Any], large: Sequence[Any]) -> Dims | None:
+    """Return where the samples are, from the same leaves for two and for three rows; None if that is not clear."""
+    if len(small) != len(large):
+        return None
+    found = [_dim(*pair) for pair in zip(small, large, strict=True)]
+    return None if None in found else tuple(dim for dim in found if dim is not None)
+
+
+def _dim(small: Any, large: Any) -> int | None:  # noqa: ANN401
+    if isinstance(small, torch.Size) and isinstance(large, torch.Size):
+        differ = [(at, pair) for at, pair in enumerate(zip(small, large, strict=False)) if pair[0] != pair[1]]
+        if len(small) != len(large) or len(differ) > 1 or (differ and differ[0][1] != (2, 3)):
+            return None
+        return differ[0][0] if differ else WHOLE
+    if isinstance(small, _PLAIN) or callable(small):
+        return WHOLE if small is large or small == large else None
+    if isinstance(small, int) and isinstance(large, int):
+        return WHOLE if small == large else ROWS if (small, large) == (2, 3) else None
+    return None
