@@ -68,12 +68,13 @@ def draw(text: str) -> Recipe:
     """Return the recipe that a text seeds."""
     chance = random.Random(text)
     data = chance.choices(("vectors", "tokens", "images"), (5, 4, 1))[0]
-    listed = chance.random() < LISTED
+    listed = data != "images" and chance.random() < LISTED
     blocks = tuple(_block(chance, data, listed) for _ in range(chance.randint(3, 6)))
     return Recipe(
         seed=chance.randrange(1000),
         data=data,
-        samples=_one(chance, SAMPLES, data, listed),
+        # A layer of torch's own has no argument that is called as the samples' key is.
+        samples="tuple" if listed else _one(chance, SAMPLES, data, listed),
         stem=_one(chance, STEMS, data, listed),
         blocks=blocks,
         wirings=() if listed else tuple(_wirings(chance, data, len(blocks))),
@@ -117,10 +118,11 @@ def smaller(recipe: Recipe) -> Iterator[Recipe]:
     for index, name in enumerate(recipe.blocks):
         if name != plain:
             yield replace(recipe, blocks=(*recipe.blocks[:index], plain, *recipe.blocks[index + 1 :]))
+    if recipe.samples != "dict" and not recipe.listed:
+        yield replace(recipe, samples="dict")
     stem = {"vectors": "affine", "tokens": "embedding", "images": "patches"}[recipe.data]
     plainer: dict[str, object] = {
         "stem": stem,
-        "samples": "dict",
         "loss": "cross_entropy",
         "optimizer": "momentum",
         "scheduler": None,
@@ -226,5 +228,5 @@ def _optional(recipe: Recipe) -> str:
     if recipe.collated:
         found.append("def collate(samples):\n    return torch.utils.data.default_collate(samples)\n")
     if recipe.listed:
-        found.append("def layers(model):\n    return [model.inp, *model.blocks, Head(model.head)]\n")
+        found.append("def layers(model):\n    return [model.inp, *model.blocks, model.head]\n")
     return "\n\n".join(found)

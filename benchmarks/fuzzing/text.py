@@ -55,15 +55,6 @@ class GlobalNorm(torch.optim.SGD):
 
 <CLASSES>
 
-class Head(nn.Module):
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-
-    def forward(self, h):
-        return self.head(h<POOL>)
-
-
 class Net(nn.Module):
     def __init__(self, d=<WIDTH>):
         super().__init__()
