@@ -12,7 +12,8 @@ themselves make a difference of that size. Where a model makes torch's plain loo
 `--output` gets a line per case as it ends; cases that are there already are not run again. `--processes` is how many
 of the cases have ranks as processes, all sharded ones among them; those of the others are threads. `--case N` runs one
 case and says what it met; with `--keep`, its model and plan stay in that folder; with `--shrink`, parts of the model are
-left out as long as the outcome is the same.
+left out as long as the outcome is the same. `--bugs` puts each of the bugs kept as patches into a copy of the tree, and says after
+how many cases it is found.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TextIO
 
 import torch
 from fuzzing.asks import Ask
+from fuzzing.bugs import BUGS, hunt
 from fuzzing.cases import PLANS, Case, Model, Result, attempt, case_of
 from fuzzing.pools import Pools
 from fuzzing.record import Line, append, bad, read, summary
@@ -34,11 +36,16 @@ from fuzzing.shrink import shrunk
 from fuzzing.workers import run_cases
 from machine import Watch
 
+HUNTED = 200
+"""Cases within which a bug is found."""
+
 
 def main() -> None:
     arguments = _arguments()
     if arguments.serve:
         _serve(arguments.seed)
+    elif arguments.bugs:
+        _bugs(arguments)
     elif arguments.case is not None:
         _one(arguments)
     else:
@@ -56,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--bugs", action="store_true", help="hunt every bug of tests/differential/bugs, 200 cases each")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -76,6 +84,15 @@ def _all(arguments: argparse.Namespace) -> None:
             sys.stderr.write(f"{_said(line)}\n")
     lines = [known[number] for number in numbers if number in known]
     watch.record({"seed": seed, **summary(lines)}, arguments.json)
+
+
+def _bugs(arguments: argparse.Namespace) -> None:
+    """Say after how many cases every bug is found that a patch puts into a copy of the tree."""
+    watch, found = Watch(), []
+    for bug in sorted(BUGS.glob("*.patch")):
+        found.append(hunt(bug, arguments.seed, range(arguments.first, arguments.first + HUNTED), arguments.workers))
+        sys.stderr.write(f"{found[-1]}\n")
+    watch.record({"seed": arguments.seed, "within": HUNTED, "bugs": found}, arguments.json)
 
 
 def _said(line: Line) -> str:

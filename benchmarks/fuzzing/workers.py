@@ -8,6 +8,7 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fuzzing.record import Line
 
 __all__ = ["run_cases"]
 
+HERE = Path(__file__).parents[2]
 LONGEST_S = 240.0
 """That a case may take."""
 
@@ -22,14 +24,12 @@ LONGEST_S = 240.0
 class _Worker:
     """One process; it is told a case per line, and answers with a line."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.model = -1
-        """What it ran last."""
+    def __init__(self, seed: int, root: Path) -> None:
         self.numbers: list[int] = []
-        here = Path(__file__).parent.parent
-        path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, str(here / "differential.py"), "--seed", str(seed), "--serve"]
+        benchmarks = root / "benchmarks"
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join(map(str, filter(None, [benchmarks, root, *others])))
+        command = [sys.executable, str(benchmarks / "differential.py"), "--seed", str(seed), "--serve"]
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
@@ -50,15 +50,16 @@ class _Worker:
         self.process.wait()
 
 
-def run_cases(seed: int, groups: Iterable[list[int]], workers: int) -> Iterator[Line]:
-    """Run groups of cases, each by one worker; give their lines as they end.
+def run_cases(seed: int, groups: Iterable[list[int]], workers: int, root: Path = HERE) -> Iterator[Line]:
+    """Run groups of cases of the tree at ``root``, each by one worker; give their lines as they end.
 
-    Groups share what a worker knows of their model.
+    Cases of a group share what a worker knows of their model. Whoever stops before the last one ends all workers.
     """
     waiting = iter(groups)
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, ExitStack() as ending:
+        ending.callback(_end_all, selector)
         for _ in range(workers):
-            _next(_Worker(seed), waiting, selector)
+            _next(_Worker(seed, root), waiting, selector)
         while selector.get_map():
             ready = selector.select(LONGEST_S)
             for key in [key for key, _ in ready] or list(selector.get_map().values()):
@@ -67,13 +68,19 @@ def run_cases(seed: int, groups: Iterable[list[int]], workers: int) -> Iterator[
                 selector.unregister(key.fileobj)
                 number = worker.numbers.pop(0)
                 if text:
-                    yield json.loads(text)
+                    line = json.loads(text)
                 else:
                     worker.end(kill=True)
-                    yield _lost(seed, number, "hang" if not ready else "crash", worker.process.returncode)
-                    left, worker = worker.numbers, _Worker(seed)
+                    line = _lost(seed, number, "hang" if not ready else "crash", worker.process.returncode)
+                    left, worker = worker.numbers, _Worker(seed, root)
                     worker.numbers = left
                 _next(worker, waiting, selector)
+                yield line
+
+
+def _end_all(selector: selectors.DefaultSelector) -> None:
+    for key in list(selector.get_map().values()):
+        key.data.end(kill=True)
 
 
 def _next(worker: _Worker, waiting: Iterator[list[int]], selector: selectors.DefaultSelector) -> None:
