@@ -9,11 +9,11 @@ message that a part of the model accounts for. Else it is *wrong*, a *crash*, a 
 where it should have been refused. *rounding* is equal as far as the model can tell: weights moved by 1e-15 of
 themselves make a difference of that size. Where a model makes torch's plain loop fail, another is drawn.
 
-`--output` gets a line per case as it ends; cases that are there already are not run again. `--processes` is how many
-of the cases have ranks as processes, all sharded ones among them; those of the others are threads. `--case N` runs one
-case and says what it met; with `--keep`, its model and plan stay in that folder; with `--shrink`, parts of the model are
-left out as long as the outcome is the same. `--bugs` puts each of the bugs kept as patches into a copy of the tree, and says after
-how many cases it is found.
+`--output` gets a line per case as it ends; cases that are there already are not run again. A third of the cases, all
+sharded ones among them, have ranks as processes; those of the others are threads. The exit code is 0 if all cases are
+equal or refused, and of these at most 2 % falsely. `--case N` runs one case; with `--keep`, its model and plan stay in
+that folder; with `--shrink`, parts of the model are left out as long as the outcome is the same. `--bugs` puts each of
+the bugs that are kept as patches into a copy of the tree, and says after how many cases it is found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fuzzing.asks import Ask
 from fuzzing.bugs import BUGS, hunt
 from fuzzing.cases import PLANS, Case, Model, Result, attempt, case_of
 from fuzzing.pools import Pools
-from fuzzing.record import Line, append, bad, read, summary
+from fuzzing.record import Line, append, bad, passed, read, summary
 from fuzzing.shrink import shrunk
 from fuzzing.workers import run_cases
 from machine import Watch
@@ -45,11 +45,11 @@ def main() -> None:
     if arguments.serve:
         _serve(arguments.seed)
     elif arguments.bugs:
-        _bugs(arguments)
+        sys.exit(_bugs(arguments))
     elif arguments.case is not None:
-        _one(arguments)
+        sys.exit(_one(arguments))
     else:
-        _all(arguments)
+        sys.exit(_all(arguments))
 
 
 def _arguments() -> argparse.Namespace:
@@ -63,12 +63,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--shrink", action="store_true")
-    parser.add_argument("--bugs", action="store_true", help="hunt every bug of tests/differential/bugs, 200 cases each")
+    parser.add_argument("--bugs", action="store_true", help="hunt the bugs of tests/differential/bugs")
+    parser.add_argument("--bug", default="*", help="the one to hunt")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _all(arguments: argparse.Namespace) -> None:
+def _all(arguments: argparse.Namespace) -> int:
+    """Run all cases that are not there yet."""
     watch, output, seed = Watch(), arguments.output, arguments.seed
     output.parent.mkdir(parents=True, exist_ok=True)
     numbers = range(arguments.first, arguments.first + arguments.cases)
@@ -84,20 +86,24 @@ def _all(arguments: argparse.Namespace) -> None:
             sys.stderr.write(f"{_said(line)}\n")
     lines = [known[number] for number in numbers if number in known]
     watch.record({"seed": seed, **summary(lines)}, arguments.json)
+    return 0 if passed(lines) else 1
 
 
-def _bugs(arguments: argparse.Namespace) -> None:
+def _bugs(arguments: argparse.Namespace) -> int:
     """Say after how many cases every bug is found that a patch puts into a copy of the tree."""
     watch, found = Watch(), []
-    for bug in sorted(BUGS.glob("*.patch")):
-        found.append(hunt(bug, arguments.seed, range(arguments.first, arguments.first + HUNTED), arguments.workers))
+    numbers = range(arguments.first, arguments.first + min(arguments.cases, HUNTED))
+    for bug in sorted(BUGS.glob(f"{arguments.bug}.patch")):
+        found.append(hunt(bug, arguments.seed, numbers, arguments.workers))
         sys.stderr.write(f"{found[-1]}\n")
-    watch.record({"seed": arguments.seed, "within": HUNTED, "bugs": found}, arguments.json)
+    watch.record({"seed": arguments.seed, "within": len(numbers), "bugs": found}, arguments.json)
+    return 0 if found and all(each["found"] for each in found) else 1
 
 
 def _said(line: Line) -> str:
     command = f"python benchmarks/differential.py --seed {line['seed']} --case {line['case']} --shrink"
-    return f"{line['outcome']} ({line['where']}): {line['said'][:300]}\n    {command}\n    {line['plan']}\n    {line['recipe']}"
+    said = f"{line['outcome']} ({line['where']}): {line['said'][:300]}"
+    return "\n    ".join((said, command, str(line["plan"]), str(line["recipe"])))
 
 
 def _serve(seed: int) -> None:
@@ -138,7 +144,7 @@ def _line(seed: int, case: Case, ask: Ask | None, result: Result, seconds: float
     }
 
 
-def _one(arguments: argparse.Namespace) -> None:
+def _one(arguments: argparse.Namespace) -> int:
     """Run a case by itself."""
     torch.set_num_threads(1)
     case = case_of(arguments.seed, arguments.case)
@@ -146,11 +152,13 @@ def _one(arguments: argparse.Namespace) -> None:
         folder = arguments.keep or Path(temporary)
         began_s = time.monotonic()
         ask, result = attempt(case, Model(case.recipe, folder), folder / "plan", pools)
-        sys.stdout.write(_said(_line(arguments.seed, case, ask, result, time.monotonic() - began_s)) + "\n")
+        line = _line(arguments.seed, case, ask, result, time.monotonic() - began_s)
+        sys.stdout.write(f"{_said(line)}\n")
         if arguments.shrink:
             least, ask, result = shrunk(case, ask, result, folder, pools)
             sys.stdout.write(f"least: {_said(_line(arguments.seed, least, ask, result, 0.0))}\n")
             Model(least.recipe, folder)
+    return int(bad(line))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: b
     groups = chance.randint(1, min(4, layers // chunks))
     widths = _widths(chance, groups) if replicas else [1] * groups
     rows = chance.randint(max(widths) * least_rows, max(MOST_ROWS, max(widths) * least_rows))
-    ask = Ask(
+    return Ask(
         schedule=schedule,
         chunks=chunks,
         widths=tuple(widths),
@@ -81,7 +81,6 @@ def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: b
         seed=chance.choice((0, 0, 3)),
         edits=chance.randrange(1, 1000) if chance.random() < 0.5 else 0,
     )
-    return ask
 
 
 def _widths(chance: random.Random, groups: int) -> list[int]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Line", "append", "bad", "read", "summary"]
+__all__ = ["Line", "append", "bad", "passed", "read", "summary"]
 
 Line = dict[str, Any]
 BAD = ("wrong", "crash", "hang", "taken", "false refusal")
 """Outcomes that say something of autopar."""
+FALSE_REFUSALS = 0.02
+"""Of all cases, at most."""
 
 
 def read(path: Path, seed: int) -> dict[int, Line]:
@@ -37,6 +39,12 @@ def append(path: Path, line: Mapping[str, object]) -> None:
 def bad(line: Mapping[str, object]) -> bool:
     """Tell whether somebody should look at a case."""
     return line["outcome"] in BAD
+
+
+def passed(lines: Sequence[Line]) -> bool:
+    """Tell whether no case is wrong, and few refusals are not called for."""
+    found = Counter(line["outcome"] for line in lines if bad(line))
+    return found.total() == found["false refusal"] <= FALSE_REFUSALS * len(lines)
 
 
 def summary(lines: Iterable[Line]) -> dict[str, object]:

@@ -66,7 +66,8 @@ _WIRINGS = (
     ),
     Part(
         "view_written",
-        "init:\nbehind {a}:\nh = h * 1.0\npart = h[..., :2]\npart.mul_(0.5)\nbehind {b}:\nh = h + part.sum(-1, keepdim=True)\n",
+        "init:\nbehind {a}:\nh = h * 1.0\npart = h[..., :2]\npart.mul_(0.5)\n"
+        "behind {b}:\nh = h + part.sum(-1, keepdim=True)\n",
         refusal=ANY,
     ),
     Part(
