@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ANY", "EVERY", "ROWS", "Part", "by_name"]
+__all__ = ["ANY", "EVERY", "LINEAR", "ROWS", "Part", "by_name"]
 
 ANY = "."
 """A pattern that every message matches."""
 ROWS = ("vectors", "tokens")
 EVERY = ("vectors", "tokens", "images")
 """Kinds of samples; those of ``ROWS`` have their features last."""
+
+LINEAR = """
+    def __init__(self, d):
+        super().__init__()
+        self.lin = nn.Linear(d, d)
+"""
+"""The beginning of many blocks."""
 
 
 @dataclass(frozen=True)

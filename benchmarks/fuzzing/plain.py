@@ -148,10 +148,10 @@ def _mini_batches(source: ModuleType, plan: Plan) -> Iterator[list[Any]]:
     epochs, steps = 0, 0
     while len(data) >= plan.batch:
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed + epochs))
-        for picked in order.split(plan.batch):
+        for picked in torch.split(order, plan.batch):
             if len(picked) == plan.batch:
                 made = list[Any]()
-                for micro_batch, part in enumerate(picked.split(plan.micro_batch_size)):
+                for micro_batch, part in enumerate(torch.split(picked, plan.micro_batch_size)):
                     samples = [_sample(data, index, plan.seed, epochs) for index in part.tolist()]
                     _seed_data(plan.seed, "collate", steps, micro_batch)
                     made.append(collate(samples))
@@ -242,14 +242,14 @@ def _run_by_shares(module: nn.Module, path: str, stages: dict[str, Stage], drawi
     def forward(x: torch.Tensor) -> torch.Tensor:
         name = moment.call(path)
         parts = []
-        for moment.share, part in enumerate(x.split(_shares(stages.get(name, first)))):
+        for moment.share, part in enumerate(torch.split(x, _shares(stages.get(name, first)))):
             if name in drawing:
                 moment.draw(name, moment.share)
             parts.append(inner(part))
         moment.share = 0
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _track_first(module: nn.Module, stage: Stage, moment: _Moment) -> None:
@@ -267,4 +267,4 @@ def _track_first(module: nn.Module, stage: Stage, moment: _Moment) -> None:
         finally:
             module._buffers.update(own)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

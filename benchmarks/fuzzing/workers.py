@@ -7,7 +7,7 @@ import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class _Worker:
         self.process.wait()
 
 
-def run_cases(seed: int, groups: Iterable[list[int]], workers: int, root: Path = HERE) -> Iterator[Line]:
+def run_cases(seed: int, groups: Iterable[list[int]], workers: int, root: Path = HERE) -> Generator[Line]:
     """Run groups of cases of the tree at ``root``, each by one worker; give their lines as they end.
 
     Cases of a group share what a worker knows of their model. Whoever stops before the last one ends all workers.
