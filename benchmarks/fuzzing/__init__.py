@@ -1,0 +1,1 @@
+"""Random models and plans, trained by autopar and by a plain loop."""

@@ -1,0 +1,170 @@
+"""Asks: draws what is asked of a plan, and edits plans as a user may edit their files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.formats.layout import chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan, Shard, Stage
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions
+from autopar.planner import plan as search
+from autopar.planner.estimate import estimated_cluster
+from autopar.schedules import SCHEDULES
+
+__all__ = ["Ask", "draw_ask", "edited", "planned"]
+
+MOST_RANKS, MOST_ROWS, MOST_MICRO_BATCHES = 6, 6, 5
+SHARDED = 0.22
+"""Of the plans with replicas."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of a plan."""
+
+    schedule: str
+    chunks: int
+    """Stages of every group of devices."""
+    widths: tuple[int, ...]
+    """Replicas of every group."""
+    cuts: tuple[int, ...]
+    """Layers before which stages end."""
+    rows: int
+    micro_batches: int
+    recompute: str
+    shard: Shard
+    seed: int
+    edits: int
+    """Seeds what is changed of the plan's shares, divisions, depths and recomputed layers; 0: nothing."""
+
+    @property
+    def ranks(self) -> int:
+        """Devices of all stages."""
+        return sum(self.widths)
+
+    @property
+    def stages(self) -> str:
+        """As ``autopar plan --stages`` takes them."""
+        edges, layout = [0, *self.cuts], layout_of(self.schedule)
+        widths = [self.widths[group_of(layout, stage, len(self.widths))] for stage in range(len(self.cuts))]
+        return ",".join(f"{a}-{b - 1}:{width}" for (a, b), width in zip(pairwise(edges), widths, strict=True))
+
+    def __str__(self) -> str:
+        flags = f"--schedule {self.schedule} --stages {self.stages} --micro-batches {self.micro_batches}"
+        flags += f" --batch {self.rows * self.micro_batches} --recompute {self.recompute} --shard {self.shard}"
+        return f"{flags} --seed {self.seed}" + (f" edited {self.edits}" if self.edits else "")
+
+
+def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: bool) -> Ask:
+    """Draw a plan of one to six ranks for a model of so many layers."""
+    schedule = chance.choice(sorted(SCHEDULES))
+    chunks = chunks_of(layout_of(schedule))
+    if layers < (chunks or 2):
+        schedule, chunks = "1f1b", 1
+    chunks = chunks or chance.randint(2, min(3, layers))
+    groups = chance.randint(1, min(4, layers // chunks))
+    widths = _widths(chance, groups) if replicas else [1] * groups
+    rows = chance.randint(max(widths) * least_rows, max(MOST_ROWS, max(widths) * least_rows))
+    return Ask(
+        schedule=schedule,
+        chunks=chunks,
+        widths=tuple(widths),
+        cuts=(*sorted(chance.sample(range(1, layers), groups * chunks - 1)), layers),
+        rows=rows,
+        micro_batches=chance.randint(1, MOST_MICRO_BATCHES),
+        recompute=chance.choice(("none", "full", "full", "auto")),
+        shard=chance.choice(("optimizer", "gradients", "parameters")) if _shards(chance, widths) else "none",
+        seed=chance.choice((0, 0, 3)),
+        edits=chance.randrange(1, 1000) if chance.random() < 0.5 else 0,
+    )
+
+
+def _widths(chance: random.Random, groups: int) -> list[int]:
+    widths = list[int]()
+    for group in range(groups):
+        left = MOST_RANKS - sum(widths) - (groups - group - 1)
+        widths.append(min(left, chance.choice((1, 1, 2, 3))))
+    return widths
+
+
+def _shards(chance: random.Random, widths: Sequence[int]) -> bool:
+    return max(widths) > 1 and chance.random() < SHARDED
+
+
+def planned(ask: Ask, profile: Profile) -> Plan:
+    """Have the planner make the plan.
+
+    Raises:
+        AutoparError: it refuses.
+    """
+    options = PlanOptions(
+        batch=ask.rows * ask.micro_batches,
+        micro_batches=ask.micro_batches,
+        schedule=ask.schedule,
+        chunks=ask.chunks if layout_of(ask.schedule) == "loop" else None,
+        stages=ask.stages,
+        recompute=ask.recompute,  # type: ignore[arg-type]
+        shard=ask.shard,
+        seed=ask.seed,
+        max_candidates=1,
+    )
+    return search(profile, estimated_cluster(profile, ask.ranks), options)
+
+
+def edited(plan: Plan, ask: Ask, least_rows: int) -> Plan:
+    """Return a plan with other shares, divisions, depths and recomputed layers, as its file might have been edited."""
+    if not ask.edits:
+        return plan
+    chance = random.Random(ask.edits)
+    turning, depths = _depths(chance, plan, least_rows)
+    shares: dict[tuple[int, ...], tuple[int, ...]] = {}
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        division = stage.division if turning is None else "round-robin" if index in turning else "split"
+        if stage.devices not in shares:
+            shares[stage.devices] = _divided(chance, plan.micro_batch_size, stage.replicas, least_rows)
+        split = division == "split"
+        again = chance.random() < 0.5
+        changes = {
+            "division": division,
+            "shares": shares[stage.devices] if split else (plan.micro_batch_size,) * stage.replicas,
+            "warmup": stage.warmup if depths is None else depths[index],
+            "recompute": tuple(x for x in stage.layers if chance.random() < 0.5) if again else stage.recompute,
+            "shard": _shard(stage, plan, split=split),
+        }
+        stages.append(stage.model_dump() | changes)
+    return Plan.model_validate(plan.model_dump() | {"stages": tuple(stages)})
+
+
+def _shard(stage: Stage, plan: Plan, *, split: bool) -> Shard:
+    if split or stage.shard == "none":
+        return stage.shard
+    return "optimizer" if stage.replicas <= plan.micro_batches else "none"
+
+
+def _divided(chance: random.Random, rows: int, width: int, least: int) -> tuple[int, ...]:
+    spare = rows - width * least
+    inner = sorted(chance.randint(0, spare) for _ in range(width - 1))
+    return tuple(least + after - before for before, after in pairwise([0, *inner, spare]))
+
+
+def _depths(chance: random.Random, plan: Plan, least_rows: int) -> tuple[set[int] | None, list[int] | None]:
+    """Draw which stages' replicas take turns, and how many micro-batches each has in flight; None: as planned."""
+    if layout_of(plan.schedule) != "line":
+        return None, None
+    turning, depths = set[int](), list[int]()
+    limit = plan.micro_batches
+    for index, stage in enumerate(plan.stages):
+        takes, width = 1, stage.replicas
+        if width > 1 and min(width, plan.micro_batches) <= limit and chance.random() < 0.5:
+            turning.add(index)
+            takes = width
+        most = -(-plan.micro_batches // takes)
+        allowed = most if limit == plan.micro_batches else max(1, limit // takes)
+        depths.append(most if plan.schedule == "gpipe" else chance.randint(1, allowed))
+        limit = min(limit, depths[-1] * takes)
+    return turning, depths

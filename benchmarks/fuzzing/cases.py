@@ -1,0 +1,213 @@
+"""Cases: a random model with a random plan, taken through profile, plan and run, and held against the plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from autopar.capture import UserModel, load
+from autopar.errors import AutoparError
+from autopar.formats.profile import Profile
+from autopar.profiler import ProfileOptions
+from autopar.profiler import profile as measure
+from autopar.ranks.pool import RankPool
+from autopar.runtime.workspace import Workspace
+from fuzzing.asks import Ask, draw_ask, edited, planned
+from fuzzing.captured import described
+from fuzzing.compare import Difference, differences, worst
+from fuzzing.grammar import Recipe, draw, parts_of, write
+from fuzzing.plain import IndivisibleError, PlainRun, train_plainly, trains
+from fuzzing.ranks import HungError, Kept, in_processes, in_threads
+
+__all__ = ["Case", "Model", "Outcome", "Result", "attempt", "case_of"]
+
+STEPS = 4
+PLANS = 3
+"""Cases in a row that have the same model."""
+IN_PROCESSES = 0.2
+"""Of the cases that are not sharded: how many have ranks as processes."""
+ATTEMPTS = 20
+MOVED, ROUNDING = 1e-15, 100.0
+"""By how much weights are moved to see what rounding makes of a model, and how many times that is let pass."""
+WRAPPED = re.compile(r"\b(?!ModuleNotFound)[A-Z]\w*(Error|Exception)\b: ")
+"""An error that nobody foresaw, within a message."""
+
+Outcome = Literal["equal", "rounding", "refused", "false refusal", "taken", "wrong", "crash", "hang", "skipped"]
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a case ended."""
+
+    outcome: Outcome
+    where: str
+    """The door at which it was refused or failed: profile, plan, edit, prepare or run."""
+    said: str
+    """The refusal, or the worst difference."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is asked of its plan."""
+
+    number: int
+    recipe: Recipe
+    chance: str
+    """Seeds the plan, whose layers are known only when the model is captured."""
+    processes: bool
+    ask: Ask | None = None
+    """What is asked of the plan, where it is not to be drawn."""
+
+
+class _EndedError(Exception):
+    """A case ended before it was trained."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.said)
+        self.result = result
+
+
+class Model:
+    """A model file, profiled once."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        """Write the file."""
+        self.recipe, self.path = recipe, folder / "model.py"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(write(recipe))
+
+    @cached_property
+    def user(self) -> UserModel:
+        """The file, loaded."""
+        return load(str(self.path))
+
+    @cached_property
+    def _measured(self) -> Profile | Result:
+        try:
+            options = ProfileOptions(batch=4, device="cpu", budget_s=0.01)
+            return _through("profile", lambda: measure(self.user, options))
+        except _EndedError as ended:
+            return ended.result
+
+    @property
+    def profile(self) -> Profile:
+        """Its profile.
+
+        Raises:
+            _EndedError: it was refused, each time anew.
+        """
+        if isinstance(self._measured, Result):
+            raise _EndedError(self._measured)
+        return self._measured
+
+
+def case_of(seed: int, number: int) -> Case:
+    """Return a case by its number; models that torch itself does not train are drawn again."""
+    model, plan = divmod(number, PLANS)
+    every = (draw(f"{seed}/{model}/{again}") for again in range(ATTEMPTS))
+    with _silent():
+        recipe = next(recipe for recipe in every if trains(write(recipe)))
+    chance = f"{seed}/{model}/plan {plan}"
+    return Case(number, recipe, chance, random.Random(f"{chance}/ranks").random() < IN_PROCESSES)
+
+
+def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]) -> tuple[Ask | None, Result]:
+    """Take a case through all doors; files go into ``folder``."""
+    ask = None
+    with _silent():
+        try:
+            layers = len(model.profile.layers)
+            chance, recipe = random.Random(case.chance), model.recipe
+            ask = case.ask or draw_ask(chance, layers, recipe.least_rows, replicas=recipe.replicas)
+            result = _trained(case, ask, model, folder, pool)
+        except _EndedError as ended:
+            result = ended.result
+    return ask, _judged(result, case.recipe, ask)
+
+
+def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:
+    made = _through("plan", lambda: planned(ask, model.profile))
+    plan = _through("edit", lambda: edited(made, ask, model.recipe.least_rows))
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.json")
+    workspace = Workspace(folder)
+    _through("prepare", lambda: workspace.prepare(model.user, plan, None))
+    captured = _through("load", lambda: described(workspace.graph(model.user, plan)))
+    try:
+        truth = train_plainly(model.path, plan, captured, STEPS)
+    except IndivisibleError:
+        return Result("skipped", "plain", "replicas of a layer of several modules draw random numbers")
+
+    def train() -> list[Kept]:
+        if case.processes or ask.shard != "none":
+            return in_processes(pool(), plan, model.user, folder, STEPS)
+        return in_threads(plan, model.user, folder, STEPS)
+
+    found = worst(differences(truth, _through("run", train)))
+    if found is None:
+        return Result("equal", "run", "")
+    return _unequal(found, truth, lambda: train_plainly(model.path, plan, captured, STEPS, MOVED))
+
+
+def _unequal(found: Difference, truth: PlainRun, again: Callable[[], PlainRun]) -> Result:
+    """Tell a wrong result from one that rounding alone would change as much."""
+    what, by = found
+    said = f"{what}: {by:.1e} times what is allowed"
+    if not all(map(math.isfinite, truth.losses)):
+        return Result("equal", "run", "the plain loop's loss is not finite")
+    if math.isfinite(by):
+        other = again()
+        kept = Kept([(loss, 0.0) for loss in other.losses], other.gradients, other.parameters, other.buffers, 0)
+        moved = worst(differences(truth, [kept]))
+        if moved is not None and by <= ROUNDING * moved[1]:
+            return Result("rounding", "run", f"{said}; of weights moved by {MOVED}, {moved[0]}: {moved[1]:.1e}")
+    return Result("wrong", "run", said)
+
+
+def _through(where: str, call: Callable[[], _Value]) -> _Value:
+    """Call one of the product's doors, and tell how it refuses or fails."""
+    try:
+        return call()
+    except HungError as error:
+        raise _EndedError(Result("hang", where, str(error))) from error
+    except AutoparError as error:
+        said = str(error)
+        unforeseen = error.exit_code in (1, 5) and WRAPPED.search(said)
+        raise _EndedError(Result("crash" if unforeseen else "refused", where, said)) from error
+    except Exception as error:
+        sys.stderr.write(traceback.format_exc())
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        raise _EndedError(Result("crash", where, said[:500])) from error
+
+
+def _judged(result: Result, recipe: Recipe, ask: Ask | None) -> Result:
+    """Tell refusals that a part of the model accounts for from false ones, and what should have been refused."""
+    parts = parts_of(recipe)
+    if result.outcome == "refused":
+        allowed = any(part.refusal and re.search(part.refusal, result.said) for part in parts)
+        return result if allowed else Result("false refusal", result.where, result.said)
+    several = ask is not None and (ask.micro_batches > 1 or ask.ranks > 1)
+    if result.outcome == "equal" and several and any(part.must for part in parts):
+        names = ", ".join(part.name for part in parts if part.must)
+        return Result("taken", result.where, f"{names} should have been refused")
+    return result
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Let libraries warn about odd models unheard."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,34 @@
+"""Pools: rank processes that are started when a case wants them, and again after one has failed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from autopar.ranks.pool import RankPool
+from fuzzing.asks import MOST_RANKS
+
+__all__ = ["Pools"]
+
+
+class Pools:
+    """Gives living rank processes."""
+
+    def __init__(self) -> None:
+        """Start none yet."""
+        self._pool: RankPool | None = None
+
+    def __call__(self) -> RankPool:
+        """Return rank processes that are alive."""
+        if self._pool is None or self._pool.closed:
+            self._pool = RankPool(MOST_RANKS)
+        return self._pool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
