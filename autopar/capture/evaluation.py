@@ -24,7 +24,7 @@ from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import faked, is_hollow
 from autopar.capture.segment import batch_dim, segment_like
-from autopar.capture.unchanged import unchanged
+from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import CaptureError, ModelError
 
 __all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]
@@ -109,7 +109,8 @@ def _exported(model: nn.Module, step: nn.Module, batch: object, trained: LayerGr
         step.eval()
         if not hollow:
             # An ordinary forward meets the user's mistakes.
-            with told_apart("the model's forward in evaluation mode"), torch.no_grad():
+            mistakes = told_apart("the model's forward in evaluation mode")
+            with kept_parameters(model), mistakes, torch.no_grad():
                 step(*(tensor.clone() for tensor in tensors.values()))
         return export_rows(step, tensors)
 

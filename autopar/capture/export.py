@@ -111,7 +111,7 @@ def capture_module(
     more = other_batches(batch, others)
     with unchanged(model), preserved(step.roots.value, ignored_state):
         if layers is not None:
-            with told_apart("running the modules of layers(model)"):
+            with kept_parameters(model), told_apart("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers, more, ignored_state)
         try:
             with faked(model) if hollow else contextlib.nullcontext() as mode:
@@ -190,7 +190,7 @@ def _refuse_state(
     def call(tensors: Mapping[str, torch.Tensor]) -> Callable[[], object]:
         return lambda: step(*(tensor.clone() for tensor in tensors.values()))
 
-    with unchanged(step), told_apart("the model's forward"):
+    with unchanged(step), kept_parameters(step), told_apart("the model's forward"):
         refuse_state(step.roots.value, [call(tensors) for tensors in batches], ignored_state)
 
 
