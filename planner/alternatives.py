@@ -120,7 +120,7 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     equal = tuple(accumulate(even_shares(layers, stages)))
     everywhere = (simulator, families, options, (layers,), (devices,))
     found = [_reference(costs, "pure data parallelism", try_stages(*everywhere, shards=("none",)))]
-    if devices > 1:
+    if devices > 1 and costs.profile.indivisible is None:
         found.append(_reference(costs, "sharded data parallelism", try_stages(*everywhere, shards=("parameters",))))
     return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
 

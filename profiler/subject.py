@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients, split_difference
+from autopar.capture.optimizer_trials import needs_all, tried_divided
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
@@ -20,6 +21,10 @@ __all__ = ["Subject", "prepare"]
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3
+NEEDS_ALL = (
+    "the optimizer's step takes all parameters together, and would do something else on ranks that hold some of them: "
+    "`autopar run` refuses plans of several stages"
+)
 HOLLOW = "the model is larger than memory: its gradients were not checked against the plain model's"
 
 
@@ -35,6 +40,8 @@ class Subject:
     """What the layers compute in: the parameters' own, or that of autocast."""
     notes: tuple[str, ...]
     """What the profile should say about the model."""
+    indivisible: str | None = None
+    """Why the optimizer cannot step parts of parameters; none: it can, or it was not tried."""
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the dataset's first samples as named tensors, on the CPU."""
@@ -74,7 +81,12 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
             progress("checking gradients", 0.0)
             notes = _check(user, module, graph, samples)
         notes += _remarks(module)
-    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes))
+        progress("trying the optimizer", 0.0)
+        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        if needs_all(user, trained):
+            notes.append(NEEDS_ALL)
+        indivisible = tried_divided(user, trained)
+    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), indivisible)
 
 
 def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:

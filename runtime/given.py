@@ -88,7 +88,14 @@ def build_given(
     user, graph = found
     read = _spread(model, context, _wanted(plan, context.rank, graph))
     place = (context.rank, graph, user, read, transport, context.device)
-    job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings)
+    job: Job | None = None
+    try:
+        job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings)
+        job.try_optimizer()
+    except AutoparError as caught:
+        error = caught
+    agreement.refuse(error)
+    assert job is not None
     return Built(user, graph, job, transport, agreement, batch)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.batches import Batches, Loader
@@ -76,6 +77,7 @@ class Job:
             settings: what the user asks beyond the plan.
         """
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
+        self._user = model
         indices, self.replica = stages_of(plan, rank)
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
@@ -137,6 +139,28 @@ class Job:
     def warm_up(self) -> list[str]:
         """Compile the layers, before the first step; return warnings of those that do not compile."""
         return compile_stages(self.stages.values(), self._specs, self.rows, self.plan.precision, self._device)
+
+    def try_optimizer(self) -> None:
+        """Have the optimizer step small divided parameters, before training; replicas do so together.
+
+        Raises:
+            UsageError: it does not do what it does with whole ones; says what to do.
+        """
+        if self._mesh is None:
+            return
+        from autopar.capture.optimizer_trials import divided_trouble, divider
+        from autopar.runtime.sharded import whole
+
+        device = self._mesh.device_type
+        divide, trained = divider(self._mesh), list(self._held.trained().items())
+        trouble = divided_trouble(
+            self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
+        )
+        if trouble is not None:
+            raise UsageError(
+                f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
+                "plan with --shard none"
+            )
 
     def step(self, step: int, *, more: bool = False) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.

@@ -60,7 +60,7 @@ class Update:
             ModelError: the optimizer wants to run forwards itself.
         """
         self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
-        self.optimizer = model.make_optimizer(list(twins.stepped.values())) if self._trained else None
+        self.optimizer = model.make_optimizer(twins.stepped.items()) if self._trained else None
         self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
         if self.optimizer is not None:
             _check_steps(self.optimizer, model)

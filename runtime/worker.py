@@ -97,7 +97,9 @@ def build(
     check(program, plan)
     transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
+    job = Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
+    job.try_optimizer()
+    return job
 
 
 def _warmed_up(job: Job) -> list[str]:
