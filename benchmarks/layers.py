@@ -165,7 +165,7 @@ class _Plain:
         module = self._subject.module.to(self._device).train()
         with pinned(self._options.threads):
             batch = self._batch()
-            optimizer = self._subject.user.make_optimizer(module.parameters())
+            optimizer = self._subject.user.make_optimizer(module.named_parameters())
             times = [self._once(batch, optimizer) for _ in range(WARM_UP + STEPS)][WARM_UP:]
             optimizer.zero_grad(set_to_none=True)
         forward_s, backward_s, step_s = (median(each) for each in zip(*times, strict=True))

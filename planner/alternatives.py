@@ -120,7 +120,7 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     equal = tuple(accumulate(even_shares(layers, stages)))
     everywhere = (simulator, families, options, (layers,), (devices,))
     named: dict[str, tuple[Shard, ...]] = {"pure data parallelism": ("none",)}
-    if devices > 1:
+    if devices > 1 and costs.profile.indivisible is None:
         named["sharded data parallelism"] = ("parameters",)
     if devices > 1 and costs.single:
         found = [Reference(name, None, next(iter(costs.single.values()))) for name in named]

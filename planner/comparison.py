@@ -13,7 +13,7 @@ from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
 from autopar.planner.scheduled import otherwise
@@ -41,7 +41,7 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
         UsageError: the options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
-    options = options or PlanOptions()
+    options = admitted(options or PlanOptions(), profile)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.layout import layout_of
 from autopar.formats.plan import Objective, ReplicatedState, Shard
+from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 
-__all__ = ["PLANNED", "PlanOptions"]
+__all__ = ["PLANNED", "PlanOptions", "admitted"]
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
@@ -113,6 +114,22 @@ class PlanOptions:
         if self.max_candidates is not None:
             return self.max_candidates
         return CANDIDATES if self.gap > 0 else CANDIDATES_WHEN_EXACT
+
+
+def admitted(options: PlanOptions, profile: Profile) -> PlanOptions:
+    """Return the options without what the profiled optimizer cannot do: where it steps no parts, nothing is sharded.
+
+    Raises:
+        UsageError: sharding is asked for.
+    """
+    if profile.indivisible is None or options.shard == "none":
+        return options
+    if options.shard != "auto":
+        raise UsageError(
+            f"--shard {options.shard}: the optimizer of {profile.model.source} cannot step parts of parameters: "
+            f"{profile.indivisible}; plan with --shard none, or profile with another optimizer"
+        )
+    return replace(options, shard="none")
 
 
 def _flag(name: str) -> str:

@@ -27,7 +27,7 @@ from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
@@ -66,6 +66,7 @@ def plan(
     """
     options = options or PlanOptions()
     check_flags(options)
+    options = admitted(options, profile)
     if options.objective in _OTHERS:
         return _OTHERS[options.objective](profile, cluster, options)
     dictated = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])

@@ -11,7 +11,7 @@ from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import divisors, families
 from autopar.planner.closest import Known, closest
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, admitted
 
 __all__ = ["Fits", "any_plan_fits", "remedies"]
 
@@ -27,6 +27,7 @@ MOST_STATES = 2048
 
 def any_plan_fits(costs: CostModel, known: Known, options: PlanOptions) -> bool:
     """Whether any plan fits the memory of the same cluster with other options."""
+    options = admitted(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
     found = closest(other, families(other.batch, options), options, None, known, any_fits=True)
     return found is not None and found[0] <= 0

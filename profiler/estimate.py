@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from autopar.capture import Layer
+from autopar.capture.source import NamedParameters
 from autopar.errors import CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
@@ -112,7 +112,7 @@ def workload(
             if size > 1 or sizes is not None or len(asked) == 1:
                 raise
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
-    kinds = {fingerprint: list(layer.module.parameters()) for fingerprint, layer in first.items()}
+    kinds = {fingerprint: layer.named_parameters() for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
     index_of = {key: index for index, key in enumerate(distinct)}
     groups = [group for work in distinct.values() for group in _groups(work)]
@@ -141,7 +141,7 @@ def _groups(work: LayerWork) -> tuple[tuple[Kernel, ...], ...]:
     return work.forward, work.backward, work.backward_input, work.accumulate
 
 
-def _updated_bytes(subject: Subject, kinds: Mapping[str, Sequence[nn.Parameter]]) -> Numbers:
+def _updated_bytes(subject: Subject, kinds: Mapping[str, NamedParameters]) -> Numbers:
     """Return what the optimizer moves, by layer; a parameter of several layers is updated with the first."""
     moved = {kind: moved_per_number(subject.user, parameters) for kind, parameters in kinds.items()}
     owned = owned_parameters(subject.graph)
@@ -189,6 +189,7 @@ def profile_of(
         tensors=_tensors(subject, load.works[0]),
         tied=describe_ties(subject.graph),
         updates_at_once=load.optimizer.at_once,
+        indivisible=subject.indivisible,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
         ignored_state=subject.user.ignored_state,

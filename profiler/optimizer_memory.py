@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import UserModel
-from autopar.capture.source import user_code
+from autopar.capture.source import NamedParameters, user_code
 from autopar.capture.storages import StorageTracker
 
 __all__ = ["OptimizerMemory", "optimizer_memory", "work_at_once"]
@@ -28,9 +28,7 @@ class OptimizerMemory:
     """Whether it works on all parameters at once, so that layers' workspaces add up."""
 
 
-def optimizer_memory(
-    user: UserModel, layers: Mapping[str, Sequence[nn.Parameter]], device: torch.device
-) -> OptimizerMemory:
+def optimizer_memory(user: UserModel, layers: Mapping[str, NamedParameters], device: torch.device) -> OptimizerMemory:
     """Return the bytes of the user's optimizer for every layer's trained parameters, whose shapes alone matter.
 
     On CUDA, optimizers of torch work on many parameters at once unless told otherwise; here they are told so, because
@@ -56,9 +54,9 @@ def work_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def _stepped(user: UserModel, groups: Iterable[Sequence[nn.Parameter]], device: torch.device) -> tuple[int, int]:
+def _stepped(user: UserModel, groups: Iterable[NamedParameters], device: torch.device) -> tuple[int, int]:
     """Return the bytes of state and of workspace; the optimizer makes its state in its first step."""
-    parameters = [parameter for group in groups for parameter in group if parameter.requires_grad]
+    parameters = [(name, parameter) for group in groups for name, parameter in group if parameter.requires_grad]
     if not parameters:
         return 0, 0
     try:
@@ -70,11 +68,11 @@ def _stepped(user: UserModel, groups: Iterable[Sequence[nn.Parameter]], device: 
 
 
 def _step_twice(
-    user: UserModel, parameters: Sequence[nn.Parameter], device: torch.device, mode: AbstractContextManager[object]
+    user: UserModel, parameters: NamedParameters, device: torch.device, mode: AbstractContextManager[object]
 ) -> tuple[int, int]:
     with mode:
-        copies = [nn.Parameter(torch.zeros(each.shape, dtype=each.dtype)) for each in parameters]
-        for copy in copies:
+        copies = [(name, nn.Parameter(torch.zeros(each.shape, dtype=each.dtype))) for name, each in parameters]
+        for _, copy in copies:
             copy.grad = torch.zeros_like(copy)
         with StorageTracker() as tracker:
             optimizer = user.make_optimizer(copies)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
+from autopar.capture.source import NamedParameters
 from autopar.capture.unchanged import unchanged
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
@@ -89,6 +90,7 @@ def measured(
         tensors=describe_tensors(subject.graph, costs),
         tied=describe_ties(subject.graph),
         updates_at_once=costs.optimizer.at_once,
+        indivisible=subject.indivisible,
         noise=noise,
         step_overhead_s=overhead_s,
         ignored_state=subject.user.ignored_state,
@@ -150,7 +152,7 @@ class _Survey:
             self._time(chain, self._recorded(chain, batch), self._options.budget_s)
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
-        kinds = {kind: list(layer.module.parameters()) for kind, layer in self._firsts.items()}
+        kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
         self._costs.optimizer = optimizer_memory(self._subject.user, kinds, self._device)
         return self._costs
 
@@ -211,7 +213,7 @@ class _Survey:
 
     def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
-        turns: dict[tuple[str, tuple[int, ...]], list[list[nn.Parameter]]] = {}
+        turns: dict[tuple[str, tuple[int, ...]], list[NamedParameters]] = {}
         for layer in layers:
             kind = self._costs.update_kinds[layer.name]
             same = turns.setdefault(kind, [])
@@ -259,9 +261,9 @@ class _Survey:
         return given
 
 
-def _parameters_at(layer: Layer, places: Sequence[int]) -> list[nn.Parameter]:
-    attributes = tuple(layer.parameters)
-    return [layer.parameter(attributes[place]) for place in places]
+def _parameters_at(layer: Layer, places: Sequence[int]) -> NamedParameters:
+    named = tuple(layer.parameters.items())
+    return [(named[place][1], layer.parameter(named[place][0])) for place in places]
 
 
 def _missing(chain: Chained, found: Recording, size: int) -> Inputs:

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients
 from autopar.capture.losses import check_loss
+from autopar.capture.optimizer_trials import needs_all, tried_divided
 from autopar.capture.reading import check_reading
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
@@ -24,6 +25,10 @@ __all__ = ["Subject", "prepare"]
 COPIES = 3
 # Samples that can be parted unevenly.
 LEAST = 3
+NEEDS_ALL = (
+    "the optimizer's step takes all parameters together, and would do something else on ranks that hold some of them: "
+    "`autopar run` refuses plans of several stages"
+)
 HOLLOW = (
     "the model is larger than memory: its gradients were not checked against the plain model's, nor whether its "
     "forward changes Python state, nor whether the loss is that of its micro-batches"
@@ -44,6 +49,8 @@ class Subject:
     """What the profile should say about the model."""
     loss_difference: float | None = None
     """How far a mini-batch's loss is from that of its parts, relative; accepted by the user."""
+    indivisible: str | None = None
+    """Why the optimizer cannot step parts of parameters; none: it can, or it was not tried."""
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the dataset's first samples as named tensors, on the CPU."""
@@ -84,7 +91,12 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
             progress("checking gradients and loss", 0.0)
             notes, difference = [], _check(user, module, graph, samples, options.accept_loss)
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
-    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference)
+        progress("trying the optimizer", 0.0)
+        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        if needs_all(user, trained):
+            notes.append(NEEDS_ALL)
+        indivisible = tried_divided(user, trained)
+    return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
 
 
 def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.capture import UserModel
+from autopar.capture.source import NamedParameters
 
 __all__ = ["Update", "measure_updates"]
 
@@ -32,7 +33,7 @@ class Update:
 
 
 def measure_updates(
-    user: UserModel, layers: Sequence[tuple[Kind, Sequence[nn.Parameter]]], device: torch.device
+    user: UserModel, layers: Sequence[tuple[Kind, NamedParameters]], device: torch.device
 ) -> dict[Kind, Update]:
     """Return, by kind, the optimizer's step over copies of parameters.
 
@@ -41,7 +42,7 @@ def measure_updates(
     """
     room = _free_bytes(device) // 2 // COPIES
     groups = [list(layers)]
-    if sum(_bytes(parameters) for _, parameters in layers) > room:
+    if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
     times: dict[Kind, _Times] = {}
     for group in groups:
@@ -62,11 +63,12 @@ class _Turn:
     """One layer's copies and their optimizer."""
 
     def __init__(
-        self, user: UserModel, times: _Times, parameters: Sequence[nn.Parameter], device: torch.device, room: int
+        self, user: UserModel, times: _Times, parameters: NamedParameters, device: torch.device, room: int
     ) -> None:
         self._times, self._device = times, device
-        self._copies, self._scale = _copies(parameters, room)
-        self._step: Callable[[], object] = user.make_optimizer(self._copies).step if self._copies else _nothing
+        self._copies, self._scale = _copies([each for _, each in parameters], room)
+        named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
+        self._step: Callable[[], object] = user.make_optimizer(named).step if named else _nothing
 
     def take(self, recorded: bool) -> None:
         terms = [torch.zeros_like(copy) for copy in self._copies]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from autopar.capture import UserModel
+from autopar.capture.source import NamedParameters
 from autopar.profiler.kernels import KernelLog
 from autopar.profiler.optimizer_memory import work_at_once
 
@@ -18,17 +17,17 @@ _NUMBERS = 4096
 _COUNT_BYTES = 64
 
 
-def moved_per_number(user: UserModel, parameters: Sequence[nn.Parameter]) -> float:
+def moved_per_number(user: UserModel, parameters: NamedParameters) -> float:
     """Return the bytes that the user's optimizer reads and writes per number in the trained ones of parameters.
 
     Counted over the kernels of its second step, on parameters with as many dimensions; as on CUDA, torch's own
     optimizers work on many of them at once unless told otherwise.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not trained:
         return 0.0
-    small = [nn.Parameter(torch.full(_shape(each.dim()), 0.5, dtype=each.dtype)) for each in trained]
-    optimizer = user.make_optimizer(small)
+    small = [nn.Parameter(torch.full(_shape(each.dim()), 0.5, dtype=each.dtype)) for _, each in trained]
+    optimizer = user.make_optimizer([(name, each) for (name, _), each in zip(trained, small, strict=True)])
     work_at_once(optimizer)
     for parameter in small:
         parameter.grad = torch.full_like(parameter, 1e-3)

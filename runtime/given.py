@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,11 +14,13 @@ from autopar.capture.export import capture
 from autopar.capture.given import given_model
 from autopar.capture.graph import LayerGraph
 from autopar.capture.losses import check_loss, counted_loss
+from autopar.capture.optimizer_settings import Settings
 from autopar.capture.place import release
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
+from autopar.ranks.failure import Failure
 from autopar.runtime.agree import Agreement
 from autopar.runtime.batches import Loader
 from autopar.runtime.connect import connect
@@ -25,6 +28,7 @@ from autopar.runtime.fit import check_fit
 from autopar.runtime.job import Job
 from autopar.runtime.prefetch import Batch
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stepping import check_together, whole_settings
 from autopar.runtime.transport import Transport, sendable
 from autopar.schedules.expand import expand, stages_of
 
@@ -93,7 +97,15 @@ def build_given(
     user, graph = found
     read = _spread(model, context, _wanted(plan, context.rank, graph))
     place = (context.rank, graph, user, read, transport, context.device)
-    job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings)
+    whole = _whole_settings(user, model, graph, plan, context)
+    job: Job | None = None
+    try:
+        job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings, whole)
+        job.try_optimizer()
+    except AutoparError as caught:
+        error = caught
+    agreement.refuse(error)
+    assert job is not None
     return Built(user, graph, job, transport, agreement, batch)
 
 
@@ -117,6 +129,28 @@ def _captured(
         module.training = mode
     check_fit(graph, plan, user)
     return user, graph
+
+
+def _whole_settings(
+    user: UserModel, model: nn.Module, graph: LayerGraph, plan: Plan, context: RankContext
+) -> Settings | None:
+    """Return what rank 0's optimizer of the whole model gives every parameter; other ranks' models may have no values.
+
+    Raises:
+        AutoparError: what is wrong with it, on all ranks.
+    """
+    said: dict[str, object] = {}
+    if context.rank == 0:
+        try:
+            check_together(user, model, graph, plan)
+            said = {"settings": whole_settings(user, model)}
+        except Exception as error:
+            said = {"failure": Failure.of(error).as_dict()}
+    heard = json.loads(context.gather(json.dumps(said))[0])
+    if "failure" in heard:
+        raise Failure(**heard["failure"]).as_error()
+    settings: Settings | None = heard["settings"]
+    return settings
 
 
 def _wanted(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:

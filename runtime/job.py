@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 
 from autopar.capture.graph import LayerGraph
+from autopar.capture.optimizer_settings import Settings
 from autopar.capture.source import UserModel
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.batches import Batches, Loader
@@ -64,6 +66,7 @@ class Job:
         device: torch.device,
         note: Callable[[int, int], None],
         settings: TrainSettings = DEFAULTS,
+        whole: Settings | None = None,
     ) -> None:
         """Build the rank's stages, holding only its own parameters.
 
@@ -78,8 +81,10 @@ class Job:
             device: where this rank computes.
             note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
+            whole: what the optimizer gives every parameter of the whole model, to be held against this rank's.
         """
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
+        self._user = model
         indices, self.replica = stages_of(plan, rank)
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
@@ -96,13 +101,18 @@ class Job:
         clock, self._copies = clock_of(device), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._held, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
-        self._update = self._updating(model, graph, reducer, transport, settings, scale)
+        self._update = self._updating(model, graph, reducer, transport, settings, scale, whole)
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, marked=marked)
         parts = self._mailbox, reducer, self._tally(), self._complete
         self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever reads the report should know of this rank's optimizer."""
+        return self._update.notes
 
     @property
     def rows(self) -> int:
@@ -146,6 +156,28 @@ class Job:
         """Compile the layers, before the first step; return warnings of those that do not compile."""
         return compile_stages(self.stages.values(), self._specs, self.rows, self.plan.precision, self._device)
 
+    def try_optimizer(self) -> None:
+        """Have the optimizer step small divided parameters, before training; replicas do so together.
+
+        Raises:
+            UsageError: it does not do what it does with whole ones; says what to do.
+        """
+        if self._mesh is None:
+            return
+        from autopar.capture.optimizer_trials import divided_trouble, divider
+        from autopar.runtime.sharded import whole
+
+        device = self._mesh.device_type
+        divide, trained = divider(self._mesh), list(self._held.trained().items())
+        trouble = divided_trouble(
+            self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
+        )
+        if trouble is not None:
+            raise UsageError(
+                f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
+                "plan with --shard none"
+            )
+
     def step(self, step: int, *, more: bool = False) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.
 
@@ -171,7 +203,8 @@ class Job:
         transport: Transport,
         settings: TrainSettings,
         scale: LossScale | None,
-    ) -> Callable[[StepRecord], None]:
+        whole: Settings | None,
+    ) -> Update:
         """Return what completes the gradients and steps the optimizer."""
         twins = Twins(self._held.trained(), self._mesh)
         counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
@@ -179,8 +212,8 @@ class Job:
         for index, stage in self.stages.items():
             for name in (name for layer in stage.layers for name in layer.parameters.values()):
                 stage_of.setdefault(name, index)
-        parts = self.plan, twins, stage_of, model, reducer, transport
-        update = self.update_of(*parts, counts=counts, clip_norm=clip_norm, scale=scale)
+        parts = self.plan, self.rank, twins, stage_of, model, reducer, transport
+        update = self.update_of(*parts, whole=whole, counts=counts, clip_norm=clip_norm, scale=scale)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.lend())
         return update

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from autopar.capture.optimizer_settings import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError
 from autopar.formats.plan import Plan
@@ -18,6 +19,7 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.finite import all_finite, first_not_finite
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.scale import LossScale
+from autopar.runtime.stepping import check_settings, left_out
 from autopar.runtime.transport import Transport
 from autopar.runtime.twins import Twins, local
 
@@ -33,12 +35,14 @@ class Update:
     def __init__(
         self,
         plan: Plan,
+        rank: int,
         twins: Twins,
         stage_of: Mapping[str, int],
         model: UserModel,
         reducer: Reducer,
         transport: Transport,
         *,
+        whole: Settings | None,
         counts: bool,
         clip_norm: float | None,
         scale: LossScale | None,
@@ -47,27 +51,48 @@ class Update:
 
         Args:
             plan: what is carried out.
+            rank: which rank this is.
             twins: this rank's trained parameters; an optimizer is made if there are any.
             stage_of: the first stage that reads each of them.
             model: the user's file, which makes the optimizer.
             reducer: the gradients.
             transport: carries sums over all ranks.
+            whole: what the optimizer gives every parameter of the whole model, if that is known.
             counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
             clip_norm: largest norm of all gradients together.
             scale: what losses were multiplied by.
 
         Raises:
-            ModelError: the optimizer wants to run forwards itself.
+            ModelError: the optimizer wants to run forwards itself, or does something else with these parameters than
+                with all of the model's.
         """
+        self._rank = rank
         self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
-        self.optimizer = model.make_optimizer(list(twins.stepped.values())) if self._trained else None
+        self.optimizer = model.make_optimizer(twins.stepped.items()) if self._trained else None
         self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
+        self.notes: list[str] = []
+        """What whoever reads the report should know."""
         if self.optimizer is not None:
             _check_steps(self.optimizer, model)
+            self._check_parameters(self.optimizer, twins.stepped, model, whole)
         self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(plan.devices)))
         self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
         self._watches: bool | None = None if model.schedules else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
+
+    def _check_parameters(
+        self,
+        optimizer: torch.optim.Optimizer,
+        given: Mapping[str, torch.nn.Parameter],
+        model: UserModel,
+        whole: Settings | None,
+    ) -> None:
+        left = left_out(optimizer, given, model, whole)
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
+        if whole is not None:
+            check_settings(model, given, whole, self._rank)
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.

@@ -85,7 +85,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
-        notes=notes + _of_staging(context),
+        notes=[*notes, *job.notes, *_of_staging(context), *_of_settings(workspace)],
         saved=_save(job, graph, workspace, arguments["save"]),
     )
 
@@ -111,7 +111,10 @@ def build(
     check(program, plan)
     transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
-    return Job(plan, program, context.rank, graph, model, workspace.read, transport, context.device, note, settings)
+    place = (context.rank, graph, model, workspace.read, transport, context.device)
+    job = Job(plan, program, *place, note, settings, workspace.settings())
+    job.try_optimizer()
+    return job
 
 
 def _warmed_up(job: Job) -> list[str]:
@@ -130,6 +133,12 @@ def _await_all(context: RankContext) -> None:
     if context.board is not None:
         context.board.write(context.rank, FINISHED)
     context.barrier()
+
+
+def _of_settings(workspace: Workspace) -> list[str]:
+    if workspace.settings() is not None:
+        return []
+    return ["optimizer() was not held against one for the whole model: it takes no parameters without values"]
 
 
 def _of_staging(context: RankContext) -> list[str]:

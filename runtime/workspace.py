@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
+from autopar.capture.optimizer_settings import Settings
 from autopar.capture.outline import outline
 from autopar.capture.source import UserModel
 from autopar.capture.store import load_graph, save_graph
@@ -21,12 +22,15 @@ from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.fit import check_fit, check_source
 from autopar.runtime.initial import given_names, host_memory_bytes, write_made
+from autopar.runtime.stepping import check_together, whole_settings
 
 __all__ = ["Workspace"]
 
 GRAPH, WEIGHTS = "graph", "weights"
 GIVEN, NAMES = "given", "given.json"
 """A link to the folder of given weights, and the names that parameters and buffers have there."""
+SETTINGS = "optimizer.json"
+"""What the optimizer gives every parameter of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,16 @@ class Workspace:
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
         check_fit(graph, plan, model)
+        check_together(model, module, graph, plan)
+        self._write_settings(whole_settings(model, module))
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
+
+    def settings(self) -> Settings | None:
+        """Return what the optimizer gives every parameter of the whole model; None where that is not known."""
+        path = self.folder / SETTINGS
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def graph(self, model: UserModel, plan: Plan) -> LayerGraph:
         """Return the graph for one rank, without weights."""
@@ -97,6 +108,10 @@ class Workspace:
         """Names in the folder of given weights, by the model's own."""
         path = self.folder / NAMES
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _write_settings(self, settings: Settings | None) -> None:
+        if settings is not None:
+            (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
 
     def _link(self, module: nn.Module, given: Path) -> None:
         names = given_names(module, given)

@@ -74,6 +74,10 @@ class Layer:
         """Return the parameter that ``module`` holds at an attribute path."""
         return self.module.get_parameter(attribute)
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return its parameters, each once, with their names in the model."""
+        return list({name: self.parameter(attribute) for attribute, name in self.parameters.items()}.items())
+
 
 @dataclass(frozen=True, eq=False)
 class LayerGraph:

@@ -71,7 +71,7 @@ def train_plainly(
     samples = _Samples(chosen, plan)
     division = divide(lambda: _built(chosen, plan), plan, chosen, samples.first())
     model = _built(chosen, plan)
-    optimizer = chosen.make_optimizer(model.parameters())
+    optimizer = chosen.make_optimizer(model.named_parameters())
     scheduler = chosen.make_scheduler(optimizer)
     forward = DividedForward(model, plan, chosen, division)
     losses: list[float] = []

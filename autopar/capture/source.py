@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -25,7 +26,10 @@ from autopar.capture.traps import user_line
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.profile import path_of
 
-__all__ = ["UserModel", "load"]
+__all__ = ["NamedParameters", "UserModel", "load"]
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with the model's own names."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,17 @@ class UserModel:
         """``layers(model)``, the fallback for a model that cannot be captured."""
         return self.functions.get("layers")
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``."""
+    def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``.
+
+        A function whose argument is called ``named_parameters`` is given pairs, with the model's own names.
+        """
+        pairs = list(named)
+        parameters = [parameter for _, parameter in pairs]
         if "optimizer" not in self.functions:
             return torch.optim.AdamW(parameters, lr=1e-3)
-        made = self._call("optimizer", self.functions["optimizer"], parameters)
+        function = self.functions["optimizer"]
+        made = self._call("optimizer", function, pairs if _wants_names(function) else parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise ModelError(
                 f"{self._file_of('optimizer')}: optimizer() returned {_a(made)}; it must return a torch.optim.Optimizer"
@@ -309,6 +319,14 @@ def user_code(path: Path, what: str) -> Iterator[None]:
         raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         raise ModelError(f"{_where(error, path)}: {what} {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _wants_names(function: Callable[..., Any]) -> bool:
+    try:
+        return "named_parameters" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Of some built-in functions nobody knows.
+        return False
 
 
 def _where(error: BaseException, path: Path) -> str:

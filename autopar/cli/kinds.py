@@ -58,6 +58,7 @@ def joined(origins: Sequence[Origin]) -> Profile:
             "others": tuple(chain(first.profile.others, *map(_kinds, profiles[1:]))),
             "noise": first.profile.noise.model_copy(update=spreads),
             "step_overhead_s": max(profile.step_overhead_s for profile in profiles),
+            "indivisible": next((each.indivisible for each in profiles if each.indivisible), None),
             "notes": tuple(_notes(profiles)),
         }
     )

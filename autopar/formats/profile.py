@@ -286,6 +286,8 @@ class Profile(Document):
     updates_at_once: bool = False
     """Whether the optimizer works on all parameters at once, and holds ``update_bytes`` of all layers together, or on
     one after the other."""
+    indivisible: Name | None = None
+    """Why the optimizer cannot step parts of parameters with the same result; none: it can, or it was not tried."""
     noise: Noise
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""

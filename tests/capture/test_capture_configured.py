@@ -121,7 +121,7 @@ def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
     user = load(f"hf:{tmp_path}", data=tmp_path / "data.py")
     assert {tuple(tensor.shape) for tensor in named_tensors(batch_of(user)).values()} == {(3, 8)}
     assert (user.notes, user.data) == ((), tmp_path / "data.py")
-    assert isinstance(user.make_optimizer(user.build().parameters()), torch.optim.SGD)
+    assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.SGD)
     assert user.loss is not None
     (tmp_path / "data.py").write_text("x = 1\n")
     with pytest.raises(ModelError, match=r"data\.py: defines no dataset"):

@@ -78,8 +78,8 @@ def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path
     assert len(capture(user, one).layers) == 1
     assert sys.path == before
     assert capsys.readouterr().out == ""
-    assert isinstance(user.make_optimizer(one.parameters()), torch.optim.AdamW)
-    assert user.make_scheduler(user.make_optimizer(one.parameters())) is None
+    assert isinstance(user.make_optimizer(one.named_parameters()), torch.optim.AdamW)
+    assert user.make_scheduler(user.make_optimizer(one.named_parameters())) is None
 
 
 def test_a_factory_is_found_by_its_module(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
@@ -147,6 +147,25 @@ def test_what_contradicts_itself_is_refused(asked: dict[str, object], message: s
     with pytest.raises(UsageError) as caught:
         plan(gpt_profile(), local_cluster(2), PlanOptions(**asked))  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_leaves_it_out(shard: Shard) -> None:
+    profile = gpt_profile(blocks=2).model_copy(update={"indivisible": "its step raises AssertionError"})
+    with pytest.raises(UsageError, match=rf"--shard {shard}: .* its step raises \w+; plan with --shard none"):
+        plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=shard))
+    usual, auto = (plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=each)) for each in ("none", "auto"))
+    assert usual == auto
+    assert "sharded data parallelism" not in [each.name for each in usual.alternatives]
+
+
+def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None:
+    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1)
+    whole = gpt_profile().model_copy(update={"indivisible": "its step raises AssertionError"})
+    for profile, helps in ((gpt_profile(), True), (whole, False)):
+        with pytest.raises(InfeasibleError) as failed:
+            plan(profile, local_cluster(2), options)
+        assert ("--shard" in str(failed.value)) == helps
 
 
 def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:

@@ -360,6 +360,6 @@ def test_better_constants_shorten_every_layer(mlp: Subject) -> None:
 
 def test_what_an_optimizer_moves_is_counted_over_its_kernels(mlp: Subject) -> None:
     # SGD with momentum: momentum times 0.9, plus the gradient, and the parameter minus it.
-    trained = [nn.Parameter(torch.ones(100, 10))]
+    trained = [("w", nn.Parameter(torch.ones(100, 10)))]
     assert moved_per_number(mlp.user, trained) == pytest.approx(4 * (2 + 3 + 3))
-    assert moved_per_number(mlp.user, [nn.Parameter(torch.ones(3), requires_grad=False)]) == 0.0
+    assert moved_per_number(mlp.user, [("b", nn.Parameter(torch.ones(3), requires_grad=False))]) == 0.0

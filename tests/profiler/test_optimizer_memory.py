@@ -14,7 +14,10 @@ from autopar.errors import ModelError
 from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.py"
-LAYERS = {"a": [nn.Parameter(torch.zeros(100, 10)), nn.Parameter(torch.zeros(10))], "b": [nn.Parameter(torch.ones(50))]}
+LAYERS = {
+    "a": [("a.weight", nn.Parameter(torch.zeros(100, 10))), ("a.bias", nn.Parameter(torch.zeros(10)))],
+    "b": [("b.weight", nn.Parameter(torch.ones(50)))],
+}
 Make = Callable[..., torch.optim.Optimizer]
 
 

@@ -23,7 +23,7 @@ def test_updates_are_of_copies_and_free_for_what_is_not_trained(tmp_path: Path) 
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     weight = torch.nn.Parameter(torch.ones(64, 64))
-    found = measure_updates(load(str(path)), [("own", [weight]), ("own", [weight]), ("none", [])], CPU)
+    found = measure_updates(load(str(path)), [("own", [("w", weight)]), ("own", [("v", weight)]), ("none", [])], CPU)
     assert found["own"].seconds > 0
     assert found["own"].accumulate_s > 0
     assert found["none"].seconds < found["own"].seconds
@@ -41,4 +41,6 @@ def test_parameters_without_room_are_measured_by_their_first_rows(
     assert [tuple(copy.shape) for copy in copies] == [(16, 64), (16,)]
     assert scale == 4.0
     monkeypatch.setattr(update, "_free_bytes", lambda device: 4000)
-    assert measure_updates(load(str(path)), [("large", weights)], CPU)["large"].seconds > 0
+    assert (
+        measure_updates(load(str(path)), [("large", list(zip("wb", weights, strict=True)))], CPU)["large"].seconds > 0
+    )

@@ -321,6 +321,20 @@ def test_a_layer_of_several_types_is_named(cases: dict[str, Case], pool: RankPoo
         run(plan, str(case.file), RunOptions(steps=1), pool=pool)
 
 
+@pytest.mark.parametrize(
+    ("made", "level"), [("Adafactor(parameters)", "parameters"), ("Rprop(parameters)", "optimizer")]
+)
+def test_an_optimizer_that_cannot_step_parts_is_refused_before_training(
+    made: str, level: Shard, pool: RankPool, tmp_path: Path
+) -> None:
+    text = (MODELS / "dropout.py").read_text().replace("SGD(parameters, lr=0.1, momentum=0.9)", made)
+    case = _case(tmp_path / "whole.py", text)
+    plan = dictate(case.graph, case.model, (2, 1), 2, 4, shard=level)
+    with pytest.raises(UsageError, match=r"whole.py cannot step stages that are sharded: its step .* --shard none"):
+        run(plan, str(case.file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_what_cannot_be_offloaded_is_refused(cases: dict[str, Case]) -> None:
     case = cases["dropout"]
     options = RunOptions(settings=TrainSettings(cpu_offload=True))

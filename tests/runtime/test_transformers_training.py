@@ -55,7 +55,7 @@ CUTS = [1, 3, 4]
 
 def _plain(module: nn.Module, model: UserModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train as one would by hand: the mean over a mini-batch's labels; return first gradients and last parameters."""
-    optimizer = model.make_optimizer(module.parameters())
+    optimizer = model.make_optimizer(module.named_parameters())
     data = model.dataset()
     batch = MICRO_BATCHES * ROWS
     order = sample_order(len(data), 0, 0)  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""Each rank's optimizer does what one for the whole model would do, or is refused by name before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import plain
+import pytest
+import torch
+from dictated import dictate
+from script_jobs import batches, described, loss, make_model
+from torch import nn
+
+import autopar
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import AutoparError, FileError, ModelError, UsageError
+from autopar.formats.plan import Plan, Shard
+from autopar.ranks.pool import RankPool
+from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.stepping import check_settings, left_out, whole_settings
+from autopar.runtime.weights import names, read
+
+FILE = Path(__file__).parent / "models" / "grouped.py"
+STEPS = 3
+BY_IDENTITY = """
+def optimizer(parameters):
+    names = {each: name for name, each in MODEL.named_parameters()} if MODEL is not None else {}
+    parameters = list(parameters)
+    biases = [each for each in parameters if names.get(each, "").endswith("bias")]
+    return grouped(biases, [each for each in parameters if not names.get(each, "").endswith("bias")])
+"""
+BY_PLACE = """
+def optimizer(parameters):
+    first, second, *others = parameters
+    return grouped([first, second], others)
+"""
+BY_COUNT = """
+def optimizer(parameters):
+    parameters = list(parameters)
+    return torch.optim.SGD(parameters, lr=0.1 / len(parameters))
+"""
+SCHEDULED_BY_PLACE = """
+def optimizer(parameters):
+    parameters = list(parameters)
+    groups = [each for each in (parameters[:4], parameters[4:]) if each]
+    return torch.optim.SGD([{"params": each} for each in groups], lr=0.1)
+
+
+def scheduler(optimizer):
+    rates = [lambda step: 1.0, lambda step: 0.5**step]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rates[: len(optimizer.param_groups)])
+"""
+OTHERS = """
+def optimizer(parameters):
+    return torch.optim.SGD((MODEL or model()).parameters(), lr=0.1)
+"""
+LEAVES_OUT_BY_PLACE = """
+def optimizer(parameters):
+    return torch.optim.SGD(list(parameters)[1:], lr=0.1)
+"""
+CLIPS = """
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 1e-2)
+        super().step()
+
+
+def optimizer(parameters):
+    return Clipping(parameters, lr=0.1)
+"""
+BY_SHAPE = """
+def optimizer(parameters):
+    parameters = list(parameters)
+    return grouped([each for each in parameters if each.dim() < 2], [each for each in parameters if each.dim() > 1])
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
+"""
+TENSORS = """
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2, dtype=torch.float64), betas=(0.8, 0.9))
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=4)
+"""
+NO_BIASES = """
+def optimizer(named_parameters):
+    return torch.optim.AdamW([each for name, each in named_parameters if not name.endswith("bias")], lr=1e-2)
+"""
+
+
+def _planned(folder: Path, text: str, widths: Sequence[int], shard: Shard = "none") -> tuple[Path, Plan]:
+    file = folder / "model.py"
+    file.write_text(FILE.read_text() + text)
+    model = load(str(file))
+    return file, dictate(capture(model, model.build(0)), model, widths, 2, 6, shard=shard)
+
+
+def _plainly(file: Path) -> nn.Module:
+    """Train whole mini-batches, the optimizer being given all trained parameters."""
+    source = plain.load_file(file)
+    torch.manual_seed(0)
+    model: nn.Module = source.model()
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    named = "named_parameters" in source.optimizer.__code__.co_varnames[:1]
+    optimizer = source.optimizer(trained if named else [each for _, each in trained])
+    scheduler = source.scheduler(optimizer) if hasattr(source, "scheduler") else None
+    data, order = source.dataset(), torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(STEPS):
+        batch = torch.utils.data.default_collate([data[index] for index in order[12 * step : 12 * step + 12]])
+        optimizer.zero_grad()
+        source.loss(model(batch[0]), batch).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("text", "widths", "shard"),
+    [
+        ("", (1, 1), "none"),
+        ("", (2, 1), "parameters"),
+        ("", (1, 2), "optimizer"),
+        (BY_SHAPE, (1, 2), "none"),
+        (TENSORS, (1, 1), "none"),
+        (NO_BIASES, (2, 1), "none"),
+        (BY_PLACE, (1,), "none"),
+        (CLIPS, (2,), "none"),
+    ],
+)
+def test_groups_by_name_or_shape_train_as_the_plain_loop(
+    text: str, widths: Sequence[int], shard: Shard, pool: RankPool, tmp_path: Path
+) -> None:
+    file, plan = _planned(tmp_path, text, widths, shard)
+    outcome = run(plan, str(file), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
+    found = read(tmp_path / "saved", names(tmp_path / "saved"))
+    truth = dict(_plainly(file).named_parameters())
+    assert found.keys() == truth.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, truth[name].detach(), rtol=1e-10, atol=1e-10, msg=name)
+    left = [note for note in outcome.report.notes if "leaves out" in note]
+    assert len(left) == (2 if text == NO_BIASES else 0)
+    assert all("the optimizer leaves out" in note and "bias and" in note for note in left)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            BY_IDENTITY,
+            r"gives \S*bias weight_decay=0.5 when it is given the parameters of rank \d, and",
+        ),
+        (
+            BY_PLACE,
+            r"gives \S+ weight_decay=0.\d when it is given the parameters of rank \d, and weight",
+        ),
+        (BY_COUNT, r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=0.00\d+ when it is given all"),
+        (SCHEDULED_BY_PLACE, r"gives \S+ lr=\S+ in step 1 when it is given the parameters of rank \d, and lr=\S+ when"),
+        (OTHERS, r"optimizer\(\) steps \d+ parameters that it was not given, the first of shape \(6, 6\)"),
+        (LEAVES_OUT_BY_PLACE, r"does not step \S+ when it is given the parameters of rank \d, and does when it is"),
+    ],
+)
+def test_what_a_rank_would_do_otherwise_is_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FILE.read_text() + text)
+    user = load(str(file))
+    module = user.build(0)
+    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    whole = whole_settings(user, module)
+    assert whole is not None
+    refusals = []
+    for rank, part in enumerate((trained[:9], trained[9:])):
+        # As ranks have them: of the same names and values, and no others' objects.
+        given = {name: nn.Parameter(each.detach().clone()) for name, each in part}
+        try:
+            left_out(user.make_optimizer(given.items()), given, user, whole)
+            check_settings(user, given, whole, rank)
+        except ModelError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all(re.search(said, refusal) and "named_parameters" in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BY_IDENTITY, r"optimizer\(\) gives \S+bias weight_decay=0.5 when it is given the parameters of rank \d"),
+        (OTHERS, r"optimizer\(\) steps \d+ parameters that it was not given"),
+    ],
+)
+def test_a_run_is_refused_before_the_first_step(text: str, said: str, pool: RankPool, tmp_path: Path) -> None:
+    file, plan = _planned(tmp_path, text, (1, 1))
+    with pytest.raises(FileError, match=said):
+        run(plan, str(file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_step_that_takes_all_parameters_together_is_refused_where_ranks_hold_some(tmp_path: Path) -> None:
+    file, plan = _planned(tmp_path, CLIPS, (1, 1))
+    with pytest.raises(UsageError, match=r"the optimizer's step takes all parameters together, .* 2 groups of devices"):
+        run(plan, str(file), RunOptions(steps=1))
+
+
+def _of_model(model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def _by_name(named_parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+    pairs = list(named_parameters)
+    groups = [{"params": [each for name, each in pairs if name.endswith(kind)]} for kind in ("bias", "weight")]
+    return torch.optim.SGD([{**groups[0], "lr": 0.5}, {**groups[1], "lr": 0.1}])
+
+
+def test_a_script_may_not_step_the_parameters_of_its_own_model_and_may_group_by_name() -> None:
+    model, user = make_model(), described()
+    plan = autopar.Plan.parse(dictate(capture(user, user.build()), user, [1], 2, 6).dumps(), Path("plan.json"))
+    (batch,) = batches(1)
+    with pytest.raises(AutoparError, match=r"optimizer\(\) steps \d+ parameters that it was not given"):
+        autopar.materialize(model, plan, batch, loss=loss, optimizer=_of_model(model))
+    truth = make_model()
+    optimizer = _by_name(truth.named_parameters())
+    loss(truth(batch[0]), batch).backward()
+    optimizer.step()
+    with autopar.materialize(model, plan, batch, loss=loss, optimizer=_by_name) as job:
+        job.step(batch)
+        state = job.state_dict()
+    assert state is not None
+    for name, value in truth.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
