@@ -1,4 +1,8 @@
-"""InProcessTransport: ranks as threads of one process, for trying many plans quickly."""
+"""InProcessTransport: ranks as threads of one process, for trying many plans quickly.
+
+What they tell each other is carried as bytes, as between processes: a tensor that lies in memory otherwise than it is
+read is refused, and one that is received as another type is another tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from autopar.errors import UsageError
+from autopar.ranks.channel import bytes_of
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.transport import Done, Pending
 
@@ -49,9 +54,9 @@ class InProcessTransport:
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""
         with self._exchange.changed:
-            self._exchange.queues[self._rank, peer].append(tensor.detach().clone())
+            self._exchange.queues[self._rank, peer].append(bytes_of(tensor).clone())
             self._exchange.changed.notify_all()
-        return Done()
+        return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.transport.Transport`."""
@@ -68,7 +73,7 @@ class InProcessTransport:
         key = (ranks, apart, self._count[ranks, apart])
         self._count[ranks, apart] += 1
         with self._exchange.changed:
-            self._exchange.reductions[key][self._rank] = tensor.detach().clone()
+            self._exchange.reductions[key][self._rank] = _summable(tensor).clone()
             self._exchange.changed.notify_all()
         return _Reduce(self._exchange, key, tensor)
 
@@ -90,7 +95,10 @@ class _Receive:
         with self._exchange.changed:
             _wait(self._exchange, lambda: bool(queue), f"no message from rank {self._pair[0]}")
             message = queue.popleft()
-        self._tensor.copy_(message)
+        content = bytes_of(self._tensor)
+        if message.numel() != content.numel():
+            raise PeerLostError(f"it has sent {message.numel()} bytes where {content.numel()} were expected")
+        content.copy_(message)
         self._filled = True
 
 
@@ -105,8 +113,33 @@ class _Reduce:
             _wait(self._exchange, lambda: len(parts) == len(ranks), f"no reduction among ranks {ranks}")
         total = parts[ranks[0]].clone()
         for rank in ranks[1:]:
+            if (parts[rank].shape, parts[rank].dtype) != (total.shape, total.dtype):
+                raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
             total += parts[rank]
-        self._tensor.copy_(total)
+        _summable(self._tensor).copy_(total)
+
+
+_SUMMED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""Of which Gloo makes sums."""
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's numbers in the order in which they lie in memory, where a process could sum them."""
+    bytes_of(tensor)
+    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if numbers.dtype not in _SUMMED:
+        raise PeerLostError(f"Invalid scalar type {numbers.dtype}")
+    return numbers.reshape(-1)
 
 
 def _wait(exchange: Exchange, ready: _Ready, what: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -118,6 +119,9 @@ class GroupTransport:
             # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
             # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
+        if context.outlived:
+            made = dict.fromkeys([*self._groups.values(), self._up, self._down])
+            context.on_leaving.extend(partial(_end, each) for each in made if each is not dist.group.WORLD)
         self._rank, self._device_type = context.rank, context.device.type
         self._channels = channels
 
@@ -173,6 +177,12 @@ def _begin(start: _Start) -> _Work:
         return _Work(start())
     except RuntimeError as error:
         raise PeerLostError(_first_line(error)) from error
+
+
+def _end(group: object) -> None:
+    """Take down a group of this rank's; of others', it has none."""
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)
 
 
 class _Start(Protocol):

@@ -19,7 +19,7 @@ import torch
 
 from autopar.ranks.failure import PeerLostError
 
-__all__ = ["Channel", "Way", "new_way", "supported"]
+__all__ = ["Channel", "Way", "bytes_of", "new_way", "supported"]
 
 _PLACE = struct.Struct("=QQ")
 """Where a message lies, and how many bytes it has; pipes write so little at once or not at all."""
@@ -85,7 +85,7 @@ class Channel:
         Raises:
             PeerLostError: the other end is gone.
         """
-        self._outlet.send(_bytes_of(tensor))
+        self._outlet.send(bytes_of(tensor))
 
     def receive(self, tensor: torch.Tensor) -> _Arrival:
         """Return what, waited for, fills a contiguous tensor of the CPU with the next message."""
@@ -111,7 +111,7 @@ class _Arrival:
         """
         while not self._here:
             first = self._waiting.popleft()
-            self._inlet.receive(_bytes_of(first._tensor))
+            self._inlet.receive(bytes_of(first._tensor))
             first._here = True
 
 
@@ -238,7 +238,15 @@ class _Memory:
         self._mapped = mmap.mmap(self._descriptor, self._size)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor of the CPU, as one piece of memory that both share.
+
+    Raises:
+        PeerLostError: the tensor does not lie in memory as it is read, and cannot be carried.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        # What networks refuse, or carry as something else.
+        raise PeerLostError("a tensor was to be carried that is not contiguous, or conjugated when it is read")
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -41,6 +41,8 @@ class RankContext:
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
     """Sends a JSON-able message to whoever started the rank, while it works."""
+    outlived: bool = False
+    """Whether the process group was there before the rank joined, and stays when it leaves."""
     on_leaving: list[Callable[[], None]] = field(default_factory=list)
     """Called when the rank leaves its peers: what was opened to reach them is closed."""
 
@@ -65,6 +67,11 @@ class RankContext:
         # NCCL does not connect a GPU with itself.
         own = each_its_own(self.gather(identity_of(self.device)), share=share_gpus)
         return replace(self, nccl=own and "cuda:nccl" in dist.get_backend_config())
+
+    def leave(self) -> None:
+        """Close what was opened to reach the other ranks."""
+        for close in self.on_leaving:
+            close()
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -163,8 +170,7 @@ def joined_from_environment(
 
 
 def _leave(context: RankContext) -> None:
-    for close in context.on_leaving:
-        close()
+    context.leave()
     dist.destroy_process_group()
 
 

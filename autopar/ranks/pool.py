@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +27,7 @@ class RankPool:
     """Start rank processes once and run jobs on them, one after the other.
 
     The processes listen on loopback only, receive no signal of the terminal, and end with this process whatever ends
-    it. A job that fails ends all of them: the pool is then closed.
+    it, not with the thread that asked for them. A job that fails ends all of them: the pool is then closed.
 
     >>> with RankPool(2) as pool:  # doctest: +SKIP
     ...     pool.run("package.module:function", {"size": 3})
@@ -53,7 +57,8 @@ class RankPool:
         self._jobs = 0
         self._links: list[Link] = []
         try:
-            self._links = [_start(rank, threads) for rank in range(size)]
+            for rank in range(size):
+                self._links.append(_LASTING.call(partial(_start, rank, threads), _abandon))
         except BaseException:
             self.close()
             raise
@@ -128,8 +133,7 @@ class RankPool:
         for link in links:
             link.kill()
         for link in links:
-            link.process.wait()
-            link.close()
+            _abandon(link)
         self._scratch.close()
 
     def __enter__(self) -> Self:
@@ -139,6 +143,54 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _LastingThread:
+    """A thread that lives as long as this process.
+
+    The kernel ends a child with the thread that started it, not with the process (``PR_SET_PDEATHSIG``), so it is this
+    one that starts ranks, whichever thread asks.
+    """
+
+    def __init__(self) -> None:
+        """Start none yet: a process that forks has to start its own."""
+        self._process, self._lock = -1, threading.Lock()
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def call(self, act: Callable[[], Link], undo: Callable[[Link], None]) -> Link:
+        """Call a function there, and return what it does; if this call is interrupted, undo it."""
+        made: Future[Link] = Future()
+
+        def fulfil() -> None:
+            try:
+                made.set_result(act())
+            except BaseException as error:
+                made.set_exception(error)
+
+        with self._lock:
+            if self._process != os.getpid():
+                self._process, self._asked = os.getpid(), queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._asked,), name="autopar-ranks", daemon=True).start()
+        self._asked.put(fulfil)
+        try:
+            return made.result()
+        except BaseException:
+            made.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
+            raise
+
+
+def _serve(asked: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        asked.get()()
+
+
+_LASTING = _LastingThread()
+
+
+def _abandon(link: Link) -> None:
+    link.kill()
+    link.process.wait()
+    link.close()
 
 
 def _start(rank: int, threads: int) -> Link:

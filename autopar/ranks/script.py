@@ -24,7 +24,12 @@ def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: 
         UsageError: there is another number of ranks, or the script's group cannot carry what training does.
     """
     if dist.is_initialized():
-        yield _of_script(device_type, timeout_s, size, share_gpus)
+        context = _of_script(device_type, timeout_s, size, share_gpus)
+        try:
+            yield context
+        finally:
+            # Its group is the script's, and stays.
+            context.leave()
     elif "WORLD_SIZE" in os.environ:
         launch = launched(os.environ)
         with joined_from_environment(launch, device_type, timeout_s, size, share_gpus=share_gpus) as context:
@@ -57,4 +62,5 @@ def _of_script(device_type: str, timeout_s: float, size: int, share_gpus: bool) 
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     device = device_of(device_type, local_rank)
-    return RankContext(rank, size, local_rank, local_size, device, timeout_s).met(share_gpus=share_gpus)
+    context = RankContext(rank, size, local_rank, local_size, device, timeout_s, outlived=True)
+    return context.met(share_gpus=share_gpus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,14 +83,51 @@ def test_ranks_of_one_host_listen_on_loopback_only(pool: RankPool) -> None:
         assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
 
 
-def test_processes_end_with_their_parent_even_if_it_is_killed() -> None:
+def test_processes_outlive_the_thread_that_asked_for_them() -> None:
+    pools: list[RankPool] = []
+
+    def ask() -> None:
+        pools.append(RankPool(2))
+        # By then, they have asked the kernel to end with who started them.
+        pools[0].run("jobs_for_ranks:add_up")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        os.sched_yield()
+    with pools[0] as pool:
+        assert pool.run("jobs_for_ranks:add_up") == [[0, 1.0], [1, 1.0]]
+
+
+def test_a_process_that_was_forked_starts_processes_too() -> None:
     script = (
-        "import os, signal, sys\n"
+        "import os\n"
         "from autopar.ranks.pool import RankPool\n"
-        "pool = RankPool(2)\n"
-        "pool.run('jobs_for_ranks:add_up')\n"
+        "RankPool(1).close()\n"
+        "if not os.fork():\n"
+        "    with RankPool(1) as pool:\n"
+        "        os._exit(pool.run('jobs_for_ranks:add_up') != [[0, 0.0]])\n"
+        "os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit()"])
+def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
+    script = (
+        "import os, signal, sys, threading\n"
+        "from autopar.ranks.pool import RankPool\n"
+        "def ask():\n"
+        "    global pool\n"
+        "    pool = RankPool(2)\n"
+        "    pool.run('jobs_for_ranks:add_up')\n"
+        "thread = threading.Thread(target=ask)\n"
+        "thread.start()\n"
+        "thread.join()\n"
         "print(*pool.process_ids, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
     processes = [int(word) for word in done.stdout.split()]

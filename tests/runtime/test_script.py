@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +172,49 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     model.load_state_dict(weights.read(tmp_path / "trained", model.state_dict()))
     samples = next(iter(DataLoader(example.dataset(), 200)))
     assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
+def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
+    for name, widths in {"a": [2, 2], "b": [1, 3]}.items():
+        planned(widths).save(tmp_path / f"{name}.json")
+    script = [str(Path(__file__).parent / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aaba")]
+    said = _on_four_ranks(start, script)
+    expected, _ = trained_plainly()
+    found = [re.search(r"job (\d) rank (\d): (.*)", line) for line in said.splitlines()]
+    losses = {(int(line[1]), int(line[2])): json.loads(line[3]) for line in found if line is not None}
+    assert losses.keys() == {(job, rank) for job in range(4) for rank in range(4)}, said
+    for (job, _), each in losses.items():
+        assert each == ([] if job == 1 else pytest.approx(expected, rel=1e-12))
+
+
+def _on_four_ranks(start: str, script: list[str]) -> str:
+    """Run a script; return what its ranks print."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if start != "a launcher":
+        if start == "the script":
+            environment["OWN_GROUP"] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *script],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        return "".join(rank.communicate(timeout=200)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_planning_from_python_needs_no_torch() -> None:
