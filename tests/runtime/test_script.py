@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.capture.export import capture
-from autopar.errors import CaptureError, FileError, TrainingError, UsageError
+from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
@@ -81,7 +81,7 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
     seen: list[int] = []
     model[2].register_forward_hook(lambda module, given, output: seen.append(len(seen)))
     message = "closure variable seen of <lambda> changes with every forward"
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(FileError, match=message):
         autopar.materialize(model, planned([1]), (inputs, targets), loss=loss)
     with pytest.raises(CaptureError, match=message):
         autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
@@ -90,6 +90,31 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
         assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
     measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
     assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
+
+
+def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
+
+
+def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
+    model, (batch,) = make_model(), batches(1)
+    with pytest.raises(FileError, match=r"no mean over samples.* \(accept_loss=True\)"):
+        autopar.materialize(model, planned([1]), batch, loss=contrastive)
+    with autopar.materialize(model, planned([1]), batch, loss=contrastive, accept_loss=True) as job:
+        job.step(batch)
+    with pytest.raises(ModelError, match="no mean over samples"):
+        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
+    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
+    divided = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert divided.loss_difference == measured.loss_difference
+    assert "results depend on micro-batches" in " ".join(divided.explain().split())
+    whole = autopar.plan(measured, gpus=1, micro_batches=1)
+    assert "results depend" not in " ".join(whole.explain().split())
+    for plan in (divided, whole):
+        with autopar.materialize(model, plan, batch, loss=contrastive) as job:
+            found = job.step(batch).loss
+    truth = contrastive(make_model()(batch[0]), batch).item()
+    assert found == pytest.approx(truth, rel=1e-12)
 
 
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
