@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -206,3 +207,30 @@ def test_planning_from_python_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_batches_does() -> None:
+    transformers = pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    truth = copy.deepcopy(model)
+    tokens = torch.randint(1, 31, (3, 4, 12))
+    # Of the first batch, which is profiled, all labels count.
+    padded = [tokens[0].clone(), *(step.clone() for step in tokens[1:])]
+    for row in range(4):
+        padded[1][row, 12 - 3 * row :], padded[2][row, 2 + 3 * row :] = -100, -100
+    steps = [{"input_ids": inputs, "labels": labels} for inputs, labels in zip(tokens, padded, strict=True)]
+    measured = autopar.profile(model, steps[0], optimizer=make_optimizer, budget_s=0.1)
+    plan = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert (measured.counts_labels, plan.counts_labels, plan.loss_difference) == (True, True, None)
+    optimizer = make_optimizer(list(truth.parameters()))
+    with autopar.materialize(model, plan, optimizer=make_optimizer) as job:
+        for batch in steps:
+            expected = truth.train()(**batch).loss
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert job.step(batch).loss == pytest.approx(expected.item(), rel=1e-5)
