@@ -23,7 +23,7 @@ from autopar.capture.separable import (
     with_ignored,
 )
 from autopar.capture.source import UserModel
-from autopar.capture.synthetic import task_of
+from autopar.capture.synthetic import Task, task_of
 from autopar.errors import ModelError
 
 __all__ = ["check_loss", "counted_loss", "counts_labels"]
@@ -54,8 +54,9 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted
     Raises:
         ModelError: they differ, and it is not accepted; says what to write instead, or what is exact.
     """
-    # Those of the library are known: labels of tokens and pixels are counted.
-    labels = {} if user.spec.startswith(PREFIX) else ignored_labels(graph)
+    # Those of the library are known: labels of tokens and pixels are counted, others are one a sample.
+    known = user.loss is None and _of_library(model)
+    labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
     batch = _uneven(user, model, labels)
     found = separation(model, batch, user.loss, user.ignored_state)
     if found is None or not found.difference:
@@ -66,13 +67,21 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted
 
 
 def counted_loss(model: nn.Module) -> Callable[..., Any] | None:
-    """Return the loss that counts the labels of a Transformers model's tokens; none of other models."""
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    """Return the loss that counts the labels of a Transformers model's tokens or pixels; none of other models."""
+    task = _task(model)
+    return None if task is None else task.loss
+
+
+def _task(model: nn.Module) -> Task | None:
+    if not _of_library(model):
         return None
     tasks = (task_of(kind.__name__, model.config) for kind in type(model).__mro__ if issubclass(kind, nn.Module))
-    task = next((task for task in tasks if task is not None), None)
-    return None if task is None else task.loss
+    return next((task for task in tasks if task is not None), None)
+
+
+def _of_library(model: nn.Module) -> bool:
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def counts_labels(model: nn.Module, batch: object) -> bool:
@@ -80,13 +89,13 @@ def counts_labels(model: nn.Module, batch: object) -> bool:
 
     It is where labels that count unevenly show so; and where the model is too large to be run.
     """
-    loss = counted_loss(model)
-    if loss is None or not isinstance(batch, Mapping) or "labels" not in batch:
+    task = _task(model)
+    if task is None or task.loss is None or not isinstance(batch, Mapping) or "labels" not in batch:
         return False
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return True
-    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: USUAL})
-    own, counted = (separation(model, rows, each) for each in (None, loss))
+    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignored})
+    own, counted = (separation(model, rows, each) for each in (None, task.loss))
     return bool(own and own.difference and counted and not counted.difference)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,17 +70,17 @@ def stateful_modules(
         CaptureError: state changes that is not one module's alone; names it.
     """
     everything = {path: value for each in (*elements, whole, GENERATORS) for path, value in each.items()}
+    changed: dict[Path, None] = {}
     found: list[dict[Path, None]] = [{} for _ in elements]
     for call in calls:
         before, parts = snapshot(everything), [snapshot(roots) for roots in elements]
         with _Reads() as reads:
             call()
-        changed = _changed(before, snapshot(everything), reads.storages)
-        if all(path.named_by(ignored) for path in changed):
-            continue
+        read = reads.storages - _of_buffers(everything)
+        changed |= _changed(before, snapshot(everything), read)
         for own, roots, part in zip(found, elements, parts, strict=True):
-            own.update(dict.fromkeys(_changed(part, snapshot(roots), reads.storages)))
-        _refuse_shared(changed, found, ignored)
+            own |= _changed(part, snapshot(roots), read)
+    _refuse_shared(changed, found, ignored)
     return [tuple(str(path) for path in own if not path.named_by(ignored)) for own in found]
 
 
@@ -119,6 +120,12 @@ def _changed(before: Snapshot, after: Snapshot, read: Collection[int]) -> dict[P
         if changed and any(_storage(tensor) in read for tensor, _ in tensors):
             found[path] = None
     return found
+
+
+def _of_buffers(roots: Roots) -> set[int]:
+    """Return the memory of buffers, which layers hold as such, under whichever other names they are reached."""
+    modules = [value for value in roots.values() if isinstance(value, nn.Module)]
+    return {_storage(buffer) for module in modules for buffer in module.buffers()}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -52,6 +52,11 @@ class Task(enum.Enum):
             return _pixel_loss
         return None
 
+    @property
+    def ignored(self) -> int:
+        """The label that does not count."""
+        return IGNORED_PIXELS if self is Task.SEGMENTATION else IGNORED
+
 
 def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
     """Return the task of a class by its name; none if it is not known what the class reads."""

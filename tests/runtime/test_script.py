@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.capture.export import capture
-from autopar.errors import CaptureError, FileError, TrainingError, UsageError
+from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
@@ -83,7 +84,7 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
     seen: list[int] = []
     model[2].register_forward_hook(lambda module, given, output: seen.append(len(seen)))
     message = "closure variable seen of <lambda> changes with every forward"
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(FileError, match=message):
         autopar.materialize(model, planned([1]), (inputs, targets), loss=loss)
     with pytest.raises(CaptureError, match=message):
         autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
@@ -92,6 +93,31 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
         assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
     measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
     assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
+
+
+def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
+
+
+def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
+    model, (batch,) = make_model(), batches(1)
+    with pytest.raises(FileError, match=r"no mean over samples.* \(accept_loss=True\)"):
+        autopar.materialize(model, planned([1]), batch, loss=contrastive)
+    with autopar.materialize(model, planned([1]), batch, loss=contrastive, accept_loss=True) as job:
+        job.step(batch)
+    with pytest.raises(ModelError, match="no mean over samples"):
+        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
+    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
+    divided = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert divided.loss_difference == measured.loss_difference
+    assert "results depend on micro-batches" in " ".join(divided.explain().split())
+    whole = autopar.plan(measured, gpus=1, micro_batches=1)
+    assert "results depend" not in " ".join(whole.explain().split())
+    for plan in (divided, whole):
+        with autopar.materialize(model, plan, batch, loss=contrastive) as job:
+            found = job.step(batch).loss
+    truth = contrastive(make_model()(batch[0]), batch).item()
+    assert found == pytest.approx(truth, rel=1e-12)
 
 
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
@@ -226,3 +252,30 @@ def test_planning_from_python_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_batches_does() -> None:
+    transformers = pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    truth = copy.deepcopy(model)
+    tokens = torch.randint(1, 31, (3, 4, 12))
+    # Of the first batch, which is profiled, all labels count.
+    padded = [tokens[0].clone(), *(step.clone() for step in tokens[1:])]
+    for row in range(4):
+        padded[1][row, 12 - 3 * row :], padded[2][row, 2 + 3 * row :] = -100, -100
+    steps = [{"input_ids": inputs, "labels": labels} for inputs, labels in zip(tokens, padded, strict=True)]
+    measured = autopar.profile(model, steps[0], optimizer=make_optimizer, budget_s=0.1)
+    plan = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert (measured.counts_labels, plan.counts_labels, plan.loss_difference) == (True, True, None)
+    optimizer = make_optimizer(list(truth.parameters()))
+    with autopar.materialize(model, plan, optimizer=make_optimizer) as job:
+        for batch in steps:
+            expected = truth.train()(**batch).loss
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert job.step(batch).loss == pytest.approx(expected.item(), rel=1e-5)
