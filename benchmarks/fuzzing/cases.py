@@ -37,6 +37,8 @@ PLANS = 3
 IN_PROCESSES = 0.2
 """Of the cases that are not sharded: how many have ranks as processes."""
 ATTEMPTS = 20
+REPLICATED = 0.4
+"""Of the plans of models whose forwards write."""
 MOVED, ROUNDING = 1e-15, 100.0
 """By how much weights are moved to see what rounding makes of a model, and how many times that is let pass."""
 WRAPPED = re.compile(r"\b(?!ModuleNotFound)[A-Z]\w*(Error|Exception)\b: ")
@@ -130,12 +132,17 @@ def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]
     with _silent():
         try:
             layers = len(model.profile.layers)
-            chance, recipe = random.Random(case.chance), model.recipe
-            ask = case.ask or draw_ask(chance, layers, recipe.least_rows, replicas=recipe.replicas)
+            ask = case.ask or _drawn(random.Random(case.chance), model.recipe, layers)
             result = _trained(case, ask, model, folder, pool)
         except _EndedError as ended:
             result = ended.result
     return ask, _judged(result, case.recipe, ask)
+
+
+def _drawn(chance: random.Random, recipe: Recipe, layers: int) -> Ask:
+    """Draw a plan; seldom one with replicas where they would be refused."""
+    replicas = recipe.replicas and (not recipe.writes or chance.random() < REPLICATED)
+    return draw_ask(chance, layers, recipe.least_rows, replicas=replicas)
 
 
 def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:
