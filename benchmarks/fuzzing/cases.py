@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from autopar.capture import UserModel, load
-from autopar.errors import AutoparError
+from autopar.capture.plain import PlainRun
+from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions
 from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
 from fuzzing.asks import Ask, draw_ask, edited, planned
-from fuzzing.captured import described
 from fuzzing.compare import Difference, differences, worst
 from fuzzing.grammar import Recipe, draw, parts_of, write
-from fuzzing.plain import IndivisibleError, PlainRun, train_plainly, trains
 from fuzzing.ranks import HungError, Kept, in_processes, in_threads
+from fuzzing.truth import trains, truth_of
 
 __all__ = ["Case", "Model", "Outcome", "Result", "attempt", "case_of"]
 
@@ -37,10 +37,14 @@ PLANS = 3
 IN_PROCESSES = 0.2
 """Of the cases that are not sharded: how many have ranks as processes."""
 ATTEMPTS = 20
+REPLICATED = 0.4
+"""Of the plans of models whose forwards write."""
 MOVED, ROUNDING = 1e-15, 100.0
 """By how much weights are moved to see what rounding makes of a model, and how many times that is let pass."""
 WRAPPED = re.compile(r"\b(?!ModuleNotFound)[A-Z]\w*(Error|Exception)\b: ")
 """An error that nobody foresaw, within a message."""
+COUNTLESS = "count of 0 for the whole mini-batch"
+"""What mini-batches without any label are refused by, as the plain loop refuses them."""
 
 Outcome = Literal["equal", "rounding", "refused", "false refusal", "taken", "wrong", "crash", "hang", "skipped"]
 _Value = TypeVar("_Value")
@@ -128,12 +132,17 @@ def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]
     with _silent():
         try:
             layers = len(model.profile.layers)
-            chance, recipe = random.Random(case.chance), model.recipe
-            ask = case.ask or draw_ask(chance, layers, recipe.least_rows, replicas=recipe.replicas)
+            ask = case.ask or _drawn(random.Random(case.chance), model.recipe, layers)
             result = _trained(case, ask, model, folder, pool)
         except _EndedError as ended:
             result = ended.result
     return ask, _judged(result, case.recipe, ask)
+
+
+def _drawn(chance: random.Random, recipe: Recipe, layers: int) -> Ask:
+    """Draw a plan; seldom one with replicas where they would be refused."""
+    replicas = recipe.replicas and (not recipe.writes or chance.random() < REPLICATED)
+    return draw_ask(chance, layers, recipe.least_rows, replicas=replicas)
 
 
 def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:
@@ -143,31 +152,36 @@ def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[]
     plan.save(folder / "plan.json")
     workspace = Workspace(folder)
     _through("prepare", lambda: workspace.prepare(model.user, plan, None))
-    captured = _through("load", lambda: described(workspace.graph(model.user, plan)))
-    try:
-        truth = train_plainly(model.path, plan, captured, STEPS)
-    except IndivisibleError:
-        return Result("skipped", "plain", "replicas of a layer of several modules draw random numbers")
 
     def train() -> list[Kept]:
         if case.processes or ask.shard != "none":
             return in_processes(pool(), plan, model.user, folder, STEPS)
         return in_threads(plan, model.user, folder, STEPS)
 
+    return _held_against(lambda moved: truth_of(model.path, plan, STEPS, moved), train)
+
+
+def _held_against(plainly: Callable[[float], PlainRun], train: Callable[[], list[Kept]]) -> Result:
+    """Train both ways, and compare."""
+    try:
+        truth = plainly(0.0)
+    except UsageError as error:
+        return Result("skipped", "truth", str(error))
+    except TrainingError as error:
+        _through("run", train)
+        return Result("wrong", "run", f"the plain loop refuses: {error}")
+    if not all(map(math.isfinite, truth.losses)):
+        return Result("skipped", "truth", "the plain loop's loss is not finite")
     found = worst(differences(truth, _through("run", train)))
-    if found is None:
-        return Result("equal", "run", "")
-    return _unequal(found, truth, lambda: train_plainly(model.path, plan, captured, STEPS, MOVED))
+    return Result("equal", "run", "") if found is None else _unequal(found, truth, plainly)
 
 
-def _unequal(found: Difference, truth: PlainRun, again: Callable[[], PlainRun]) -> Result:
+def _unequal(found: Difference, truth: PlainRun, plainly: Callable[[float], PlainRun]) -> Result:
     """Tell a wrong result from one that rounding alone would change as much."""
     what, by = found
     said = f"{what}: {by:.1e} times what is allowed"
-    if not all(map(math.isfinite, truth.losses)):
-        return Result("equal", "run", "the plain loop's loss is not finite")
     if math.isfinite(by):
-        other = again()
+        other = plainly(MOVED)
         kept = Kept([(loss, 0.0) for loss in other.losses], other.gradients, other.parameters, other.buffers, 0)
         moved = worst(differences(truth, [kept]))
         if moved is not None and by <= ROUNDING * moved[1]:
@@ -196,7 +210,9 @@ def _judged(result: Result, recipe: Recipe, ask: Ask | None) -> Result:
     """Tell refusals that a part of the model accounts for from false ones, and what should have been refused."""
     parts = parts_of(recipe)
     if result.outcome == "refused":
-        allowed = any(part.refusal and re.search(part.refusal, result.said) for part in parts)
+        allowed = any(
+            re.search(pattern, result.said) for pattern in (COUNTLESS, *(p.refusal for p in parts if p.refusal))
+        )
         return result if allowed else Result("false refusal", result.where, result.said)
     several = ask is not None and (ask.micro_batches > 1 or ask.ranks > 1)
     if result.outcome == "equal" and several and any(part.must for part in parts):

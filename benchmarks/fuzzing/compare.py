@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuzzing.plain import PlainRun
+from autopar.capture.plain import PlainRun
 from fuzzing.ranks import Kept
 
 __all__ = ["Difference", "differences", "worst"]

@@ -56,6 +56,11 @@ class Recipe:
         """Whether the plain loop knows what replicas make of the model."""
         return all(part.replicas for part in parts_of(self))
 
+    @property
+    def writes(self) -> bool:
+        """Whether a forward may write what replicas would hold apart."""
+        return any("replica" in part.refusal for part in parts_of(self))
+
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
     """Return all parts of a recipe."""
@@ -221,12 +226,14 @@ def _place(recipe: Recipe, index: int, where: str) -> str:
 
 
 def _optional(recipe: Recipe) -> str:
-    """Return the functions that a file need not have."""
+    """Return what a file need not have."""
     found = []
     if recipe.scheduler is not None:
         found.append(f"def scheduler(optimizer):\n    {SCHEDULERS[recipe.scheduler].text}\n")
     if recipe.collated:
         found.append("def collate(samples):\n    return torch.utils.data.default_collate(samples)\n")
+    if "ignored_log" in recipe.blocks:
+        found.append('ignored_state = ["blocks.*.ignored"]\n')
     if recipe.listed:
         found.append("def layers(model):\n    return [model.inp, *model.blocks, model.head]\n")
     return "\n\n".join(found)

@@ -10,7 +10,7 @@ from autopar.ranks.pool import RankPool
 from fuzzing.asks import Ask
 from fuzzing.cases import Case, Model, Result, attempt
 from fuzzing.grammar import smaller, write
-from fuzzing.plain import trains
+from fuzzing.truth import trains
 
 __all__ = ["shrunk"]
 

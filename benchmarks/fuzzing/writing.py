@@ -215,6 +215,14 @@ PYTHON_STATE = (
         refusal="shapes",
     ),
     Part(
+        "ignored_log",
+        f"""{LINEAR}        self.ignored = []
+    def forward(self, h):
+        self.ignored.append(tuple(h.shape))
+        return torch.tanh(self.lin(h))
+""",
+    ),
+    Part(
         "harmless_cache",
         f"""{LINEAR}        self.cache = {{}}
     def forward(self, h):
@@ -222,7 +230,6 @@ PYTHON_STATE = (
             self.cache["ramp"] = torch.linspace(0, 1, h.shape[-1], dtype=torch.float64)
         return torch.tanh(self.lin(h)) + self.cache["ramp"]
 """,
-        refusal="cache",
     ),
     Part(
         "cached_function",
