@@ -55,7 +55,7 @@ def assemble(
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
         tied=shared(costs, candidate),
-        replicate_state=options.replicate_state if _alike_after_steps(costs, candidate) else None,
+        replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
         predicted=_predicted(costs, candidate),
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_writes(costs, candidate, options), *_estimates(costs, candidate)),
@@ -213,15 +213,15 @@ MOST_NAMED = 3
 """Layers of one kind of note that are named."""
 
 
-def _alike_after_steps(costs: CostModel, candidate: Candidate) -> list[str]:
-    """Return the buffers of replicated layers that a forward writes."""
-    layers = costs.profile.layers
-    wide = [layer for stage in candidate.stages if len(stage.devices) > 1 for layer in layers[stage.first : stage.stop]]
-    return [name for layer in wide if layer.writes is not None for name in layer.writes.buffers]
+def _replicates_state(costs: CostModel, candidate: Candidate) -> bool:
+    """Tell whether a layer has several replicas whose forward writes buffers."""
+    wide = (stage for stage in candidate.stages if len(stage.devices) > 1)
+    layers = (layer for stage in wide for layer in costs.profile.layers[stage.first : stage.stop])
+    return any(layer.writes is not None and layer.writes.buffers for layer in layers)
 
 
 def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
-    """Say which layers have one replica, are not recomputed, or are made alike after every step, and why."""
+    """Say which layers have one replica, or are not recomputed, and why."""
     notes = []
     if len(costs.devices) > 1:
         notes += _some(list(costs.single.values()), "have one replica for such reasons")
@@ -229,11 +229,6 @@ def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> lis
         once = ((layer.name, layer.writes.once) for layer in costs.profile.layers if layer.writes is not None)
         reasons = [f"layer {name} is not recomputed, since {reason}" for name, reason in once if reason]
         notes += _some(reasons, "are not recomputed for such reasons")
-    shared = _alike_after_steps(costs, candidate)
-    if shared and options.replicate_state:
-        how = {"first": "the first replica's", "average": "the mean of its replicas'"}[options.replicate_state]
-        more = f" (and {len(shared) - 1} more)" if len(shared) > 1 else ""
-        notes.append(f"after every step, the buffer {shared[0]}{more} is {how}; one replica would train differently")
     return notes
 
 

@@ -129,7 +129,13 @@ class _Attempt:
                 differences = compare(outcome.report.loss, holders, truth, allowed)
         computed = "float64" if self._double else "the types of the model"
         return Verified(
-            self._steps, len(self._plan.devices), computed, rounding, differences, notes=tuple(self._notes())
+            self._steps,
+            len(self._plan.devices),
+            computed,
+            rounding,
+            differences,
+            by_choice=self._asked.caveats,
+            notes=tuple(self._notes()),
         )
 
     def _type(self, dtype: torch.dtype) -> torch.dtype:

@@ -72,6 +72,10 @@ class DividedForward(Walk):
             assert dims is not None
             yield self._regrouped(joined(outputs, dims) if len(outputs) > 1 else outputs[0], dims, last, batch)
 
+    def end_step(self) -> None:
+        """Make the buffers of replicas alike, where the plan asks for it."""
+        self._buffers.settle()
+
     def close(self) -> None:
         """Give the model the buffers of the first replicas."""
         for stage in range(len(self._plan.stages)):
@@ -154,6 +158,7 @@ class _ReplicaBuffers:
             for names in division.written.values()
             for name in names
         }
+        self._plan = plan
         self._written, self._held = division.written, dict.fromkeys(range(len(plan.stages)), 0)
         self._kept = {
             (name, replica): named[name].clone()
@@ -175,3 +180,19 @@ class _ReplicaBuffers:
             for module, key in self._places[name]:
                 module._buffers[key] = self._kept[name, replica]
         self._held[stage] = replica
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give all replicas the first one's buffers, or their mean, but for statistics of batch normalisation."""
+        for stage, names in self._written.items() if self._plan.replicate_state else ():
+            self.hold(stage, 0)
+            for name in names:
+                module, key = self._places[name][0]
+                first = module._buffers[key]
+                others = [self._kept[name, at] for at in range(1, self._plan.stages[stage].replicas)]
+                if first is None or isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    continue
+                if self._plan.replicate_state == "average" and first.is_floating_point():
+                    first.copy_(torch.stack([first, *others]).mean(0))
+                for other in others:
+                    other.copy_(first)

@@ -87,6 +87,7 @@ def train_plainly(
         if step == 0:
             gradients = {name: _copy(value.grad) for name, value in model.named_parameters()}
         optimizer.step()
+        forward.end_step()
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step(losses[-1])
         elif scheduler is not None:

@@ -218,6 +218,12 @@ class Plan(Document):
                 f"loss and gradients of a mini-batch differ by {self.loss_difference:.2g} from those of its parts, as "
                 "accepted: results depend on micro-batches and shares"
             )
+        if self.replicate_state is not None:
+            how = {"first": "the first replica's", "average": "the mean of the replicas'"}[self.replicate_state]
+            found.append(
+                f"after every step, buffers that forwards write are {how}, as asked: one replica would train "
+                "differently"
+            )
         return tuple(found)
 
     @property

@@ -111,7 +111,7 @@ def test_replicas_that_are_asked_for_are_planned_and_recorded_but_never_of_param
     cluster, stages = local_cluster(3), PlanOptions(stages="0-6:2,7-13:1")
     found = plan(written(gpt_profile(), {3: BUFFER}), cluster, replace(stages, replicate_state="average"))
     assert found.replicate_state == "average"
-    assert any("the buffer b is the mean of its replicas'" in note for note in found.notes)
+    assert any("the mean of the replicas'" in caveat for caveat in found.caveats)
     assert (
         plan(written(gpt_profile(), {9: BUFFER}), cluster, replace(stages, replicate_state="first")).replicate_state
         is None
