@@ -109,6 +109,10 @@ def grow(model):
     model.held.append(0)
 
 
+def swap(model):
+    model.steps[0], model.steps[1] = model.steps[1], model.steps[0]
+
+
 def count_in(model):
     model.held.n += 1
 
@@ -139,7 +143,7 @@ CASES = {
     ),
     "another module": (
         lambda: None,
-        lambda model: model.steps.__setitem__(slice(0, 2), [model.steps[1], model.steps[0]]),
+        swap,
         "Held.steps.0 changes",
     ),
     "tensors in another order": (
