@@ -26,7 +26,7 @@ Parts = Iterator[tuple["Path", object]]
 
 _FOLDERS = [path for name, path in sysconfig.get_paths().items() if name.endswith(("stdlib", "lib"))]
 _INSTALLED = tuple(abspath(path) + sep for path in (*_FOLDERS, dirname(inspect.__file__), dirname(dirname(__file__))))
-_OPAQUE = {"torch", "logging", "threading", "_thread", "weakref", "_weakref", "io", "_io", "re", "inspect", "ctypes"}
+_OPAQUE = {"torch", "logging", "threading", "weakref", "_weakref", "io", "_io", "re", "inspect", "ctypes"}
 """Packages whose objects keep what no forward computes with: locks, guards, open files."""
 _OF_MODULES = set(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 
@@ -184,10 +184,10 @@ def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
             return
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
-    elif (
-        callable(value) and not isinstance(value, nn.Module) and inspect.isfunction(getattr(value, "__wrapped__", None))
-    ):
-        yield path, value.__wrapped__
+    elif callable(value) and not isinstance(value, nn.Module):
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
+        if inspect.isfunction(wrapped):
+            yield path, wrapped
 
 
 def _of_function(value: FunctionType) -> Parts:

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy
@@ -68,7 +68,8 @@ def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) ->
             token = _token(value) if before is None else ("same", before)
             found.values.setdefault(path, []).append(token)
         if before is None and not isinstance(value, _ATOMS) and kept(path):
-            found.restorers.extend(restorers(value))
+            with contextlib.suppress(Exception):
+                found.restorers.extend(restorers(value))
     return found
 
 
@@ -118,8 +119,9 @@ def _walk(roots: Roots) -> Iterator[tuple[Path, object, Path | None]]:
         else:
             first[id(value)] = path
             yield path, value, None
-            if not _is_plain(value):
-                waiting.extend(parts_of(path, value))
+            # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
+            with contextlib.suppress(Exception):
+                waiting.extend([] if _is_plain(value) else list(parts_of(path, value)))
 
 
 def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
@@ -130,12 +132,24 @@ def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
     """
     one, other = before.values, after.values
     differing = [path for path in one | other if one.get(path) != other.get(path)]
+    differing += _moved(before, after)
     lasting = {path for path in differing if path in one and path in other}
     holders, every = {holder for path in lasting for holder in path.holders()}, set(differing)
     kept = [
         path for path in differing if (path not in holders if path in lasting else every.isdisjoint(path.holders()))
     ]
     return {path: _change(one.get(path, []), other.get(path, [])) for path in kept}
+
+
+def _moved(before: Snapshot, after: Snapshot) -> list[Path]:
+    """Return the paths of tensors that were at other paths before; new tensors are no state until one is read."""
+    known = {id(tensor) for tensors in before.tensors.values() for tensor, _ in tensors}
+    found = []
+    for path in before.tensors.keys() & after.tensors.keys():
+        pairs = zip(before.tensors[path], after.tensors[path], strict=False)
+        if any(one is not other and id(other) in known for (one, _), (other, _) in pairs):
+            found.append(path)
+    return sorted(found, key=str)
 
 
 def _change(before: list[object], after: list[object]) -> str:
@@ -172,9 +186,12 @@ def _token(value: Any) -> object:  # noqa: ANN401
         return kind, zlib.crc32(value.get_state().numpy().tobytes())
     if isinstance(value, _SHOWN):
         return kind, repr(value)
-    if isinstance(value, (type, FunctionType)):
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else None
         return kind, value.__module__, value.__qualname__, line
+    if isinstance(value, nn.Module):
+        # Modules that are alike have other parameters.
+        return kind, id(value), tuple(map(id, value._parameters.values()))
     return kind, None
 
 

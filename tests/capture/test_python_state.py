@@ -109,6 +109,10 @@ def grow(model):
     model.held.append(0)
 
 
+def swap(model):
+    model.steps[0], model.steps[1] = model.steps[1], model.steps[0]
+
+
 def count_in(model):
     model.held.n += 1
 
@@ -131,6 +135,21 @@ CASES = {
         lambda: None,
         lambda model: setattr(model, "held", model.pair[model.held is model.pair[0]]),
         r"Held.(held|pair\[\d\]) changes",
+    ),
+    "another function": (
+        lambda: torch.relu,
+        lambda model: setattr(model, "held", torch.tanh if model.held is torch.relu else torch.relu),
+        "Held.held changes",
+    ),
+    "another module": (
+        lambda: None,
+        swap,
+        "Held.steps.0 changes",
+    ),
+    "tensors in another order": (
+        lambda: [torch.ones(8), torch.zeros(8)],
+        lambda model: model.held.append(model.held.pop(0)),
+        r"Held.held\[0\] changes",
     ),
     "text": (lambda: "", lambda model: setattr(model, "held", model.held + "a"), "Held.held changes from 'a' to 'aa'"),
     "an array": (lambda: numpy.zeros(3), lambda model: model.held.__iadd__(1), "Held.held changes"),
@@ -300,6 +319,15 @@ class Between(nn.Module):
         return self.model[0].between(self.step(x))
 
 
+class Closed:
+    """Says nothing about itself."""
+
+    __slots__ = ("inner",)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
 class Harmless(Chain):
     """Keeps what later forwards leave alone, or nobody reads."""
 
@@ -309,7 +337,7 @@ class Harmless(Chain):
         self.itself, self.odd = weakref.ref(self), Uncomparable()
         self.words = {str(number): number for number in range(10_000)}
         self.arrays = [numpy.ones(3), numpy.array([None, {"a": 1}], dtype=object), float("nan"), numpy.float32("nan")]
-        self.last = None
+        self.last, self.closed = None, Closed()
 
     @functools.lru_cache(maxsize=4)  # noqa: B019
     def table(self, width):
