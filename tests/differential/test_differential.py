@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # By bug, a case of seed 0 that finds it; `benchmarks/differential.py --bugs` counts from the first case on.
 FOUND_BY = {
     "dropped-gradient": 180,
-    "stale-buffer": 368,
+    "stale-buffer": 110,
     "swapped-micro-batches": 83,
     "wrong-seed-after-recomputation": 7,
     "wrong-share-weight": 5,
