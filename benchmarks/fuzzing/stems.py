@@ -12,7 +12,12 @@ STEMS = by_name(
         Part("affine", "nn.Linear(6, d)", data=_VECTORS),
         Part("embedding", "nn.Embedding(9, d)", data=_TOKENS, weight=8),
         Part("padded_embedding", "nn.Embedding(9, d, padding_idx=0)", data=_TOKENS),
-        Part("limited_embedding", "nn.Embedding(9, d, max_norm=1.0)", data=_TOKENS, refusal="writ|changes|replica|recompute"),
+        Part(
+            "limited_embedding",
+            "nn.Embedding(9, d, max_norm=1.0)",
+            data=_TOKENS,
+            refusal="writ|changes|replica|recompute",
+        ),
         Part("sparse_embedding", "nn.Embedding(9, d, sparse=True)", data=_TOKENS, refusal="sparse"),
         Part("patches", "nn.Conv2d(2, d, 3, stride=2, padding=1)", data=_IMAGES),
     )
