@@ -45,7 +45,7 @@ LOSSES = by_name(
         Part(
             "contrastive",
             "flat = F.normalize(logits, dim=-1)\n"
-            "return F.cross_entropy(flat @ flat.t() / 0.2, torch.arange(len(flat)))",
+            "return F.cross_entropy(flat @ flat.t() / 0.2, torch.arange(flat.shape[0]))",
             data=("vectors", "images"),
             refusal=_SEPARATES,
             must=True,
