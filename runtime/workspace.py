@@ -27,6 +27,8 @@ __all__ = ["Workspace"]
 GRAPH, WEIGHTS = "graph", "weights"
 GIVEN, NAMES = "given", "given.json"
 """A link to the folder of given weights, and the names that parameters and buffers have there."""
+NOTES = "notes.json"
+"""What a reader of the report must know of how the model was captured."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Workspace:
             graph = capture(model, module)
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
+        (self.folder / NOTES).write_text(json.dumps(graph.notes), encoding="utf-8")
         check_fit(graph, plan, model)
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
@@ -87,6 +90,10 @@ class Workspace:
             given = weights.read(self.folder / GIVEN, there)
             found |= {there[name]: tensor for name, tensor in given.items()}
         return found
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the report must know of the model."""
+        return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""

@@ -25,6 +25,7 @@ from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked, gradient_flow, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
+from autopar.capture.modes import noting_modes
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
@@ -53,6 +54,7 @@ class Exported:
     segments: tuple[Segment, ...]
 
 
+@noting_modes
 def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     """Capture what a model file defines; ``module`` is what its ``model()`` built, the example two of its samples.
 
