@@ -93,8 +93,6 @@ class _Attempt:
         self._asked, self._model, self._data = plan, model, data
         self._steps, self._timeout_s, self._double = steps, timeout_s, double
         self._plan = plan
-        self._bits = torch.float64
-        """The type of the fewest bits that the model computes in."""
 
     def check(self, user: UserModel) -> None:
         """Find the plan that is run, and refuse it where this host has too little memory."""
@@ -112,9 +110,7 @@ class _Attempt:
             ModelError: the plain loop failed, or the model cannot be captured.
         """
         progress("training plainly")
-        with _Narrowing() as narrowing:
-            truth = self._train()
-        self._bits = torch.float32 if narrowing.seen or not self._double else torch.float64
+        truth = self._train()
         allowed, rounding = (PROMISED, _PROMISE) if self._double else self._found(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks")
@@ -149,12 +145,17 @@ class _Attempt:
                 "device_type": "cpu",
                 "precision": "fp64" if self._double else "fp32",
                 "tensors": tuple(self._crossing(each) for each in plan.tensors),
-                "tied": tuple(each.model_copy(update={"bytes": sizes[each.parameter]}) for each in plan.tied),
+                "tied": tuple(
+                    each.model_copy(update={"bytes": sizes.get(each.parameter, each.bytes)}) for each in plan.tied
+                ),
             }
         )
 
     def _crossing(self, crossing: Crossing) -> Crossing:
-        planned: torch.dtype = getattr(torch, crossing.dtype)
+        planned = getattr(torch, crossing.dtype, None)
+        if not isinstance(planned, torch.dtype):
+            # Said to be wrong where the plan is held against the model.
+            return crossing
         # Autocast halved what is float32 without it.
         plain = torch.float32 if self._asked.precision in ("bf16", "fp16") and planned.is_floating_point else planned
         computed = self._type(plain)
@@ -177,14 +178,19 @@ class _Attempt:
     def _found(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
         progress("finding what rounding changes")
-        moved = self._train(self._bits)
+        bits = torch.float64 if self._double else torch.float32
+        with _Narrowing() as narrowing:
+            moved = self._train(bits)
+        if self._double and narrowing.seen:
+            bits = torch.float32
+            moved = self._train(bits)
         holder = Holder("", moved.gradients, moved.parameters, moved.buffers)
         least = PROMISED if self._double else SINGLE
         allowed = {
             each.what: max(least[each.what], MARGIN * (each.largest or 0.0))
             for each in compare(moved.losses, [holder], truth, PROMISED)
         }
-        bit = f"the last bit of {str(self._bits).removeprefix('torch.')}"
+        bit = f"the last bit of {str(bits).removeprefix('torch.')}"
         rounding = f"{MARGIN} times what changes where every initial weight is moved by {bit}"
         return allowed, f"{rounding}, and {_PROMISE if self._double else '1e-5'} at least"
 

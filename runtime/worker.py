@@ -69,7 +69,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     job = build(context, plan, model, graph, workspace, settings, program)
-    notes = _warmed_up(job) if settings.compile else []
+    notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
     run = Run(job, context, arguments["steps"], time_layers=settings.time_layers)
     kept = None if arguments["keep"] is None else Kept(job, Path(arguments["keep"]))
     run.perform()

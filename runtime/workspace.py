@@ -31,6 +31,8 @@ GIVEN, NAMES = "given", "given.json"
 """A link to the folder of given weights, and the names that parameters and buffers have there."""
 SETTINGS = "optimizer.json"
 """What the optimizer gives every parameter of the whole model."""
+NOTES = "notes.json"
+"""What a reader of the report must know of how the model was captured."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Workspace:
             graph = capture(model, module)
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
+        (self.folder / NOTES).write_text(json.dumps(graph.notes), encoding="utf-8")
         check_fit(graph, plan, model)
         check_together(model, module, graph, plan)
         self._write_settings(whole_settings(model, module))
@@ -98,6 +101,10 @@ class Workspace:
             given = weights.read(self.folder / GIVEN, there)
             found |= {there[name]: tensor for name, tensor in given.items()}
         return found
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the report must know of the model."""
+        return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""

@@ -28,6 +28,7 @@ from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
+from autopar.capture.modes import noting_modes
 from autopar.capture.reached import Path
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
@@ -61,6 +62,7 @@ class Exported:
     segments: tuple[Segment, ...]
 
 
+@noting_modes
 def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     """Capture what a model file defines; ``module`` is what its ``model()`` built, the example two of its samples.
 

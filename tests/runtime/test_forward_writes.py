@@ -282,5 +282,5 @@ def test_a_generator_of_the_models_own_is_refused_and_a_hidden_write_found(tmp_p
         "self.lin = nn.Linear(6, 6); self.generator = torch.Generator().manual_seed(3)",
         "return self.lin(x) + torch.empty_like(x).normal_(generator=self.generator)",
     )
-    with pytest.raises(CaptureError, match=r"torch\.Generator of its own"):
+    with pytest.raises(CaptureError, match="generator"):
         case(tmp_path, drawing)

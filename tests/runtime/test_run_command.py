@@ -22,6 +22,8 @@ from autopar.cli import main
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from autopar.ranks.pool import RankPool
+from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
 
@@ -106,6 +108,16 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
     assert [name for name, value in moved.items() if value.equal(state[name])] == ["unused"]
     assert Report.load(here / "report.json").initial_weights == "files in trained"
     assert plan.predicted.step_s == 0
+
+
+def test_the_report_names_modules_that_training_puts_back_into_training_mode(here: Path, pool: RankPool) -> None:
+    frozen = "import words\nfrom words import *\ndef model():\n    net = words.model()\n"
+    part = "next(part for path, part in net.named_modules() if path)"
+    (here / "frozen.py").write_text(f"{frozen}    {part}.eval()\n    return net\n")
+    plan = plan_for(here, [1, 1], "frozen")
+    report = run(plan, "frozen.py", RunOptions(1), pool=pool).report
+    (note,) = [note for note in report.notes if "evaluation mode" in note]
+    assert note.endswith("training puts all modules into training mode, as train() does")
 
 
 def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:

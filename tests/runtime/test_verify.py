@@ -69,7 +69,7 @@ def planned(folder: Path, source: str, widths: Sequence[int] = WIDTHS, **options
     return plan
 
 
-def verified(plan: Plan, pool: RankPool, steps: int = 3) -> Verified:
+def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verified:
     return verify(plan, plan.model.source, None, steps, 60.0, lambda what: None, pool)
 
 
