@@ -123,7 +123,7 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     if devices > 1 and costs.profile.indivisible is None:
         named["sharded data parallelism"] = ("parameters",)
     if devices > 1 and costs.single:
-        found = [Reference(name, None, next(iter(costs.single.values()))) for name in named]
+        found = [Reference(name, None, next(iter(costs.single.values())).reason) for name in named]
     else:
         found = [_reference(costs, name, try_stages(*everywhere, shards=shards)) for name, shards in named.items()]
     return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]

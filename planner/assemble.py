@@ -224,7 +224,9 @@ def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> lis
     """Say which layers have one replica, or are not recomputed, and why."""
     notes = []
     if len(costs.devices) > 1:
-        notes += _some(list(costs.single.values()), "have one replica for such reasons")
+        # What lifts it is said once.
+        said = [each.reason + (each.remedy if at == 0 else "") for at, each in enumerate(costs.single.values())]
+        notes += _some(said, "have one replica for such reasons")
     if options.recompute != "none":
         once = ((layer.name, layer.writes.once) for layer in costs.profile.layers if layer.writes is not None)
         reasons = [f"layer {name} is not recomputed, since {reason}" for name, reason in once if reason]

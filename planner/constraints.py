@@ -111,7 +111,7 @@ class Constraints:
         if options.max_stages is not None:
             rules.append(Rule(f"--max-stages {options.max_stages}", "counted", most=options.max_stages))
         if costs.single:
-            reasons = tuple(costs.single.values())
+            reasons = tuple("".join(each) for each in costs.single.values())
             rules.append(Rule(reasons[0], "single", tuple(costs.single), reasons=reasons))
         count = len(costs.devices)
         rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count * chunks))

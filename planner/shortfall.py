@@ -66,7 +66,7 @@ def infeasible(
         )
     if found is None and costs.single:
         return InfeasibleError(
-            f"no plan uses all {len(costs.devices)} devices: {next(iter(costs.single.values()))}; drop --use-all"
+            f"no plan uses all {len(costs.devices)} devices: {next(iter(costs.single.values())).reason}; drop --use-all"
         )
     if found is None:
         most = min(costs.layer_count, len(costs.devices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from copy import copy
+from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
@@ -31,6 +32,13 @@ __all__ = ["UNLIMITED_BYTES", "CostModel"]
 UNLIMITED_BYTES = 2**62
 
 _Halves = tuple[list[float], list[float]]
+
+
+class Single(NamedTuple):
+    """Why a layer may have one replica only, and what lifts that, if anything does."""
+
+    reason: str
+    remedy: str
 
 
 class CostModel:
@@ -232,7 +240,7 @@ class CostModel:
         wide = (stage for stage in stages if len(stage.devices) > 1)
         found = (layer for stage in wide for layer in range(stage.first, stage.stop) if layer in self.single)
         layer = next(found, None)
-        return None if layer is None else self.single[layer]
+        return None if layer is None else self.single[layer].reason
 
     def update_s(self, stage: Placed) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
@@ -389,12 +397,12 @@ class CostModel:
         return max(0, total)
 
 
-def _single(profile: Profile, options: PlanOptions) -> dict[int, str]:
+def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:
     found = {}
     for index, layer in enumerate(profile.layers):
         writes = layer.writes
         if writes is None or writes.single is None or (options.replicate_state and not writes.once):
             continue
         remedy = "" if writes.once else "; --replicate-state first or average allows more"
-        found[index] = f"layer {layer.name} has one replica, since {writes.single}{remedy}"
+        found[index] = Single(f"layer {layer.name} has one replica, since {writes.single}", remedy)
     return found

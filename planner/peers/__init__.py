@@ -83,7 +83,7 @@ def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     costs = simulator.costs
     if costs.single and len(costs.devices) > 1:
         # Of virtual workers that train the same layers, each has a replica.
-        return Peer(name, None, next(iter(costs.single.values())))
+        return Peer(name, None, next(iter(costs.single.values())).reason)
     given = hetpipe.dealt(prices[0], prices[-1].micro_batches)
     if isinstance(given, str):
         return Peer(name, None, given)
