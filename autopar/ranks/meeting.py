@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,10 +39,17 @@ ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
 
 
-_STORES: dict[tuple[str, int], Store] = {}
-"""By address and port: kept as long as this process, for rank 0's ends with it, and later jobs meet there again."""
-_MEETINGS = itertools.count()
-"""Of this process. Ranks of a script count alike, and what one job has left in the store is nothing to the next."""
+@dataclass
+class _Met:
+    """Where a rank meets others: its store, kept as long as this process, for rank 0's ends with it."""
+
+    store: Store
+    meetings: int = 0
+    """Of the rank. All ranks of a script count alike, and what one job leaves in the store is nothing to the next."""
+
+
+_MET: dict[tuple[str, int, int], _Met] = {}
+"""By address, port and rank."""
 
 
 class Arrival(NamedTuple):
@@ -100,13 +107,15 @@ def _store(launch: LaunchedRank, timeout_s: float) -> Store:
     # torchrun's agents may hold a store already.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = LOOPBACK if launch.one_host and not agents else launch.address
-    place = address, launch.port
-    if place not in _STORES:
-        _STORES[place] = _opened(*place, launch, leads=launch.rank == 0 and not agents, timeout_s=timeout_s)
-    store = _STORES[place]
-    store.set_timeout(timedelta(seconds=timeout_s))
+    place = address, launch.port, launch.rank
+    if place not in _MET:
+        leads = launch.rank == 0 and not agents
+        _MET[place] = _Met(_opened(address, launch.port, launch, leads=leads, timeout_s=timeout_s))
+    met = _MET[place]
+    met.store.set_timeout(timedelta(seconds=timeout_s))
+    met.meetings += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"autopar/{attempt}/{next(_MEETINGS)}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"autopar/{attempt}/{met.meetings}", met.store)  # type: ignore[attr-defined]
 
 
 def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeout_s: float) -> Store:
