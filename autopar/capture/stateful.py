@@ -129,7 +129,7 @@ def _of_buffers(roots: Roots) -> set[int]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

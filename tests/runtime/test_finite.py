@@ -116,6 +116,7 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
         "model": str(file),
         "data": None,
         "workspace": str(workspace),
+        "keep": None,
     }
     arguments |= {"steps": 1, "save": str(saved), "settings": TrainSettings().as_dict()}
     with pytest.raises(TrainingError, match=r"the gradient of 0\.linear\.weight"):

@@ -31,7 +31,8 @@ def _planned(
     return (
         file,
         graph,
-        dictate(graph, model, (2, 1), micro_batches, 2, "gpipe", shard=level, turns=[0] if turns else []),
+        # Of modules that decide, none is behind the cut, where one might let no gradient through.
+        dictate(graph, model, (2, 1), micro_batches, 2, "gpipe", cuts=[3], shard=level, turns=[0] if turns else []),
     )
 
 
