@@ -69,7 +69,7 @@ class Pass:
         if self._edges is None:
             before, self._before = self._before, None
             with self._recording():
-                self._keep(self._segment.run(self._rows, self._inputs, self._seed, before))
+                self._keep(self._segment.run(self._rows, self._inputs, self._seed, again=before))
 
     def backward(self, given: Mapping[str, torch.Tensor]) -> None:
         """Run the backward; ``given`` are gradients of outputs."""

@@ -17,6 +17,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.passes import Pass
+from autopar.runtime.recompute import Before
 from autopar.runtime.segment import Segment
 from autopar.schedules.expand import expand
 
@@ -27,8 +28,8 @@ def recorded(plan: Plan, program: Program | None = None) -> list[tuple[object, .
     calls: list[tuple[object, ...]] = []
     inner_run, inner_receive, inner_backward = Segment.run, Mailbox.receive, Pass.backward
 
-    def run(self: Segment, *arguments: object, again: bool = False) -> object:
-        calls.append(("again" if again else "forward", self.outputs))
+    def run(self: Segment, *arguments: object, again: Before | None = None) -> object:
+        calls.append(("forward" if again is None else "again", self.outputs))
         return inner_run(self, *arguments, again=again)  # type: ignore[arg-type]
 
     def receive(self: Mailbox, position: int) -> None:
