@@ -121,7 +121,9 @@ def capture_module(
                 _settled(step, tensors, mode, ignored_state)
                 if not hollow:
                     _refuse_state(step, more, ignored_state)
-                program = export_rows(step, tensors)
+                # What is only logged would keep tensors of the graph, which have no values.
+                with preserved(step.roots.value, ()):
+                    program = export_rows(step, tensors)
         except CaptureError:
             declared = _declared(model, batch, loss, more, ignored_state)
             if declared is None:
