@@ -19,7 +19,7 @@ FOUND_BY = {
     "stale-buffer": 110,
     "swapped-micro-batches": 83,
     "wrong-seed-after-recomputation": 7,
-    "wrong-share-weight": 5,
+    "wrong-share-weight": 22,
     "zero-for-none": 369,
 }
 
