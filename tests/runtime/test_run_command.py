@@ -115,7 +115,7 @@ def test_the_report_names_modules_that_training_puts_back_into_training_mode(her
     part = "next(part for path, part in net.named_modules() if path)"
     (here / "frozen.py").write_text(f"{frozen}    {part}.eval()\n    return net\n")
     plan = plan_for(here, [1, 1], "frozen")
-    report = run(plan, "frozen.py", RunOptions(1), pool=pool).report
+    report = run(plan, str(here / "frozen.py"), RunOptions(1), pool=pool).report
     (note,) = [note for note in report.notes if "evaluation mode" in note]
     assert note.endswith("training puts all modules into training mode, as train() does")
 
