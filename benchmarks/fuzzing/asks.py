@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.formats.layout import chunks_of, group_of, layout_of
-from autopar.formats.plan import Plan, Shard, Stage
+from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
@@ -40,6 +40,8 @@ class Ask:
     seed: int
     edits: int
     """Seeds what is changed of the plan's shares, divisions, depths and recomputed layers; 0: nothing."""
+    replicate_state: ReplicatedState | None
+    """What replicas are told to make of the buffers that their forwards write."""
 
     @property
     def ranks(self) -> int:
@@ -56,11 +58,12 @@ class Ask:
     def __str__(self) -> str:
         flags = f"--schedule {self.schedule} --stages {self.stages} --micro-batches {self.micro_batches}"
         flags += f" --batch {self.rows * self.micro_batches} --recompute {self.recompute} --shard {self.shard}"
+        flags += f" --replicate-state {self.replicate_state}" if self.replicate_state else ""
         return f"{flags} --seed {self.seed}" + (f" edited {self.edits}" if self.edits else "")
 
 
-def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: bool) -> Ask:
-    """Draw a plan of one to six ranks for a model of so many layers."""
+def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: bool, writes: bool) -> Ask:
+    """Draw a plan of one to six ranks for a model of so many layers, whose forwards may write."""
     schedule = chance.choice(sorted(SCHEDULES))
     chunks = chunks_of(layout_of(schedule))
     if layers < (chunks or 2):
@@ -80,6 +83,7 @@ def draw_ask(chance: random.Random, layers: int, least_rows: int, *, replicas: b
         shard=chance.choice(("optimizer", "gradients", "parameters")) if _shards(chance, widths) else "none",
         seed=chance.choice((0, 0, 3)),
         edits=chance.randrange(1, 1000) if chance.random() < 0.5 else 0,
+        replicate_state=chance.choice((None, "first", "average")) if writes and replicas else None,
     )
 
 
@@ -110,6 +114,7 @@ def planned(ask: Ask, profile: Profile) -> Plan:
         recompute=ask.recompute,  # type: ignore[arg-type]
         shard=ask.shard,
         seed=ask.seed,
+        replicate_state=ask.replicate_state,
         max_candidates=1,
     )
     return search(profile, estimated_cluster(profile, ask.ranks), options)

@@ -99,7 +99,7 @@ class Model:
     @cached_property
     def _measured(self) -> Profile | Result:
         try:
-            options = ProfileOptions(batch=4, device="cpu", budget_s=0.01)
+            options = ProfileOptions(batch=4, device="cpu", budget_s=0.01, accept_loss=self.recipe.accepted)
             return _through("profile", lambda: measure(self.user, options))
         except _EndedError as ended:
             return ended.result
@@ -142,7 +142,7 @@ def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]
 def _drawn(chance: random.Random, recipe: Recipe, layers: int) -> Ask:
     """Draw a plan; seldom one with replicas where they would be refused."""
     replicas = recipe.replicas and (not recipe.writes or chance.random() < REPLICATED)
-    return draw_ask(chance, layers, recipe.least_rows, replicas=replicas)
+    return draw_ask(chance, layers, recipe.least_rows, replicas=replicas, writes=recipe.writes)
 
 
 def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:

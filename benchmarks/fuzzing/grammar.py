@@ -20,7 +20,7 @@ from fuzzing.wirings import WIRINGS
 __all__ = ["Recipe", "draw", "parts_of", "smaller", "write"]
 
 ODD_BLOCK, WIRED, LISTED, RANDOM_DATA, COLLATED, SCHEDULED = 0.09, 0.45, 0.08, 0.1, 0.1, 0.2
-ODD_LOSS, ODD_OPTIMIZER = 0.12, 0.12
+ODD_LOSS, ODD_OPTIMIZER, ACCEPTED = 0.12, 0.12, 0.3
 WIDTH = 6
 """Of what crosses: features of a vector or token, channels of an image."""
 
@@ -45,6 +45,8 @@ class Recipe:
     random_data: bool
     """Whether reading a sample draws random numbers."""
     collated: bool
+    accepted: bool
+    """Whether a loss that depends on micro-batches is accepted: the plain loop divides as the plan does."""
 
     @property
     def least_rows(self) -> int:
@@ -64,7 +66,8 @@ class Recipe:
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
     """Return all parts of a recipe."""
-    chosen = [STEMS[recipe.stem], LOSSES[recipe.loss], OPTIMIZERS[recipe.optimizer]]
+    loss = LOSSES[recipe.loss]
+    chosen = [STEMS[recipe.stem], replace(loss, must=loss.must and not recipe.accepted), OPTIMIZERS[recipe.optimizer]]
     chosen += [BLOCKS[name] for name in recipe.blocks] + [WIRINGS[name] for name, _, _ in recipe.wirings]
     return tuple(chosen)
 
@@ -89,6 +92,7 @@ def draw(text: str) -> Recipe:
         listed=listed,
         random_data=chance.random() < RANDOM_DATA,
         collated=chance.random() < COLLATED,
+        accepted=chance.random() < ACCEPTED,
     )
 
 
@@ -134,6 +138,7 @@ def smaller(recipe: Recipe) -> Iterator[Recipe]:
         "listed": False,
         "random_data": False,
         "collated": False,
+        "accepted": False,
     }
     for name, value in plainer.items():
         if getattr(recipe, name) != value:

@@ -13,7 +13,7 @@ _WIRINGS = (
     Part("skip", "init:\nbehind {b}:\nh = h + kept{a}\n", weight=4),
     Part("two_branches", "init:\nbehind {b}:\nh = h * torch.sigmoid(kept{a})\n", weight=2),
     Part("detached_skip", "init:\nbehind {b}:\nh = h + kept{a}.detach()\n"),
-    Part("detached_chain", "init:\nbehind {a}:\nh = h.detach()\n"),
+    Part("detached_chain", "init:\nbehind {a}:\nh = h.detach()\n", weight=3),
     Part(
         "partly_detached",
         "init:\nbehind {a}:\nh = torch.cat([h[..., :3].detach(), h[..., 3:]], -1)\n",
@@ -80,6 +80,7 @@ _WIRINGS = (
     Part(
         "unused_head",
         "init:\nself.other = nn.Linear(d, 2)\nlast:\nspare = self.other(h)\n",
+        weight=2,
     ),
     Part(
         "tied_head",
