@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients
-from autopar.capture.losses import check_loss
+from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer_trials import needs_all, tried_divided
 from autopar.capture.reading import check_reading
 from autopar.errors import CaptureError, ModelError, UsageError
@@ -89,7 +89,8 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
             notes, difference = [HOLLOW], None
         else:
             progress("checking gradients and loss", 0.0)
-            notes, difference = [], _check(user, module, graph, samples, options.accept_loss)
+            difference, note = _check(user, module, graph, samples, options.accept_loss)
+            notes = [] if note is None else [note]
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
         progress("trying the optimizer", 0.0)
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
@@ -121,10 +122,12 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
     return asked
 
 
-def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> float | None:
-    """Check gradients on a small batch, and whether the loss adds up; return by how much it does not."""
+def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> LossCheck:
+    """Check gradients on a small batch, and whether the loss adds up."""
     check_gradients(module, graph, user.load_batch(user.dataset(), range(min(4, samples))), user.loss)
-    return check_loss(user, module, graph, accepted=accept_loss) if samples >= LEAST else None
+    if samples < LEAST:
+        return LossCheck(note=f"{UNKNOWN}: the dataset has {samples} samples, and it takes {LEAST}")
+    return check_loss(user, module, graph, accepted=accept_loss)
 
 
 def _remarks(module: nn.Module) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.separable import (
     PARTS,
     USUAL,
+    IncomparableError,
     Separation,
     ignored_labels,
     is_large,
@@ -26,10 +27,11 @@ from autopar.capture.source import UserModel
 from autopar.capture.synthetic import Task, task_of
 from autopar.errors import ModelError
 
-__all__ = ["check_loss", "counted_loss", "counts_labels"]
+__all__ = ["UNKNOWN", "LossCheck", "check_loss", "counted_loss", "counts_labels"]
 
 SAMPLES = 32
 """Read of a dataset, evenly spread, to find some whose labels count unevenly."""
+UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"
 LABELS = "batch.labels"
 _OF_LABELS = "(labels != -100).sum()"
 _EXACT = (
@@ -39,7 +41,16 @@ _EXACT = (
 _ACCEPTING = "or pass --accept-loss (accept_loss=True), and results depend on micro-batches"
 
 
-def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted: bool) -> float | None:
+class LossCheck(NamedTuple):
+    """What is known of a loss."""
+
+    difference: float | None = None
+    """How far a mini-batch's loss is from that of its parts, relative; None where it is none but rounding."""
+    note: str | None = None
+    """Why it is not known."""
+
+
+def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted: bool) -> LossCheck:
     """Compare the loss of a few samples with that of their parts.
 
     Args:
@@ -48,9 +59,6 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted
         graph: as captured.
         accepted: whether a difference is taken.
 
-    Returns:
-        The relative difference; none where there is none but rounding, or where nothing can be compared.
-
     Raises:
         ModelError: they differ, and it is not accepted; says what to write instead, or what is exact.
     """
@@ -58,12 +66,15 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted
     known = user.loss is None and _of_library(model)
     labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
     batch = _uneven(user, model, labels)
-    found = separation(model, batch, user.loss, user.ignored_state)
-    if found is None or not found.difference:
-        return None
+    try:
+        found = separation(model, batch, user.loss, user.ignored_state)
+    except IncomparableError as error:
+        return LossCheck(note=f"{UNKNOWN}: {error}")
+    if not found.difference:
+        return LossCheck()
     if not accepted:
         raise ModelError(f"{user.path}: {_explained(user, graph, batch, labels, found)}")
-    return found.difference
+    return LossCheck(found.difference)
 
 
 def counted_loss(model: nn.Module) -> Callable[..., Any] | None:
@@ -95,8 +106,11 @@ def counts_labels(model: nn.Module, batch: object) -> bool:
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return True
     rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignored})
-    own, counted = (separation(model, rows, each) for each in (None, task.loss))
-    return bool(own and own.difference and counted and not counted.difference)
+    try:
+        own, counted = (separation(model, rows, each) for each in (None, task.loss))
+    except IncomparableError:
+        return False
+    return own.difference > 0 and not counted.difference
 
 
 def _count(model: nn.Module) -> int:

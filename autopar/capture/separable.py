@@ -22,7 +22,17 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.neutral import neutral
 from autopar.capture.state import preserved, roots_of
 
-__all__ = ["PARTS", "USUAL", "Separation", "ignored_labels", "is_large", "separation", "uneven_rows", "with_ignored"]
+__all__ = [
+    "PARTS",
+    "USUAL",
+    "IncomparableError",
+    "Separation",
+    "ignored_labels",
+    "is_large",
+    "separation",
+    "uneven_rows",
+    "with_ignored",
+]
 
 PARTS = (1, 2, 3)
 """How many rows each has."""
@@ -40,6 +50,10 @@ _IGNORING = {"aten.cross_entropy_loss": 4, "aten.nll_loss": 4, "aten.nll_loss_nd
 """Which argument of an operator is the label that it leaves out."""
 LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
 """No rounding is larger: a loss depends on the order of its rows."""
+
+
+class IncomparableError(Exception):
+    """A batch's loss could not be compared with that of its parts; says why."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +81,11 @@ class _Value:
 
 def separation(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, ignored_state: tuple[str, ...] = ()
-) -> Separation | None:
+) -> Separation:
     """Compare the loss and the gradients of a batch with those of its rows in uneven parts.
 
-    A copy of the model computes in float64, or as it is where it cannot; rows meet in the loss only: dropout, batch
-    normalisation and moving averages are neutral.
+    A copy of the model computes in float64, or the model as it is where that cannot; rows meet in the loss only:
+    dropout, batch normalisation and moving averages are neutral.
 
     Args:
         model: in training mode.
@@ -79,13 +93,18 @@ def separation(
         loss: as of a model file.
         ignored_state: Python state that is not put back.
 
-    Returns:
-        None where nothing can be compared: the model does not run so, or nothing in the batch counts.
+    Raises:
+        IncomparableError: the model does not run so, or nothing in the batch counts.
     """
-    for double in (True, False):
-        with contextlib.suppress(Exception):
-            return _Losses(model, batch, loss, ignored_state, double=double).separation()
-    return None
+    with contextlib.suppress(Exception):
+        return _Losses(model, batch, loss, ignored_state, double=True).separation()
+    try:
+        return _Losses(model, batch, loss, ignored_state, double=False).separation()
+    except IncomparableError:
+        raise
+    except Exception as error:
+        said = (str(error).strip().splitlines() or ["(no message)"])[0]
+        raise IncomparableError(f"a few samples made the model raise {type(error).__name__}: {said}") from error
 
 
 class _Losses:
@@ -100,7 +119,7 @@ class _Losses:
         *,
         double: bool,
     ) -> None:
-        self._model: nn.Module = _doubled(model) if double else copy.deepcopy(model)
+        self._model: nn.Module = _doubled(model) if double else model
         self._loss = _doubled(loss) if double else loss
         self._ignored, self._double, self._template = ignored_state, double, batch
         tensors = named_tensors(batch)
@@ -109,11 +128,13 @@ class _Losses:
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._gradients = not is_large(model)
 
-    def separation(self) -> Separation | None:
+    def separation(self) -> Separation:
         rows = list(range(self._rows))
         whole = self._value(rows)
-        if not whole.count or not math.isfinite(whole.total):
-            return None
+        if not whole.count:
+            raise IncomparableError("nothing in the samples counts")
+        if not math.isfinite(whole.total):
+            raise IncomparableError(f"it is {whole.total}")
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
             return Separation(0.0)

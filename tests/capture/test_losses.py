@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.given import given_model
-from autopar.capture.losses import check_loss
+from autopar.capture.losses import LossCheck, check_loss
 from autopar.capture.separable import separation
 from autopar.errors import ModelError
 
@@ -27,13 +29,11 @@ def test_means_over_samples_are_those_of_their_parts_whatever_the_layers_draw_or
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
     found = separation(model, batch, loss)
-    assert found is not None
     assert found.difference == 0
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(part.training for part in model.modules())
     single = separation(model.float(), [t.float() for t in batch] if isinstance(batch, list) else batch, loss)
-    assert single is not None
     assert single.difference == 0
 
 
@@ -64,7 +64,6 @@ def plainly(model, batch, loss, sizes):
 def test_the_difference_is_that_of_a_plain_loop(loss):
     model, batch, _ = build("chain")
     found = separation(model, batch, loss)
-    assert found is not None
     assert found.difference >= plainly(model, batch, loss, (1, 2, 3)) * (1 - 1e-9)
     assert found.difference > 1e-3
 
@@ -95,7 +94,6 @@ def test_what_float64_does_not_run_is_compared_up_to_rounding(loss, same):
     _, batch, _ = build("chain")
     torch.manual_seed(0)
     found = separation(Own().train(), [tensor.float() for tensor in batch], loss)
-    assert found is not None
     assert (found.difference == 0) == same
 
 
@@ -171,7 +169,7 @@ def prepared(batch, loss):
     [(None, usual), (None, masked), (None, counted), (-100, counted), (-100, counted_by_samples)],
 )
 def test_a_loss_that_adds_up_is_taken(padding, loss):
-    assert check_loss(*prepared(texts(padding), loss), accepted=False) is None
+    assert check_loss(*prepared(texts(padding), loss), accepted=False) == LossCheck()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(pad
         check_loss(*given, accepted=False)
     assert "--accept-loss" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert (check_loss(*given, accepted=True) or 0) > 1e-3
+    assert check_loss(*given, accepted=True).difference > 1e-3
 
 
 def test_the_formula_that_is_named_is_taken():
@@ -208,7 +206,7 @@ def test_the_formula_that_is_named_is_taken():
         scores, labels = output.flatten(0, 1), batch["labels"].flatten()
         return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
 
-    assert check_loss(*prepared(texts(-100), named), accepted=False) is None
+    assert check_loss(*prepared(texts(-100), named), accepted=False) == LossCheck()
 
 
 def test_python_state_does_not_count():
@@ -220,4 +218,45 @@ def test_python_state_does_not_count():
 
     user, model, graph = prepared(texts(None), usual)
     user = replace(user, functions={**user.functions, "loss": logged})
-    assert check_loss(user, model, graph, accepted=False) is None
+    assert check_loss(user, model, graph, accepted=False) == LossCheck()
+
+
+class Locked(Words):
+    """What cannot be copied, nor computes in float64 when it is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(("loss", "same"), [(usual, True), (contrastive, False)])
+def test_a_model_that_cannot_be_copied_is_compared_as_it_is(loss, same):
+    torch.manual_seed(0)
+    model, batch = Locked().train(), texts(None, rows=6)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = separation(model, batch, loss)
+    assert (found.difference == 0) == same
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Rows(Words):
+    def forward(self, tokens):
+        return super().forward(tokens.view(4, -1)).view(len(tokens), -1, 11)
+
+
+@pytest.mark.parametrize(
+    ("batch", "model", "why"),
+    [
+        (texts(None, rows=6), Rows, r"raise RuntimeError: shape"),
+        ({**texts(None, rows=6), "labels": torch.full((6, 10), -100)}, Words, "it is nan"),
+    ],
+)
+def test_what_cannot_be_compared_is_noted(batch, model, why):
+    torch.manual_seed(0)
+    model = model().train()
+    user = given_model(model, batch, loss=usual)
+    graph = capture(given_model(Words(), texts(None, rows=6), loss=usual), Words())
+    found = check_loss(user, model, graph, accepted=False)
+    assert found.difference is None
+    assert re.search(f"not known: .*{why}", found.note)
