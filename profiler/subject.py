@@ -26,8 +26,8 @@ COPIES = 3
 # Samples that can be parted unevenly.
 LEAST = 3
 NEEDS_ALL = (
-    "the optimizer's step takes all parameters together, and would do something else on ranks that hold some of them: "
-    "`autopar run` refuses plans of several stages"
+    "the optimizer's step {why}, and would do something else on ranks that hold some of them: `autopar run` refuses "
+    "plans of several stages"
 )
 HOLLOW = (
     "the model is larger than memory: its gradients were not checked against the plain model's, nor whether its "
@@ -94,8 +94,9 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
         progress("trying the optimizer", 0.0)
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        if needs_all(user, trained):
-            notes.append(NEEDS_ALL)
+        why = needs_all(user, trained)
+        if why is not None:
+            notes.append(NEEDS_ALL.format(why=why))
         indivisible = tried_divided(user, trained)
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
 

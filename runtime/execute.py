@@ -44,6 +44,8 @@ __all__ = ["Executor", "StepRecord"]
 class StepRecord:
     """What one step of one rank gave."""
 
+    step: int = 0
+    """Which one it is, from 0."""
     loss: float = 0.0
     """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
     count: float = 0.0
@@ -131,7 +133,7 @@ class Executor:
         Raises:
             TrainingError: an action failed; names it.
         """
-        self._step, self._inputs, self._record = step, inputs, StepRecord()
+        self._step, self._inputs, self._record = step, inputs, StepRecord(step)
         self._tally.begin_step()
         self._clock.start()
         self._reducer.begin_step()

@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture.seeds import number_of, seed_data
 
-__all__ = ["seed_data", "seed_generator", "seed_of"]
+__all__ = ["seed_data", "seed_generator", "seed_of", "seed_optimizer"]
 
 
 def seed_of(run_seed: int, layer: str, step: int, micro_batch: int, share: int) -> int:
@@ -30,3 +30,10 @@ def seed_generator(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def seed_optimizer(device: torch.device, run_seed: int, step: int) -> None:
+    """Seed what the optimizer draws from in a step: the generators of :func:`seed_data`, and the device's."""
+    seed_data(run_seed, "optimizer", step)
+    if device.type == "cuda":
+        seed_generator(device, number_of(f"{run_seed}/optimizer/{step}"))

@@ -49,10 +49,11 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
         layers = [graph.layer(name) for stage in chunks for name in plan.stages[stage].layers]
         holding += any(each.requires_grad for layer in layers for _, each in layer.named_parameters())
     trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    if holding > 1 and needs_all(user, trained):
+    why = needs_all(user, trained) if holding > 1 else None
+    if why is not None:
         raise UsageError(
-            f"{user.path}: the optimizer's step takes all parameters together, and the plan puts them on the ranks of "
-            f"{holding} groups of devices; use --clip-norm in place of a norm of its own, or plan with --max-stages 1"
+            f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "
+            "devices; plan with --max-stages 1 (or use --clip-norm in place of a norm of the optimizer's own)"
         )
 
 

@@ -19,6 +19,7 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.finite import all_finite, first_not_finite
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.scale import LossScale
+from autopar.runtime.seeds import seed_optimizer
 from autopar.runtime.stepping import check_settings, left_out
 from autopar.runtime.transport import Transport
 from autopar.runtime.twins import Twins, local
@@ -67,6 +68,7 @@ class Update:
                 with all of the model's.
         """
         self._rank = rank
+        self._device = next((each.device for each in twins.trained.values()), torch.device("cpu"))
         self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
         self.optimizer = model.make_optimizer(twins.stepped.items()) if self._trained else None
         self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
@@ -107,9 +109,13 @@ class Update:
         self._reducer.release_untouched()
         if self.optimizer is not None and applies:
             with _stepping("optimizer"):
-                self.optimizer.step()
+                self._apply(self.optimizer, record.step)
         with _stepping("scheduler"):
             self._step_scheduler(record)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        seed_optimizer(self._device, self._plan.seed, step)
+        optimizer.step()
 
     def _agree(self, record: StepRecord) -> tuple[float, bool]:
         """Return what all gradients are to be multiplied by, and whether they are to be applied."""

@@ -35,11 +35,11 @@ Small = list[tuple[str, torch.Tensor]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def needs_all(user: UserModel, named: NamedParameters) -> bool:
-    """Tell whether the optimizer moves parameters otherwise together than one by one.
+def needs_all(user: UserModel, named: NamedParameters) -> str | None:
+    """Return why the optimizer moves parameters otherwise together than one by one; None if it does not.
 
     Large gradients, small ones and some between come in turn, so that what they are together changes from step to step.
-    An optimizer that draws random numbers, or that none of this can be tried with, is taken for one that does not.
+    An optimizer that none of this can be tried with is taken for one that does not.
     """
     small = _small(named)
     gradients = _gradients(small)
@@ -47,11 +47,13 @@ def needs_all(user: UserModel, named: NamedParameters) -> bool:
         with _seeded() as drawn:
             together = _moved(user, small, gradients)
             random = drawn()
-        if random or len(small) < 2:
-            return False
+        if random:
+            return "draws random numbers for one parameter after the other"
+        if len(small) < 2:
+            return None
         settings = settings_of(user, _parameters(small))
     except Exception:
-        return False
+        return None
     for place, (name, value) in enumerate(small):
         try:
             alone = _moved(user, [(name, value)], [gradients[place]])
@@ -60,8 +62,8 @@ def needs_all(user: UserModel, named: NamedParameters) -> bool:
             # It may want some kind of parameter that is not among these.
             continue
         if same and not _equal(value, alone[0], together[place]):
-            return True
-    return False
+            return "takes all parameters together"
+    return None
 
 
 def divided_trouble(

@@ -86,6 +86,7 @@ def train_plainly(
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         if step == 0:
             gradients = {name: _copy(value.grad) for name, value in model.named_parameters()}
+        _seed(plan.seed, "optimizer", step)
         optimizer.step()
         forward.end_step()
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -181,7 +182,7 @@ class _Samples:
 
 
 def _seed(*parts: object) -> None:
-    """Seed the default generators of Python, NumPy and torch, which data sets draw from."""
+    """Seed the default generators of Python, NumPy and torch, which data sets and optimizers draw from."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     number = int.from_bytes(digest[:8], "big") >> 1
     random.seed(number)

@@ -23,6 +23,7 @@ from autopar.runtime.data import ShareLoader
 from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.runtime.segment import Segment
+from autopar.runtime.update import Update
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
 
@@ -76,6 +77,7 @@ def in_threads(plan: Plan, user: UserModel, folder: Path, steps: int) -> list[Ke
         if any(layer.random for layer in workspace.graph(user, plan).layers):
             patches.enter_context(patch.object(Segment, "run", _one_at_a_time(Segment.run, drawing)))
         patches.enter_context(patch.object(ShareLoader, "load", _one_at_a_time(ShareLoader.load, drawing)))
+        patches.enter_context(patch.object(Update, "_apply", _one_at_a_time(Update._apply, drawing)))
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:
             thread.start()

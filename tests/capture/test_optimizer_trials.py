@@ -118,7 +118,7 @@ def _user(make: Make) -> UserModel:
 def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
     name: str, named: list[tuple[str, nn.Parameter]]
 ) -> None:
-    assert not needs_all(_user(TORCHS[name]), named)
+    assert needs_all(_user(TORCHS[name]), named) is None
     real = [(name, each) for name, each in named if not each.is_complex()] if name == "fused" else named
     assert tried_divided(_user(TORCHS[name]), real) is None
 
@@ -127,7 +127,7 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
 def test_those_that_look_at_a_whole_matrix_cannot_step_parts(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
     make = getattr(optim, name)
     user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
-    assert not needs_all(user, named)
+    assert needs_all(user, named) is None
     assert "where replicas hold parts of parameters" in (tried_divided(user, named) or "")
 
 
@@ -136,7 +136,8 @@ def test_a_statistic_over_all_parameters_is_found(
     kind: type[optim.Optimizer], together: bool, named: list[tuple[str, nn.Parameter]]
 ) -> None:
     real = [(name, each) for name, each in named if not each.is_complex()]
-    assert needs_all(_user(lambda parameters: kind(parameters)), real) is together
+    found = needs_all(_user(lambda parameters: kind(parameters)), real)
+    assert found == ("takes all parameters together" if together else None)
 
 
 def test_one_that_steps_each_parameter_by_its_norm_can_step_parts(named: list[tuple[str, nn.Parameter]]) -> None:
@@ -149,8 +150,10 @@ def test_one_that_takes_parts_for_wholes_is_found_by_what_it_does(named: list[tu
     assert found == "its step does something else where replicas hold parts of parameters"
 
 
-def test_random_numbers_are_no_statistic(named: list[tuple[str, nn.Parameter]]) -> None:
-    assert not needs_all(_user(lambda parameters: Noisy(parameters, lr=0.1)), named)
+def test_one_that_draws_random_numbers_draws_them_in_the_order_of_all_parameters(
+    named: list[tuple[str, nn.Parameter]],
+) -> None:
+    assert "draws random numbers" in (needs_all(_user(lambda parameters: Noisy(parameters, lr=0.1)), named) or "")
 
 
 def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(
@@ -159,7 +162,7 @@ def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(
     def fails(parameters: Parameters) -> optim.Optimizer:
         raise ValueError("these are too small")
 
-    assert not needs_all(_user(fails), named)
+    assert needs_all(_user(fails), named) is None
     assert tried_divided(_user(fails), named) is None
 
 
@@ -168,4 +171,4 @@ def test_groups_that_go_by_place_are_no_statistic(named: list[tuple[str, nn.Para
         first, *others = parameters
         return optim.SGD([{"params": [first], "lr": 1.0}, {"params": others}], lr=0.1)
 
-    assert not needs_all(_user(by_place), named)
+    assert needs_all(_user(by_place), named) is None

@@ -16,6 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.export import capture
+from autopar.capture.seeds import seed_data
 from autopar.capture.source import load
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan, Shard
@@ -72,6 +73,22 @@ class Clipping(torch.optim.SGD):
 def optimizer(parameters):
     return Clipping(parameters, lr=0.1)
 """
+NOISY = """
+import random
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.add_(torch.randn_like(each), alpha=random.random())
+
+
+def optimizer(parameters):
+    return Noisy(parameters, lr=0.1)
+"""
 BY_SHAPE = """
 def optimizer(parameters):
     parameters = list(parameters)
@@ -116,6 +133,7 @@ def _plainly(file: Path) -> nn.Module:
         batch = torch.utils.data.default_collate([data[index] for index in order[12 * step : 12 * step + 12]])
         optimizer.zero_grad()
         source.loss(model(batch[0]), batch).backward()
+        seed_data(0, "optimizer", step)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -133,6 +151,8 @@ def _plainly(file: Path) -> nn.Module:
         (NO_BIASES, (2, 1), "none"),
         (BY_PLACE, (1,), "none"),
         (CLIPS, (2,), "none"),
+        (NOISY, (1,), "none"),
+        (NOISY, (2,), "none"),
     ],
 )
 def test_groups_by_name_or_shape_train_as_the_plain_loop(
@@ -202,9 +222,12 @@ def test_a_run_is_refused_before_the_first_step(text: str, said: str, pool: Rank
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_step_that_takes_all_parameters_together_is_refused_where_ranks_hold_some(tmp_path: Path) -> None:
-    file, plan = _planned(tmp_path, CLIPS, (1, 1))
-    with pytest.raises(UsageError, match=r"the optimizer's step takes all parameters together, .* 2 groups of devices"):
+@pytest.mark.parametrize(("text", "said"), [(CLIPS, "takes all parameters together"), (NOISY, "draws random numbers")])
+def test_a_step_that_takes_all_parameters_together_is_refused_where_ranks_hold_some(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    file, plan = _planned(tmp_path, text, (1, 1))
+    with pytest.raises(UsageError, match=rf"the optimizer's step {said}.* 2 groups of devices.* --max-stages 1"):
         run(plan, str(file), RunOptions(steps=1))
 
 

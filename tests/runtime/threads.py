@@ -25,6 +25,7 @@ from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import Transport
+from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
@@ -96,7 +97,12 @@ def act_in_threads(
     random = any(layer.random for layer in graph.layers)
     run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
     load = _one_at_a_time(ShareLoader.load, drawing)
-    with patch.object(Segment, "run", run), patch.object(ShareLoader, "load", load):
+    apply = _one_at_a_time(Update._apply, drawing)
+    with (
+        patch.object(Segment, "run", run),
+        patch.object(ShareLoader, "load", load),
+        patch.object(Update, "_apply", apply),
+    ):
         _together(len(plan.devices), work)
     if errors:
         raise errors[0]
