@@ -71,9 +71,10 @@ def _step_twice(
     user: UserModel, parameters: NamedParameters, device: torch.device, mode: AbstractContextManager[object]
 ) -> tuple[int, int]:
     with mode:
-        copies = [(name, nn.Parameter(torch.zeros(each.shape, dtype=each.dtype))) for name, each in parameters]
+        # Not zeros: an optimizer may divide by a norm.
+        copies = [(name, nn.Parameter(torch.full(each.shape, 0.5, dtype=each.dtype))) for name, each in parameters]
         for _, copy in copies:
-            copy.grad = torch.zeros_like(copy)
+            copy.grad = torch.full_like(copy, 1e-3)
         with StorageTracker() as tracker:
             optimizer = user.make_optimizer(copies)
             if device.type == "cuda":

@@ -155,7 +155,9 @@ class GroupTransport:
         """See :class:`Transport`."""
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(self._groups[ranks, False], self._device_type)
+        group = self._groups[ranks, False]
+        # Meshes of the same ranks and names are one to torch, which remembers them: this job's is told from another's.
+        return DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(group.group_name,))
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:

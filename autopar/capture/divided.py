@@ -98,16 +98,18 @@ class DividedForward(Walk):
     def _split(self, module: nn.Module, key: Key, pattern: Pattern, run: Callable[..., Any], given: object) -> Any:  # noqa: ANN401
         leaves, structure = tree_flatten(given)
         before, counts = self.layer, self._counts.copy()
-        stage, parts = self._stage_of[self._starts.get(key, before)], []
+        stage, parts, copies = self._stage_of[self._starts.get(key, before)], [], []
         for share in self._shares[stage]:
             self.layer, self._inside = before, share
             self._counts.clear()
             self._counts.update(counts)
             self._resume(key, stage, share)
-            arguments, named = tree_unflatten(pattern.share(leaves, share), structure)
+            copies.append(pattern.share(leaves, share))
+            arguments, named = tree_unflatten(copies[-1], structure)
             parts.append(run(module, *arguments, **named))
             self._states[self.layer, share.index] = torch.get_rng_state()
         self._inside = None
+        pattern.give_back(leaves, copies)
         return pattern.joined(parts)
 
     def _resume(self, key: Key, stage: int, share: Share) -> None:

@@ -74,8 +74,19 @@ class Pattern:
     made: Dims
 
     def share(self, leaves: Sequence[Any], share: Share) -> list[Any]:
-        """Return one share of what a call is given."""
-        return _share(leaves, self.given, share)
+        """Return one share of what a call is given, as copies: what it writes is not what another share has read."""
+        copies: dict[int, torch.Tensor] = {}
+        parts = _share(leaves, self.given, share)
+        for place, (leaf, dim) in enumerate(zip(leaves, self.given, strict=True)):
+            if dim >= 0:
+                parts[place] = copies.setdefault(id(leaf), parts[place].clone())
+        return parts
+
+    def give_back(self, leaves: Sequence[Any], shares: Sequence[Sequence[Any]]) -> None:
+        """Write what the shares of a call wrote of their copies into what it was given."""
+        for leaf, dim, copies in zip(leaves, self.given, zip(*shares, strict=True), strict=True):
+            if dim >= 0 and any(copy._version for copy in copies):
+                leaf.copy_(torch.cat(copies, dim))
 
     def joined(self, results: Sequence[Any]) -> Any:  # noqa: ANN401
         """Return what the whole call makes, of what its shares made."""

@@ -85,7 +85,12 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
+    """Return the dense tensors of a value, those that sparse ones and subclasses are made of among them."""
     if isinstance(value, torch.Tensor):
+        if value.layout is torch.sparse_coo:
+            return [value._indices(), value._values()]
+        if value.layout is torch.sparse_csr:
+            return [value.crow_indices(), value.col_indices(), value.values()]
         outer: Any = value
         if is_traceable_wrapper_subclass(outer):
             return _tensors([getattr(outer, name) for name in outer.__tensor_flatten__()[0]])

@@ -24,7 +24,7 @@ from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
 from fuzzing.asks import Ask, draw_ask, edited, planned
-from fuzzing.compare import Difference, differences, worst
+from fuzzing.compare import Difference, worst
 from fuzzing.grammar import Recipe, draw, parts_of, write
 from fuzzing.ranks import HungError, Kept, in_processes, in_threads
 from fuzzing.truth import trains, truth_of
@@ -172,8 +172,8 @@ def _held_against(plainly: Callable[[float], PlainRun], train: Callable[[], list
         return Result("wrong", "run", f"the plain loop refuses: {error}")
     if not all(map(math.isfinite, truth.losses)):
         return Result("skipped", "truth", "the plain loop's loss is not finite")
-    found = worst(differences(truth, _through("run", train)))
-    return Result("equal", "run", "") if found is None else _unequal(found, truth, plainly)
+    found = worst(truth, _through("run", train))
+    return Result("equal", "run", "") if found[1] <= 1.0 else _unequal(found, truth, plainly)
 
 
 def _unequal(found: Difference, truth: PlainRun, plainly: Callable[[float], PlainRun]) -> Result:
@@ -183,9 +183,9 @@ def _unequal(found: Difference, truth: PlainRun, plainly: Callable[[float], Plai
     if math.isfinite(by):
         other = plainly(MOVED)
         kept = Kept([(loss, 0.0) for loss in other.losses], other.gradients, other.parameters, other.buffers, 0)
-        moved = worst(differences(truth, [kept]))
-        if moved is not None and by <= ROUNDING * moved[1]:
-            return Result("rounding", "run", f"{said}; of weights moved by {MOVED}, {moved[0]}: {moved[1]:.1e}")
+        moved, most = worst(truth, [kept])
+        if by <= ROUNDING * most:
+            return Result("rounding", "run", f"{said}; of weights moved by {MOVED}, {moved}: {most:.1e}")
     return Result("wrong", "run", said)
 
 

@@ -10,7 +10,7 @@ import torch
 from autopar.capture.plain import PlainRun
 from fuzzing.ranks import Kept
 
-__all__ = ["Difference", "differences", "worst"]
+__all__ = ["Difference", "worst"]
 
 FIRST, LATER = 1e-12, 1e-10
 
@@ -18,8 +18,12 @@ Difference = tuple[str, float]
 """What differs, and by how many times what is allowed; infinite where one is there and the other not."""
 
 
-def differences(truth: PlainRun, ranks: Sequence[Kept]) -> list[Difference]:
-    """Return all that differs by more than the promise, and on which rank."""
+def worst(truth: PlainRun, ranks: Sequence[Kept]) -> Difference:
+    """Return what differs most, and on which rank."""
+    return max(_differences(truth, ranks), key=lambda each: each[1] if each[1] == each[1] else math.inf)
+
+
+def _differences(truth: PlainRun, ranks: Sequence[Kept]) -> list[Difference]:
     found = [*_of_losses(truth, ranks)]
     largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
     for rank, kept in enumerate(ranks):
@@ -32,14 +36,7 @@ def differences(truth: PlainRun, ranks: Sequence[Kept]) -> list[Difference]:
                 found.append((f"{kind} {name}, rank {rank}", _over(value, theirs[name])))
     missing = truth.parameters.keys() - {name for kept in ranks for name in kept.parameters}
     trained = [name for name in missing if truth.gradients[name] is not None]
-    return [(what, by) for what, by in found if not by <= 1.0] + [
-        (f"parameter {n} is on no rank", math.inf) for n in trained
-    ]
-
-
-def worst(found: Sequence[Difference]) -> Difference | None:
-    """Return the largest difference."""
-    return max(found, key=lambda each: each[1] if each[1] == each[1] else math.inf, default=None)
+    return found + [(f"parameter {name} is on no rank", math.inf) for name in trained]
 
 
 def _of_losses(truth: PlainRun, ranks: Sequence[Kept]) -> list[Difference]:

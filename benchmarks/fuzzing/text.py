@@ -46,11 +46,10 @@ class GlobalNorm(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        for each in gradients:
-            each.div_(norm)
-        return super().step(closure)
+        given = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p, _ in given]).norm()
+        for p, rate in given:
+            p.sub_(p.grad, alpha=rate / float(norm))
 
 
 <CLASSES>

@@ -52,11 +52,12 @@ def test_layers_of_a_single_kind_are_worked_on_at_once_too() -> None:
     assert [found[device].at_once for device in ("cpu", "cuda")] == [False, True]
 
 
-def test_an_optimizer_that_reads_values_is_stepped_on_real_ones() -> None:
+def test_an_optimizer_that_divides_by_a_norm_is_stepped_on_real_values() -> None:
     class Reading(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            assert self.param_groups[0]["params"][0].grad.sum().item() == 0
+            norm = self.param_groups[0]["params"][0].grad.norm().item()
+            self.param_groups[0]["lr"] = 0.1 / norm
             super().step()
 
     found = _memory(lambda parameters: Reading(parameters, lr=0.1, momentum=0.9))

@@ -100,6 +100,11 @@ BLOCKS = {
     "a part of a buffer": block(
         SCALE, "self.scale[2:].mul_(0.9); return x + self.lin(x).tanh() * self.scale * self.scale"
     ),
+    "a buffer of two names": block(
+        f'{MEAN}; self.register_buffer("other", self.mean)',
+        "self.mean.mul_(0.9).add_(x.detach().mean(0)); y = self.lin(x - self.other.clone()).tanh(); "
+        "self.other.add_(0.1); return y * self.mean",
+    ),
     "a counter": block(
         'self.lin = nn.Linear(6, 6); self.register_buffer("count", torch.zeros((), dtype=torch.int64))',
         "self.count.add_(1); return self.lin(x).tanh() / self.count",

@@ -106,6 +106,18 @@ def _bound(expected: torch.Tensor) -> float:
     return 1e-10 * float(expected.abs().max()) + 1e-10 if expected.numel() else 0.0
 
 
+def test_jobs_in_a_row_do_not_take_each_others_groups_of_ranks(
+    cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["foreach"]
+    # Ranks 3 and 4 are the second group of the first plan, and the first one of the second.
+    for number, widths in enumerate(((1, 2, 2), (1, 1, 1, 2), (1, 2, 2))):
+        plan = dictate(case.graph, case.model, widths, 2, 6, shard="parameters")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _trains_as_plain(pool, case, plan, folder)
+
+
 @pytest.mark.parametrize(("widths", "recompute"), [((2,), True), ((2, 1), False), ((1, 2), True), ((2, 3), False)])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("example", ["gpt", "resnet"])
