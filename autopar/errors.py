@@ -23,6 +23,7 @@ __all__ = [
     "ModelError",
     "TrainingError",
     "UsageError",
+    "printable",
 ]
 
 
@@ -62,3 +63,13 @@ class TrainingError(AutoparError):
     """A rank failed, was lost, or stopped answering."""
 
     exit_code = 5
+
+
+def printable(message: str) -> str:
+    """Return a message as one line that a terminal shows as it is: what users and files bring along may say anything.
+
+    >>> printable("a name with\\x1b[31m an escape,\\nand a new line")
+    'a name with\\\\x1b[31m an escape, and a new line'
+    """
+    line = " ".join(message.split())
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)

@@ -60,7 +60,12 @@ def _medians(tree: Path, arguments: argparse.Namespace) -> Medians:
         command = [sys.executable, str(tree / "benchmarks" / "runtime.py"), "--case", arguments.case]
         command += ["--only", arguments.only, "--steps", str(arguments.steps), "--json", str(record)]
         ran = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
+            command,
+            cwd=tree,  # Ranks are started as modules, of which those of the working folder come first.
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if ran.returncode:
             sys.exit(f"{tree}: {ran.stderr}")

@@ -179,7 +179,7 @@ def profile_of(
         original = first.setdefault(layer.fingerprint, layer.name)
         layers.append(_layer(subject, load, times, index, None if original == layer.name else original))
     return formats.Profile(
-        model=formats.ModelSource(source=subject.user.spec, sha256=subject.user.sha256),
+        model=subject.user.recorded,
         batch=batch,
         device=formats.DeviceKind(
             type="cuda", name=gpu.name, memory_bytes=gpu.memory_bytes, reserved_bytes=RESERVED_BYTES

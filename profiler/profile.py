@@ -81,7 +81,7 @@ def measured(
     layers = describe_layers(subject.graph, costs)
     noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
     return formats.Profile(
-        model=formats.ModelSource(source=subject.user.spec, sha256=subject.user.sha256),
+        model=subject.user.recorded,
         batch=options.batch,
         device=devices.describe(device, options.threads),
         precision=subject.precision,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autopar.errors import FileError
-from autopar.formats.document import MOST_RANKS, read_text
+from autopar.formats.document import MOST_RANKS, SHOWN, read_text
 
 __all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
 
@@ -55,10 +55,16 @@ def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
     if not path.exists():
         raise FileError(f"{path}: no such file; docs/estimating.md says which runs it holds, and how")
     reader = csv.DictReader(io.StringIO(read_text(path, "runs").removeprefix("\ufeff")))
-    names = [name.strip() for name in reader.fieldnames or ()]
+    try:
+        names = [name.strip() for name in reader.fieldnames or ()]
+    except csv.Error as error:
+        raise FileError(f"{path}: row 1: {error}") from error
     _check_header(path, names)
     reader.fieldnames = names
-    runs = tuple(_run(f"{path}: row {reader.line_num}", row) for row in reader)
+    try:
+        runs = tuple(_run(f"{path}: row {reader.line_num}", row) for row in reader)
+    except csv.Error as error:
+        raise FileError(f"{path}: row {reader.line_num}: {error}") from error
     if not runs:
         raise FileError(f"{path}: holds no run; write one per line below the header")
     return runs
@@ -72,7 +78,7 @@ def _check_header(path: Path, names: list[str]) -> None:
         if name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, n=1)
             meant = f"did you mean {near[0]}?" if near else f"columns are {', '.join(COLUMNS)}"
-            raise FileError(f"{path}: row 1: no column is called {name!r}; {meant}")
+            raise FileError(f"{path}: row 1: no column is called {name[:SHOWN]!r}; {meant}")
         if names.count(name) > 1:
             raise FileError(f"{path}: row 1: column {name} is given twice")
 
@@ -89,7 +95,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
         try:
             return read(text)
         except ValueError as error:
-            raise FileError(f"{at}, column {name}: {text!r} is not {what}") from error
+            raise FileError(f"{at}, column {name}: {text[:SHOWN]!r} is not {what}") from error
 
     count = "a whole number from 1 up"
     names = ", ".join(PRICED)

@@ -69,6 +69,14 @@ class Agreement:
                 )
         return int(found[first][1])
 
+    def texts(self, text: str) -> list[str]:
+        """Return what every rank says, in rank order."""
+        letters = [float(ord(letter)) for letter in text]
+        longest = max(int(length) for (length,) in self._of_all([float(len(letters))]))
+        # One more: a backend may not add up nothing.
+        found = self._of_all([*letters, *[0.0] * (longest + 1 - len(letters))])
+        return ["".join(chr(int(letter)) for letter in row if letter) for row in found]
+
     def _of_all(self, values: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, in rank order."""
         table = torch.zeros(len(self._ranks), len(values), dtype=torch.float64)
@@ -79,11 +87,9 @@ class Agreement:
 
     def _raise(self, error: AutoparError | None) -> None:
         text, code = ("", 0) if error is None else (str(error), error.exit_code)
-        letters = [float(ord(letter)) for letter in text[:LONGEST]]
-        found = self._of_all([float(code), *letters, *[0.0] * (LONGEST - len(letters))])
-        for rank, (kind, *row) in zip(self._ranks, found, strict=True):
+        codes = self._of_all([float(code)])
+        for rank, (kind,), said in zip(self._ranks, codes, self.texts(text[:LONGEST]), strict=True):
             if kind:
-                said = "".join(chr(int(letter)) for letter in row if letter)
                 raise _KINDS.get(int(kind), TrainingError)(f"rank {rank}: {said}" if len(self._ranks) > 1 else said)
 
 

@@ -12,7 +12,7 @@ from autopar.formats.plan import Plan
 from autopar.runtime.crossings import crossings
 from autopar.runtime.precision import crossing_specs
 
-__all__ = ["check_fit", "check_source"]
+__all__ = ["check_fit", "check_source", "uncovered"]
 
 REPLAN = "run `autopar plan` again, with --stages for stages of your own"
 
@@ -23,6 +23,15 @@ def check_source(model: UserModel, plan: Plan) -> None:
         raise FileError(
             f"{model.path} has changed since it was profiled; run `autopar profile` and `autopar plan` again"
         )
+
+
+def uncovered(model: UserModel, plan: Plan) -> list[str]:
+    """Say which files of a model the plan, made by an earlier autopar, has no hashes of."""
+    if plan.model.imports is not None or not model.imports:
+        return []
+    first, *others = sorted(model.imports)
+    more = f" and {len(others)} more" if others else ""
+    return [f"the plan has no hash of {first}{more}, which the model is made of: profile and plan again to have them"]
 
 
 def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:

@@ -57,12 +57,10 @@ def write_made(module: nn.Module, seed: int, folder: Path) -> None:
     Raises:
         UsageError: as :func:`made_by_module`.
     """
-    files: dict[str, list[str]] = {}
+    files = []
     for index, part in enumerate(chain([dict(module.named_buffers())], made_by_module(module, seed))):
-        name = f"module-{index:05d}.safetensors"
-        weights.write(folder / name, part)
-        files[name] = sorted(part)
-    weights.write_index(folder, files)
+        files.append(weights.write(folder / f"module-{index:05d}.safetensors", part, durable=False))
+    weights.publish(folder, files)
 
 
 def made_by_module(module: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:

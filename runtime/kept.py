@@ -48,7 +48,7 @@ class Kept:
     def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         folder = kept_folder(self._folder, self._job.rank, what)
         folder.mkdir(parents=True)
-        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole(tensors[name]))
+        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole(tensors[name]), durable=False)
 
 
 def _copy(gradient: torch.Tensor) -> torch.Tensor:

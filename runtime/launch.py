@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -25,12 +25,13 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data import sample_count, steps_of_epoch
-from autopar.runtime.outcome import Outcome, loss_of, outcome_of, write_weights_index
+from autopar.runtime.outcome import Outcome, loss_of, outcome_of
 from autopar.runtime.result import RankResult
-from autopar.runtime.saving import folder_of, make_folder
+from autopar.runtime.saving import folder_of, make_folder, new_set, set_of
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
 from autopar.runtime.settings import Last, TrainSettings
 from autopar.runtime.shared_folder import check_shared
+from autopar.runtime.weights import publish
 from autopar.runtime.worker import TrainArguments, load_for, train
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
@@ -98,20 +99,22 @@ def run(
     """
     program = _program(plan, options)
     _check_devices(plan, options.share_gpus)
-    user_model = load_for(options.settings, model, options.data)
+    user_model = load_for(options.settings, model, options.data, plan)
     steps = _steps(user_model, plan, options)
-    # The ranks start while this process captures the model.
-    with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks, folder_of(options.save):
-        initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
-        results = ranks.run(
-            "autopar.runtime.worker:train",
-            _arguments(plan, program, model, scratch.path, options, steps),
-            ranks=len(plan.devices),
-            timeout_s=options.timeout_s,
-            describe=_describe(plan, program),
-            on_message=_Losses(plan, progress).take,
-        )
-    return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
+    name = new_set()
+    with folder_of(options.save), set_of(options.save, name):
+        # The ranks start while this process captures the model.
+        with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
+            initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
+            results = ranks.run(
+                "autopar.runtime.worker:train",
+                _arguments(plan, program, model, scratch.path, options, steps, name),
+                ranks=len(plan.devices),
+                timeout_s=options.timeout_s,
+                describe=_describe(plan, program),
+                on_message=_Losses(plan, progress).take,
+            )
+        return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
 
 
 def join(
@@ -131,13 +134,15 @@ def join(
             check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
         try:
-            shared, steps, initial = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
-            result = train(context, _arguments(plan, program, model, shared, options, steps))
-            gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
+            host = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
+            with set_of(options.save, host.save_as):
+                arguments = _arguments(plan, program, model, host.folder, options, host.steps, host.save_as)
+                result = train(context, arguments)
+                gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
+                return _conclude(plan, program, gathered, options, host.initial) if context.rank == 0 else None
         finally:
             if scratch is not None:
                 scratch.close()
-        return _conclude(plan, program, gathered, options, initial) if context.rank == 0 else None
 
 
 def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
@@ -179,22 +184,29 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
 
 
-def _prepare_host(
-    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
-) -> tuple[Path, int, str]:
-    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
+class _Prepared(NamedTuple):
+    """What a rank is told of what its host has prepared."""
 
-    Returns:
-        The workspace's folder, the steps, and where the initial weights are from.
-    """
+    folder: Path
+    """The workspace's."""
+    steps: int
+    initial: str
+    """Where the initial weights are from."""
+    save_as: str
+    """The name of the set of trained weights, the same on all hosts."""
+
+
+def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> _Prepared:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
     said: dict[str, object] = {}
     if folder is not None:
         try:
-            user_model = load_for(options.settings, model, options.data)
+            user_model = load_for(options.settings, model, options.data, plan)
             if options.save is not None:
                 make_folder(options.save)
             initial = Workspace(folder).prepare(user_model, plan, options.weights)
-            said = {"folder": str(folder), "steps": _steps(user_model, plan, options), "initial": initial}
+            steps = _steps(user_model, plan, options)
+            said = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
@@ -202,12 +214,12 @@ def _prepare_host(
         if "failure" in item:
             raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
-    return Path(leader["folder"]), int(leader["steps"]), str(leader["initial"])
+    return _Prepared(Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"])
 
 
 def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
     if options.save is not None:
-        write_weights_index(plan, results, options.save)
+        publish(options.save, (file for result in results for file in result["saved"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
     notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
     notes += dict.fromkeys(note for result in results for note in result["notes"])
@@ -225,7 +237,7 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
 
 
 def _arguments(
-    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int, save_as: str
 ) -> TrainArguments:
     return TrainArguments(
         plan=plan.dumps(),
@@ -235,6 +247,7 @@ def _arguments(
         workspace=str(folder),
         steps=steps,
         save=None if options.save is None else str(options.save.resolve()),
+        save_as=save_as,
         settings=options.settings.as_dict(),
         keep=None if options.keep is None else str(options.keep.resolve()),
     )

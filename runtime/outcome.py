@@ -1,11 +1,10 @@
-"""Outcome: what the ranks bring back becomes a report, a timeline and the index of the trained weights."""
+"""Outcome: what the ranks bring back becomes a report and a timeline."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,13 +15,11 @@ from autopar.formats.program import Program
 from autopar.formats.report import RankTimes, Report
 from autopar.formats.spent import Spent
 from autopar.formats.timeline import Timeline
-from autopar.runtime import weights
 from autopar.runtime.result import RankResult
-from autopar.runtime.saving import shard_name
 from autopar.runtime.steps import Steps
 from autopar.schedules.holding import in_flight
 
-__all__ = ["Outcome", "loss_of", "outcome_of", "write_weights_index"]
+__all__ = ["Outcome", "loss_of", "outcome_of"]
 
 BACKWARD_FLOPS = 2
 """Of a forward's: the products that make the gradients of inputs and of weights."""
@@ -65,18 +62,6 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
     """
     total, count = sum(part for part, _ in parts), sum(count for _, count in parts)
     return total / count if count else total
-
-
-def write_weights_index(plan: Plan, results: Sequence[RankResult], folder: Path) -> None:
-    """Write the index of the trained weights, after all ranks have written theirs."""
-    stages = len(plan.stages)
-    files = {
-        shard_name(int(stage), stages): names
-        for result in results
-        if result["replica"] == 0
-        for stage, names in result["saved"].items()
-    }
-    weights.write_index(folder, files)
 
 
 def _report(

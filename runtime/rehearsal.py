@@ -16,7 +16,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.batches import Loader
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.fit import check_fit, check_source
+from autopar.runtime.fit import check_fit
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.prefetch import Batch
@@ -74,8 +74,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     """
     check_scope(plan)
     check(expand(plan), plan)
-    user = load(model, data)
-    check_source(user, plan)
+    user = load(model, data, plan.model)
     progress("capturing the model")
     # It may be larger than this machine's memory.
     _, graph = outline(user, plan.seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from autopar.runtime.weights import StoredFile
+
 __all__ = ["RankResult", "StepResults"]
 
 
@@ -39,5 +41,5 @@ class RankResult(StepResults):
     """In the dataset; 0 where this rank does not read it."""
     notes: list[str]
     """What whoever reads the report should know."""
-    saved: dict[str, list[str]]
-    """Stage -> names of the tensors that this rank wrote of it."""
+    saved: list[StoredFile]
+    """Files of trained weights that this rank wrote."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,12 +16,30 @@ from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.job import Job
 
-__all__ = ["folder_of", "holders", "make_folder", "shard_name", "write_stages"]
+__all__ = ["folder_of", "holders", "make_folder", "new_set", "set_of", "write_stages"]
 
 
-def shard_name(stage: int, stages: int) -> str:
-    """Return the file name of a stage's trained weights."""
-    return f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+def new_set() -> str:
+    """Return a name for a set of weights that no other has: its files stand beside those of the set before."""
+    return secrets.token_hex(8)
+
+
+def _file_name(stage: int, stages: int, name: str) -> str:
+    return f"model-{stage + 1:05d}-of-{stages:05d}-{name}.safetensors"
+
+
+@contextmanager
+def set_of(folder: Path | None, name: str) -> Iterator[None]:
+    """Return the context in which the files of a set are written and published; they go if it fails."""
+    try:
+        yield
+    except BaseException:
+        for path in () if folder is None else folder.glob(f"model-*-{name}.safetensors"):
+            # An interrupt may come when the set is there already.
+            if path.name not in weights.named(path.parent):
+                with suppress(OSError):
+                    path.unlink()
+        raise
 
 
 def make_folder(path: Path) -> None:
@@ -66,8 +85,8 @@ def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:
 
 
 def write_stages(
-    job: Job, graph: LayerGraph, unread: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], folder: Path
-) -> dict[str, list[str]]:
+    job: Job, graph: LayerGraph, unread: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], folder: Path, name: str
+) -> list[weights.StoredFile]:
     """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
 
     The first replica writes. The others give it their parts, one parameter after the other; none is held longer than it
@@ -78,21 +97,22 @@ def write_stages(
         graph: the captured model.
         unread: gives what no layer reads, told the names of all that some layer does.
         folder: where the files go.
+        name: of the set that they are of, the same on all ranks.
 
     Returns:
-        Stage -> names of the tensors that this rank wrote of it; nothing on replicas but the first.
+        What this rank wrote; nothing on replicas but the first. The folder's set is that before until
+        :func:`autopar.runtime.weights.publish` is given the files of all ranks.
     """
-    first, saved = holders(job.plan, graph), {}
+    first, saved = holders(job.plan, graph), []
     for index in job.stages:
         mine = {name: tensor for name, tensor in job.state().items() if first[name] == index}
         if job.replica != 0:
-            for name in mine:
-                job.whole(name)
+            for each in mine:
+                job.whole(each)
             continue
         others = unread(first) if index == 0 else {}
-        path = folder / shard_name(index, len(job.plan.stages))
-        weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine)))
-        saved[str(index)] = sorted([*mine, *others])
+        path = folder / _file_name(index, len(job.plan.stages), name)
+        saved.append(weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine))))
     return saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from autopar.runtime.agree import digest_of
 from autopar.runtime.data import check_inputs, split_rows
 from autopar.runtime.evaluate import Evaluation
 from autopar.runtime.given import Built, build_given
-from autopar.runtime.saving import holders, make_folder, shard_name, write_stages
+from autopar.runtime.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.transport import sendable
 from autopar.schedules.expand import rank_of
@@ -165,19 +166,22 @@ class ScriptJob:
         def unread(read: Iterable[str]) -> dict[str, torch.Tensor]:
             return {name: value for name, value in known.items() if name not in set(read)}
 
-        error = None
-        try:
-            make_folder(path)
-            write_stages(built.job, built.graph, unread, path)
-        except AutoparError as caught:
-            error = caught
-        built.agreement.refuse(error)
-        if self.rank == 0:
-            places = {**dict.fromkeys(unread(holders(self.plan, built.graph)), 0), **holders(self.plan, built.graph)}
-            files: dict[str, list[str]] = {}
-            for name, stage in places.items():
-                files.setdefault(shard_name(stage, len(self.plan.stages)), []).append(name)
-            weights.write_index(path, files)
+        name = built.agreement.texts(new_set())[0]
+        with set_of(path, name):
+            files, error = list[weights.StoredFile](), None
+            try:
+                make_folder(path)
+                files = write_stages(built.job, built.graph, unread, path, name)
+            except AutoparError as caught:
+                error = caught
+            built.agreement.refuse(error)
+            written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
+            try:
+                if self.rank == 0:
+                    weights.publish(path, written)
+            except AutoparError as caught:
+                error = caught
+            built.agreement.refuse(error)
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""

@@ -25,7 +25,6 @@ from autopar.formats.verified import Difference, Verified
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.differences import PROMISED, Allowed, Holder, compare, holders_of
-from autopar.runtime.fit import check_source
 from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.room import check_room
 from autopar.runtime.scope import check_scope
@@ -69,8 +68,7 @@ def verify(
         AutoparError: the model does not fit the plan, or a rank failed.
     """
     check_scope(plan)
-    user = load(model, data)
-    check_source(user, plan)
+    user = load(model, data, plan.model)
     reason = ""
     for double in (True, False):
         attempt = _Attempt(plan, model, data, steps, timeout_s, double)
@@ -163,7 +161,7 @@ class _Attempt:
         return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
 
     def _train(self, moved: torch.dtype | None = None) -> PlainRun:
-        user = load_for(TrainSettings(double=self._double), self._model, self._data)
+        user = load_for(TrainSettings(double=self._double), self._model, self._data, self._asked)
         built = user.factory
         if moved is not None:
             user = replace(user, factory=lambda: _moved(built(), moved))

@@ -26,6 +26,7 @@ from autopar.runtime.result import RankResult
 from autopar.runtime.run import Run
 from autopar.runtime.saving import holders, write_stages
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.weights import StoredFile
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -48,6 +49,8 @@ class TrainArguments(TypedDict):
     steps: int
     save: str | None
     """Folder for the trained weights."""
+    save_as: str
+    """Name of the set that they are in the folder."""
     settings: dict[str, Any]
     """Of :class:`TrainSettings`."""
     keep: str | None
@@ -63,7 +66,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     peak = PeakMemory(context.device)
     settings = TrainSettings(**arguments["settings"])
-    model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]))
+    model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
     workspace = Workspace(Path(arguments["workspace"]))
     graph = workspace.graph(model, plan)
     edited = arguments["program"]
@@ -86,13 +89,17 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_kind=peak.kind,
         samples=job.samples,
         notes=[*notes, *job.notes, *_of_staging(context), *_of_settings(workspace)],
-        saved=_save(job, graph, workspace, arguments["save"]),
+        saved=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
     )
 
 
-def load_for(settings: TrainSettings, model: str, data: Path | None) -> UserModel:
-    """Load MODEL as it is trained: in the types that its file makes, or in float64."""
-    found = load(model, data)
+def load_for(settings: TrainSettings, model: str, data: Path | None, plan: Plan) -> UserModel:
+    """Load MODEL as it is trained: in the types that its file makes, or in float64.
+
+    Raises:
+        AutoparError: as :func:`autopar.capture.source.load`; it is not the model that was planned for.
+    """
+    found = load(model, data, plan.model)
     return doubled(found) if settings.double else found
 
 
@@ -147,11 +154,10 @@ def _of_staging(context: RankContext) -> list[str]:
     return ["ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory"]
 
 
-def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None) -> dict[str, list[str]]:
+def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None, name: str) -> list[StoredFile]:
     if folder is None:
-        return {}
-
-    return write_stages(job, graph, partial(_unread, workspace), Path(folder))
+        return []
+    return write_stages(job, graph, partial(_unread, workspace), Path(folder), name)
 
 
 def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:

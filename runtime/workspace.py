@@ -20,7 +20,7 @@ from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
-from autopar.runtime.fit import check_fit, check_source
+from autopar.runtime.fit import check_fit, check_source, uncovered
 from autopar.runtime.initial import given_names, host_memory_bytes, write_made
 from autopar.runtime.stepping import check_together, whole_settings
 
@@ -73,7 +73,7 @@ class Workspace:
             graph = capture(model, module)
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
-        (self.folder / NOTES).write_text(json.dumps(graph.notes), encoding="utf-8")
+        (self.folder / NOTES).write_text(json.dumps([*graph.notes, *uncovered(model, plan)]), encoding="utf-8")
         check_fit(graph, plan, model)
         check_together(model, module, graph, plan)
         self._write_settings(whole_settings(model, module))
@@ -127,7 +127,8 @@ class Workspace:
         self._write({name: buffer for name, buffer in module.named_buffers() if name not in names})
 
     def _write(self, state: dict[str, torch.Tensor]) -> None:
-        weights.write(self.folder / WEIGHTS / weights.SINGLE, {name: value.detach() for name, value in state.items()})
+        values = {name: value.detach() for name, value in state.items()}
+        weights.write(self.folder / WEIGHTS / weights.SINGLE, values, durable=False)
 
 
 def _too_large(model: UserModel, seed: int) -> bool:

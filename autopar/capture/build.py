@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.graph import Layer, TensorSpec
+from autopar.capture.least_rows import least_rows
 from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
 from autopar.capture.writes import graph_writes
 from autopar.errors import CaptureError
@@ -108,6 +109,7 @@ class _Builder:
             fingerprint=_fingerprint(module, self.part.random),
             module=module,
             writes=graph_writes(module, self.parameters, self.buffers, inputs),
+            least_rows=least_rows(module),
         )
 
     def _inputs(

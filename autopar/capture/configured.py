@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.capture.synthetic import SyntheticDataset, Task, task_of
 from autopar.errors import ModelError, UsageError
+from autopar.formats.document import read_text
 
 __all__ = ["Configured", "read_configured"]
 
@@ -128,15 +129,9 @@ def read_configured(spec: str) -> Configured:
         raise UsageError(f"{spec}: give hf: and a folder with a {CONFIG}, or a configuration file")
     if path.is_dir():
         path = path / CONFIG
-    try:
-        source = path.read_bytes()
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{path}: no such configuration; models are read from local files, nothing is downloaded"
-        ) from error
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    return Configured(path, source)
+    if not path.exists():
+        raise ModelError(f"{path}: no such configuration; models are read from local files, nothing is downloaded")
+    return Configured(path, read_text(path, "configuration").encode())
 
 
 def _library() -> ModuleType:

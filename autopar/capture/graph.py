@@ -64,6 +64,8 @@ class Layer:
     """Called ``module(rows, *inputs)``, gives a tuple of ``outputs``."""
     writes: Writes | None = None
     """What a forward changes besides; by the model's names."""
+    least_rows: int = 1
+    """The fewest samples that it can be given, as far as its graph shows it."""
 
     @property
     def stateful(self) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,9 +22,10 @@ from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.configured import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.hollow import hollow_parameters
+from autopar.capture.own_code import Code, check_code, code_of_file, code_of_module
 from autopar.capture.traps import user_line
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
-from autopar.formats.profile import path_of
+from autopar.formats.profile import ModelSource, path_of
 
 __all__ = ["NamedParameters", "UserModel", "load"]
 
@@ -52,6 +53,8 @@ class UserModel:
     """Paths of Python state that forwards may change, since it is only logged."""
     counts_labels: bool = False
     """Whether ``loss`` counts the labels of a Transformers model that is given from Python."""
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the user's own files that the source file is made of beside itself; see :class:`ModelSource`."""
 
     def build(self, seed: int = 0, hollow: bool = False) -> nn.Module:
         """Build the model on the CPU right after ``torch.manual_seed(seed)``, so equal seeds give equal weights.
@@ -102,6 +105,11 @@ class UserModel:
     def sample_count(self, dataset: Dataset[Any]) -> int:
         """Return the dataset's length."""
         return int(self._call("len(dataset())", len, dataset))
+
+    @property
+    def recorded(self) -> ModelSource:
+        """What a profile says of the model's code."""
+        return ModelSource(source=self.spec, sha256=self.sha256, imports=self.imports)
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -174,71 +182,64 @@ class UserModel:
 _OPTIONAL = ("dataset", "loss", "optimizer", "scheduler", "collate", "layers")
 
 
-def load(spec: str, data: str | Path | None = None) -> UserModel:
+def load(spec: str, data: str | Path | None = None, recorded: ModelSource | None = None) -> UserModel:
     """Load a model file (``path/to/model.py``), a factory (``package.module:factory``) or a configuration (``hf:...``).
 
     The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
     to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
     the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
     synthetic inputs, or with those of ``data``, a Python file with ``dataset`` and, where needed, the other functions.
+    Where a profile or plan has ``recorded`` what the code was, nothing of it runs that is not the same.
 
     Raises:
+        FileError: the code is not what was recorded; names the file that has changed.
         UsageError: the spec is of a kind that autopar does not read.
         ModelError: the file is missing or broken, or defines no ``model``; names file and line.
     """
     if spec.startswith(PREFIX):
-        return _load_configured(spec, None if data is None else Path(data))
+        return _load_configured(spec, None if data is None else Path(data), recorded)
     if data is not None:
         raise UsageError(f"--data {data}: only hf: models are given their data so; put dataset() into {spec}")
     if path_of(spec) is None:
-        return _load_factory(spec)
+        return _load_factory(spec, recorded)
     path = Path(spec)
     if path.suffix != ".py":
         raise UsageError(f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json")
-    source = _read(path)
-    return _describe(spec, path, source, _execute(path, source), "model")
+    code = code_of_file(path)
+    check_code(path, code.sha256, code.imports, recorded)
+    return _describe(spec, code, _execute(path, code.source), "model")
 
 
-def _load_configured(spec: str, data: Path | None) -> UserModel:
+def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None) -> UserModel:
     found = read_configured(spec)
+    code = None if data is None else code_of_file(data)
+    imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
+    check_code(found.path, found.sha256, imports, recorded)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
-    if data is None:
+    if code is None:
         functions["dataset"] = found.dataset
         notes = (*found.notes, SYNTHETIC)
         ignored: tuple[str, ...] = ()
     else:
-        module = _execute(data, _read(data))
-        functions |= _functions(data, module)
-        notes, ignored = found.notes, _ignored_state(data, module)
-    return UserModel(spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
+        module = _execute(code.path, code.source)
+        functions |= _functions(code.path, module)
+        notes, ignored = found.notes, _ignored_state(code.path, module)
+    known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
+    return UserModel(*known, imports=imports)
 
 
-def _load_factory(spec: str) -> UserModel:
+def _load_factory(spec: str, recorded: ModelSource | None) -> UserModel:
     module_name, _, factory = spec.partition(":")
     if not factory.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"{spec}: expected package.module:factory")
     here = os.getcwd()
     with _import_folder(here):
-        try:
-            found = importlib.util.find_spec(module_name)
-        except (ImportError, ValueError) as error:
-            raise ModelError(f"{spec}: cannot find the module {module_name}: {error}") from error
-        if found is None or found.origin is None:
-            raise ModelError(f"{spec}: no module is called {module_name} (looked on sys.path and in this folder)")
-        path = Path(found.origin)
-        source = _read(path)
-        with user_code(path, "importing it raised"):
+        importlib.invalidate_caches()
+        code = code_of_module(module_name, spec)
+        check_code(code.path, code.sha256, code.imports, recorded)
+        with user_code(code.path, "importing it raised"):
             module = importlib.import_module(module_name)
-    return _describe(spec, path, source, module, factory)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such model file") from error
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    return _describe(spec, code, module, factory)
 
 
 def _execute(path: Path, source: bytes) -> ModuleType:
@@ -275,12 +276,12 @@ def _import_folder(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def _describe(spec: str, path: Path, source: bytes, module: ModuleType, factory: str) -> UserModel:
-    model = getattr(module, factory, None)
+def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserModel:
+    path, model = code.path, getattr(module, factory, None)
     if not callable(model):
         raise ModelError(f"{path}: defines no {factory}(); add a function that returns a torch.nn.Module")
-    digest = hashlib.sha256(source).hexdigest()
-    return UserModel(spec, path, digest, model, _functions(path, module), ignored_state=_ignored_state(path, module))
+    functions, ignored = _functions(path, module), _ignored_state(path, module)
+    return UserModel(spec, path, code.sha256, model, functions, ignored_state=ignored, imports=code.imports)
 
 
 def _functions(path: Path, module: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -14,7 +14,8 @@ from typer.exceptions import TyperException
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
 from autopar.cli.interrupt import INTERRUPTED, Terminated, interrupts_noted, termination_unwinds
 from autopar.cli.standard_output import results_only
-from autopar.errors import AutoparError, FileError, UsageError
+from autopar.errors import AutoparError, FileError, UsageError, printable
+from autopar.formats.paths import trusting
 
 __all__ = ["app", "main"]
 
@@ -32,7 +33,13 @@ app = typer.Typer(
 def _settings(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    trust_paths: Annotated[
+        bool,
+        typer.Option("--trust-paths", help="Open what a plan names outside of its folder and the working folder, too."),
+    ] = False,
 ) -> None:
+    if trust_paths:
+        context.with_resource(trusting())
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
     # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
     command = context.invoked_subcommand
@@ -99,12 +106,12 @@ def _failed(message: str, code: int) -> int:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"autopar: {' '.join(message.split())}\n")
+    sys.stderr.write(f"autopar: {printable(message)}\n")
 
 
 def _usage(error: TyperException) -> int:
     """Say what is wrong with a command line; without any arguments, its help has been shown already."""
-    message = " ".join(error.format_message().split())
+    message = error.format_message().strip()
     if message:
         _say(f"{message} (try --help)")
     return UsageError.exit_code

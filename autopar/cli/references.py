@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from autopar.errors import FileError, UsageError
+from autopar.formats.document import read_text
+from autopar.formats.paths import named_file
 from autopar.formats.plan import FileReference, Plan
 from autopar.formats.profile import ModelSource, path_of, with_path
 
@@ -28,11 +30,11 @@ def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
     Raises:
         FileError: it is missing, or no longer what it was when ``holder`` was written.
     """
-    path = holder.parent / recorded.path
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise FileError(f"{holder}: $.{kind}.path: cannot read {path}: {error.strerror}; pass --{kind}") from error
+        path = named_file(holder, recorded.path, f"{kind}.path")
+        found = hashlib.sha256(read_text(path, kind).encode()).hexdigest()
+    except FileError as error:
+        raise FileError(f"{error}; or pass --{kind}") from error
     if found != recorded.sha256:
         raise FileError(
             f"{holder}: $.{kind}.sha256: {path} has changed since the plan was made; run `autopar plan` again"

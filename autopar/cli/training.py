@@ -13,8 +13,9 @@ import typer
 
 from autopar.cli.references import check_output, recorded
 from autopar.errors import FileError, UsageError
+from autopar.formats.paths import named_file
 from autopar.formats.plan import Plan
-from autopar.formats.profile import is_model, path_of, with_path
+from autopar.formats.profile import TRANSFORMERS, is_model, path_of, with_path
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
@@ -244,26 +245,28 @@ def model_of(plan: Plan, path: Path) -> str:
     """Return MODEL of a plan that was read from ``path``: file paths are relative to the plan.
 
     Raises:
-        FileError: the model file is not there.
+        FileError: the model file is not there, or not where a plan may name one.
     """
     source = plan.model.source
     recorded = path_of(source)
     if recorded is None:
         return source
-    model = path.parent / recorded
     if not is_model(source):
         raise FileError(
             f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
             f"found {source!r}"
         )
-    if not model.exists():
-        raise FileError(f"{path}: $.model.source: no such file: {model}")
+    model = named_file(path, recorded, "model.source", folders=source.startswith(TRANSFORMERS))
     return with_path(source, str(model))
 
 
 def data_of(plan: Plan, path: Path) -> Path | None:
-    """Return the file that feeds the hf: model of a plan that was read from ``path``, if it has one."""
-    return None if plan.model.data is None else path.parent / plan.model.data
+    """Return the file that feeds the hf: model of a plan that was read from ``path``, if it has one.
+
+    Raises:
+        FileError: as :func:`model_of`.
+    """
+    return None if plan.model.data is None else named_file(path, plan.model.data, "model.data")
 
 
 def conclude(asked: Training, outcome: Outcome) -> None:

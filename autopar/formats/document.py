@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
-import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from autopar.errors import FileError, UsageError
+from autopar.formats.atomic import new_file
 
 __all__ = [
     "MOST_RANKS",
+    "SHOWN",
     "Bytes",
     "BytesPerSecond",
     "Count",
+    "Digest",
     "Document",
     "Index",
     "Name",
@@ -32,6 +34,7 @@ __all__ = [
     "least_certain",
     "parse_json",
     "read_text",
+    "shown",
     "write_bytes",
     "write_text",
 ]
@@ -39,6 +42,10 @@ __all__ = [
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 1000
+MAX_OBJECTS, MAX_KEYS = 5_000_000, 20_000
+"""Of a file, and of one object: what holds more is no file of autopar, and takes long to refuse otherwise."""
+LONGEST_MESSAGE, LONGEST_PATH, SHOWN = 250, 160, 80
+"""Letters of what is wrong, of a JSON path, and of a value or a key in one, that a message shows."""
 MOST_RANKS = 2**16
 """More than any cluster that could be planned for: a larger number is a slip."""
 
@@ -57,6 +64,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 Provenance = Literal["measured", "interpolated", "estimated"]
 """Where a number comes from: ``interpolated`` lies between measured ones, ``estimated`` follows from a model."""
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A SHA-256."""
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
 
 
@@ -70,10 +79,29 @@ def least_certain(known: Iterable[Provenance]) -> Provenance | None:
     return max(known, key=order.index, default=None)
 
 
+def _fail_fast(schema: Any) -> None:  # noqa: ANN401
+    """Set what pydantic's FailFast sets, for every list within a record."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple", "set", "frozenset"):
+            schema["fail_fast"] = True
+        for value in schema.values():
+            _fail_fast(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            _fail_fast(value)
+
+
 class Record(BaseModel):
     """A frozen, strict piece of a document: unknown keys, NaN and loose types are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Have lists refused at their first fault: a list may have millions."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class Document(Record):
@@ -94,12 +122,12 @@ class Document(Record):
     @classmethod
     def parse(cls, text: str, path: Path) -> Self:
         """Validate a document's text; ``path`` is only named in errors."""
-        content = parse_json(text, path)
-        _check_kind(content, f"autopar.{cls.KIND}", path)
+        _check_kind(parse_json(text, path), f"autopar.{cls.KIND}", path)
         try:
+            # Of a large file there is one tree at a time.
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise FileError(f"{path}: {first_fault(error, content)}") from error
+            raise FileError(f"{path}: {first_fault(error, parse_json(text, path))}") from error
 
     def dumps(self) -> str:
         """Return the canonical JSON text, newline at the end."""
@@ -112,7 +140,7 @@ class Document(Record):
 
 def fault(at: str, message: str) -> NoReturn:
     """Refuse a document inside a validator, naming the JSON path ``at`` (such as ``layers[3].name``)."""
-    raise PydanticCustomError("fault", "{message}", {"message": message, "at": at})
+    raise PydanticCustomError("fault", "{message}", {"message": message[:LONGEST_MESSAGE], "at": at})
 
 
 def write_text(path: str | Path, text: str, *, overwrite: bool = True) -> None:
@@ -133,18 +161,10 @@ def write_bytes(path: str | Path, content: bytes, *, overwrite: bool = True) -> 
             raise UsageError(f"{path} is not a regular file and cannot be replaced; name another file")
         if not overwrite:
             raise UsageError(f"{path} exists; pass --overwrite to replace it")
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with new_file(path) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise FileError(f"cannot write {path}: {error.strerror}") from error
 
 
@@ -155,18 +175,32 @@ def parse_json(text: str, path: Path) -> object:
         FileError: the text is not strict JSON.
     """
     try:
-        content: object = json.loads(text, object_pairs_hook=_object, parse_constant=_Refused)
+        try:
+            content = _loads(text, path, int)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:
+            # An integer of thousands of digits; read again to find its path.
+            content = _loads(text, path, _bounded)
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
         raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels") from error
-    except ValueError:
-        # An integer of thousands of digits; read again to find its path.
-        content = json.loads(text, object_pairs_hook=_object, parse_constant=_Refused, parse_int=_bounded)
     refusal = _refusal(content)
     if refusal is not None:
         raise FileError(f"{path}: {refusal}")
     return content
+
+
+def _loads(text: str, path: Path, integer: Callable[[str], object]) -> object:
+    made: object = json.loads(
+        text,
+        object_pairs_hook=_Objects(path).make,
+        parse_constant=_Refused,
+        # The decoder's own integers are quicker than any that are asked for.
+        parse_int=None if integer is int else integer,
+    )
+    return made
 
 
 class _Refused:
@@ -181,11 +215,23 @@ class _Duplicate(_Refused):
         self.message = "key is given twice"
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        result[key] = _Duplicate() if key in result else value
-    return result
+class _Objects:
+    """Makes the objects of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._count = path, 0
+
+    def make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._count += 1
+        if self._count > MAX_OBJECTS:
+            raise FileError(f"{self._path}: holds more than {MAX_OBJECTS:,} objects, which no file of autopar does")
+        result = dict(pairs)
+        if len(result) > MAX_KEYS:
+            return {next(iter(result)): _Refused(f"one of more than {MAX_KEYS:,} keys of an object")}
+        if len(result) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            return {key: _Duplicate() if counts[key] > 1 else value for key, value in pairs}
+        return result
 
 
 class _Large(_Refused):
@@ -204,7 +250,7 @@ class _Place(NamedTuple):
     key: str | int
 
     def path(self) -> str:
-        own = f"[{self.key}]" if isinstance(self.key, int) else f".{self.key}"
+        own = f"[{self.key}]" if isinstance(self.key, int) else f".{self.key[:SHOWN]}" if self.key else ""
         return self.outer.path() + own if self.outer else str(self.key)
 
 
@@ -213,20 +259,28 @@ def _refusal(content: object) -> str | None:
 
     Large files hold millions of numbers: only containers and what is refused are visited one by one.
     """
-    stack: list[tuple[object, _Place, int]] = [(content, _Place(None, "$"), 0)]
+    stack = [(_Place(None, "$"), _items(content))]
     while stack:
-        value, place, depth = stack.pop()
-        if depth > MAX_DEPTH:
-            return f"{place.path()[:80]}: nested deeper than {MAX_DEPTH} levels"
-        if isinstance(value, _Refused):
-            return f"{place.path()}: {value.message}"
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        place, items = stack[-1]
         for key, item in items:
-            if isinstance(item, dict | list | _Refused):
-                stack.append((item, _Place(place, key), depth + 1))
-            elif isinstance(item, float) and not math.isfinite(item):
-                stack.append((_Large(), _Place(place, key), depth + 1))
+            if isinstance(item, _Refused):
+                return f"{_Place(place, key).path()}: {item.message}"
+            if isinstance(item, float) and not math.isfinite(item):
+                return f"{_Place(place, key).path()}: {_Large().message}"
+            if isinstance(item, dict | list) and item:
+                if len(stack) > MAX_DEPTH:
+                    return f"{place.path()[:SHOWN]}: nested deeper than {MAX_DEPTH} levels"
+                stack.append((_Place(place, key), _items(item)))
+                break
+        else:
+            stack.pop()
     return None
+
+
+def _items(value: object) -> Iterator[tuple[str | int, object]]:
+    if isinstance(value, dict):
+        return iter(value.items())
+    return enumerate(value) if isinstance(value, list) else iter([("", value)] if isinstance(value, _Refused) else ())
 
 
 def read_text(path: Path, kind: str) -> str:
@@ -257,11 +311,23 @@ def _check_kind(content: object, expected: str, path: Path) -> None:
         raise FileError(f'{path}: $: expected an object with "format": "{expected}"')
     found = content.get("format")
     if found != expected:
-        raise FileError(f'{path}: $.format: expected "{expected}", found {json.dumps(found)[:80]}')
+        raise FileError(f'{path}: $.format: expected "{expected}", found {shown(found)}')
     if content.get("version") != 1 or type(content.get("version")) is not int:
-        raise FileError(
-            f"{path}: $.version: this autopar reads version 1, found {json.dumps(content.get('version'))[:80]}"
-        )
+        raise FileError(f"{path}: $.version: this autopar reads version 1, found {shown(content.get('version'))}")
+
+
+def shown(value: object) -> str:
+    """Return a value of a file as a message shows it.
+
+    >>> shown("a name"), shown([1, 2, 3]), shown(None)
+    ('"a name"', 'a list of 3', 'null')
+    """
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value):,}"
+    text = value[: SHOWN + 1] if isinstance(value, str) else value
+    return json.dumps(text, default=str)[:SHOWN]
 
 
 def first_fault(error: ValidationError, content: object) -> str:
@@ -273,11 +339,11 @@ def first_fault(error: ValidationError, content: object) -> str:
             at, content = f"{at}[{part}]", content[part] if isinstance(content, list) else None
         elif isinstance(content, dict):
             # What else stands there is no key, but which of several types was tried.
-            at, content = f"{at}.{part}", content.get(part)
-    inner = first.get("ctx", {}).get("at")
+            at, content = f"{at}.{part[:SHOWN]}", content.get(part)
+    inner = first.get("ctx", {}).get("at", "")[:LONGEST_PATH]
     if inner:
         at += f".{inner}" if not inner.startswith("[") else inner
     message = first["msg"]
     if first["type"] not in ("fault", "json_invalid", "missing", "extra_forbidden"):
-        message += f", found {json.dumps(first['input'], default=str)[:80]}"
-    return f"{at}: {message}"
+        message += f", found {shown(first['input'])}"
+    return f"{at[:LONGEST_PATH]}: {message[: LONGEST_MESSAGE + SHOWN]}"

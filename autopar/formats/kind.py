@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from autopar.errors import FileError
-from autopar.formats.document import parse_json, read_text
+from autopar.formats.document import parse_json, read_text, shown
 
 __all__ = ["KINDS", "kind_of"]
 
@@ -29,4 +28,4 @@ def kind_of(path: str | Path) -> str:
         if found == f"autopar.{kind}":
             return kind
     expected = ", ".join(f'"autopar.{kind}"' for kind in KINDS)
-    raise FileError(f"{path}: {at}.format: expected one of {expected}, found {json.dumps(found)[:80]}")
+    raise FileError(f"{path}: {at}.format: expected one of {expected}, found {shown(found)}")

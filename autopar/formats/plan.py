@@ -13,6 +13,7 @@ from autopar.formats.document import (
     Bytes,
     BytesPerSecond,
     Count,
+    Digest,
     Document,
     Index,
     Name,
@@ -79,7 +80,7 @@ class FileReference(Record):
 
     path: Name
     """Relative to the file that holds this record."""
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: Digest
 
 
 class Stage(Record):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds, fault
+from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Provenance, Record, Seconds, fault
 from autopar.formats.option import LayerOption
 
 if TYPE_CHECKING:
@@ -78,10 +79,13 @@ class ModelSource(Record):
 
     source: Name
     """A path relative to the file that holds this record, ``hf:`` and such a path, or ``package.module:factory``."""
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: Digest
     """Of the bytes of the source file, or of the Transformers configuration."""
     data: Name | None = None
     """The file whose ``dataset()`` feeds an ``hf:`` model, relative like the source; none: synthetic inputs."""
+    imports: Mapping[Name, Digest] | None = None
+    """SHA-256 of the files below the same folder that the source file imports, by their paths from the folder in which
+    imports begin; of an ``hf:`` model, of its data file and what that imports. None: they were not recorded."""
 
 
 class DeviceKind(Record):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autopar.errors import FileError
-from autopar.formats.document import parse_json, read_text, write_text
+from autopar.formats.document import SHOWN, parse_json, read_text, write_text
 
 __all__ = [
     "BACKWARD",
@@ -108,7 +108,7 @@ class Action(NamedTuple):
             action = cls(groups["kind"], stage, number["index"], number["peer"], number["peer_stage"], version)
             if str(action) == text:
                 return action
-        raise ValueError(f"not an action: {text!r}")
+        raise ValueError(f"not an action: {text[:80]!r}")
 
 
 def _is_sound(match: re.Match[str]) -> bool:
@@ -194,7 +194,7 @@ class Program:
             raise FileError(f'{path}: $.format: expected "autopar.program" of version 1')
         unknown = sorted(content.keys() - {"format", "version", "ranks"})
         if unknown:
-            raise FileError(f"{path}: $.{unknown[0]}: unknown key")
+            raise FileError(f"{path}: $.{unknown[0][:SHOWN]}: unknown key")
         rows = content.get("ranks")
         if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
             raise FileError(f"{path}: $.ranks: expected a list of texts")

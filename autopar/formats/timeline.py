@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from autopar.errors import FileError
-from autopar.formats.document import MOST_RANKS, parse_json, read_text, write_text
+from autopar.formats.document import MOST_RANKS, parse_json, read_text, shown, write_text
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -152,7 +152,7 @@ class Timeline:
         for index, entry in enumerate(entries):
             at = f"{path}: $.traceEvents[{index}]"
             if not isinstance(entry, dict):
-                raise FileError(f"{at}: expected an event, found {json.dumps(entry)[:80]}")
+                raise FileError(f"{at}: expected an event, found {shown(entry)}")
             if entry.get("ph") != "M":
                 timeline.add(*_read_event(entry, at))
         if timeline.rank_count() > len(timeline):
@@ -165,10 +165,10 @@ class Timeline:
 def _read_event(entry: dict[str, object], at: str) -> Event:
     """Read a complete event of a Chrome trace; ``at`` says where it stands."""
     if entry.get("ph") != "X":
-        raise FileError(f"{at}.ph: expected a complete event (X), found {json.dumps(entry.get('ph'))[:80]}")
+        raise FileError(f"{at}.ph: expected a complete event (X), found {shown(entry.get('ph'))}")
     rank, name = entry.get("pid"), entry.get("name")
     if type(rank) is not int or not 0 <= rank < MOST_RANKS:
-        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {json.dumps(rank)[:80]}")
+        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {shown(rank)}")
     start_s, length_s = (_microseconds(entry, key, at) / 1e6 for key in ("ts", "dur"))
     try:
         action = Action.parse(name if isinstance(name, str) else json.dumps(name))
@@ -180,5 +180,5 @@ def _read_event(entry: dict[str, object], at: str) -> Event:
 def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LONGEST_US:
-        raise FileError(f"{at}.{key}: expected microseconds, found {json.dumps(value)[:80]}")
+        raise FileError(f"{at}.{key}: expected microseconds, found {shown(value)}")
     return float(value)

@@ -38,7 +38,7 @@ def parse_bandwidth(text: str, flag: str) -> float:
     if text.strip().casefold().endswith("bps"):
         return _parse(text.strip(), flag, _BITS, "200Gbps") / 8
     if not text.strip().endswith("/s"):
-        raise UsageError(f"{flag} {text!r}: write bytes or bits per second, such as 25GB/s or 200Gbps")
+        raise UsageError(f"{flag} {text[:80]!r}: write bytes or bits per second, such as 25GB/s or 200Gbps")
     return _parse(text.strip().removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
 
 
@@ -46,10 +46,12 @@ def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
     match = _NUMBER.fullmatch(text.strip())
     factor = units.get((match["unit"] or "B").upper()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{flag} {text!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}")
+        raise UsageError(
+            f"{flag} {text[:80]!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}"
+        )
     value = float(match["number"]) * factor
     if not 1 <= value < 2**63:
-        raise UsageError(f"{flag} {text!r}: must be at least 1 and below 2**63")
+        raise UsageError(f"{flag} {text[:80]!r}: must be at least 1 and below 2**63")
     return value
 
 

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.document import MOST_RANKS, Index, Name, Record, first_fault, read_text
+from autopar.formats.document import MOST_RANKS, SHOWN, Index, Name, Record, first_fault, read_text
 from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
 from autopar.hardware.machines import Network, Node, cluster_of
@@ -81,11 +81,11 @@ def cluster_named(text: str) -> Cluster:
     """
     match = _NAME.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"no cluster is called {text!r}, and no such file exists; {_GRAMMAR}")
+        raise UsageError(f"no cluster is called {text[:80]!r}, and no such file exists; {_GRAMMAR}")
     nodes = _every_node(match["parts"], text)
     if len(nodes) > MOST_RANKS or sum(node.gpus for node in nodes) > MOST_RANKS:
         devices = sum(node.gpus for node in nodes)
-        raise UsageError(f"cluster {text!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
+        raise UsageError(f"cluster {text[:80]!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
     name, racks = text.strip(), len({node.rack for node in nodes})
     notes = [_origin(name, nodes)]
     near, far = _networks(name, match, racks, len(nodes), notes)
@@ -113,10 +113,12 @@ def _nodes(match: re.Match[str], text: str, rack: int) -> list[Node]:
     part = match.group()
     racks, nodes, gpus = (int(match[each] or 1) for each in ("racks", "nodes", "gpus"))
     if min(racks, nodes, gpus) < 1:
-        raise UsageError(f"cluster {text!r} has no devices{f' in {part}' if part != text.strip() else ''}; {_GRAMMAR}")
+        raise UsageError(
+            f"cluster {text[:80]!r} has no devices{f' in {part}' if part != text.strip() else ''}; {_GRAMMAR}"
+        )
     if racks * nodes * gpus > MOST_RANKS:
         devices = racks * nodes * gpus
-        raise UsageError(f"cluster {text!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
+        raise UsageError(f"cluster {text[:80]!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
     gpu = find(match["gpu"])
     return [Node(gpu, gpus, rack=rack + at) for at in range(racks) for _ in range(nodes)]
 
@@ -125,15 +127,15 @@ def _networks(name: str, match: re.Match[str], racks: int, nodes: int, notes: li
     """Return what connects the nodes, of a rack where there are racks, and the racks; note what is assumed."""
     stated, between = match["bandwidth"], match["between"]
     if nodes == 1 and stated is not None:
-        raise UsageError(f"cluster {name!r} is one node, which needs no network; leave out :{stated}")
+        raise UsageError(f"cluster {name[:80]!r} is one node, which needs no network; leave out :{stated}")
     if racks == 1 and between is not None:
-        raise UsageError(f"cluster {name!r} has no racks for :{between} to connect; write RACKSxNODESxGPUSxGPU")
+        raise UsageError(f"cluster {name[:80]!r} has no racks for :{between} to connect; write RACKSxNODESxGPUSxGPU")
     if nodes > 1 and stated is None:
         notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {name}:200Gbps would say another")
     elif racks > 1 and between is None:
         notes.append(f"{stated} per node between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
-    near = parse_bandwidth(stated or _ASSUMED_NETWORK, f"cluster {name!r}: bandwidth")
-    far = near if between is None else parse_bandwidth(between, f"cluster {name!r}: bandwidth between racks")
+    near = parse_bandwidth(stated or _ASSUMED_NETWORK, f"cluster {name[:80]!r}: bandwidth")
+    far = near if between is None else parse_bandwidth(between, f"cluster {name[:80]!r}: bandwidth between racks")
     return Network(near), Network(far)
 
 
@@ -159,8 +161,11 @@ def described(text: str, path: Path) -> Cluster:
     try:
         # By way of JSON, in which tuples are lists and nothing else is loose.
         content = json.dumps(tomllib.loads(text), default=str)
-    except tomllib.TOMLDecodeError as error:
-        raise FileError(f"{path}: not TOML: {error}") from error
+    except RecursionError as error:
+        raise FileError(f"{path}: not TOML: nested too deeply") from error
+    except ValueError as error:
+        # Also of numbers with thousands of digits, and of dates that are none.
+        raise FileError(f"{path}: not TOML: {str(error)[:SHOWN]}") from error
     try:
         description = _Description.model_validate_json(content)
     except ValidationError as error:

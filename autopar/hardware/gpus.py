@@ -246,7 +246,7 @@ def find(name: str) -> Gpu:
         return found
     nearest = dict.fromkeys(_BY_NAME[key].name for key in difflib.get_close_matches(_plain(name), _BY_NAME, n=9))
     known = f"the nearest are {', '.join(list(nearest)[:3])}" if nearest else f"known are {_all_names()}"
-    raise UsageError(f"no GPU called {name!r} is known; {known} (`autopar cluster list`)")
+    raise UsageError(f"no GPU called {name[:80]!r} is known; {known} (`autopar cluster list`)")
 
 
 def known_as(name: str) -> str:

@@ -91,6 +91,15 @@ def test_cumulative_averages_of_listed_layers_too(plan: str, settings: TrainSett
     _assert_equals_plain("normed_layers", _plan("normed_layers", **PLANS[plan]), settings, tmp_path)
 
 
+def test_a_single_value_per_channel_is_refused_as_torch_refuses_it(tmp_path: Path) -> None:
+    model, graph, state = _captured("batch_normed")
+    plan = _plan("batch_normed", **PLANS["single rows"])
+    assert max(layer.least_rows for layer in graph.layers) == 2
+    for settings in (TrainSettings(), DEFERRED):
+        with pytest.raises(UsageError, match=r"layer \S+ normalise 1 sample of a micro-batch, and it needs 2"):
+            train_in_threads(plan, graph, model, state, tmp_path, 1, settings)
+
+
 def test_a_model_without_batch_normalisation_is_refused(tmp_path: Path) -> None:
     model, graph, state = _captured("everything")
     plan = _plan("everything", widths=(1,), micro_batches=1, rows=2)

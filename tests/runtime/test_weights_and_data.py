@@ -31,9 +31,12 @@ def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
     one.mkdir()
     many.mkdir()
     weights.write(one / weights.SINGLE, tensors)
-    weights.write(many / "a.safetensors", {name: tensors[name] for name in ("w0", "w2")})
-    weights.write(many / "b.safetensors", {name: tensors[name] for name in ("w1", "w3")})
-    weights.write_index(many, {"a.safetensors": ["w0", "w2"], "b.safetensors": ["w1", "w3"]})
+    parts = {"a": ("w0", "w2"), "b": ("w1", "w3")}
+    written = [
+        weights.write(many / f"{file}.safetensors", {name: tensors[name] for name in held})
+        for file, held in parts.items()
+    ]
+    weights.publish(many, written)
     for folder in (one, many):
         found = weights.read(folder, ["w1", "w2", "absent"])
         assert sorted(found) == ["w1", "w2"]

@@ -1,0 +1,119 @@
+"""The files that a model is made of are hashed before any of them runs, and refused where one has changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autopar.capture.own_code import code_of_file, code_of_module
+from autopar.capture.source import load
+from autopar.errors import FileError, ModelError
+from autopar.formats.profile import ModelSource
+
+MARK = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n"
+FILES = {
+    "model.py": f"{MARK}import json, torch, helper\nfrom zoo import layers as l\nfrom zoo.deep.inner import f\n"
+    "def model():\n    import lazy\n    return lazy.made()\n",
+    "helper.py": f"{MARK}from json import loads\n",
+    "lazy.py": "import torch\ndef made():\n    return torch.nn.Linear(1, 1)\n",
+    "unused.py": MARK,
+    "zoo/__init__.py": MARK,
+    "zoo/layers.py": f"{MARK}from . import other\nfrom .deep import inner\n",
+    "zoo/other.py": MARK,
+    "zoo/unused.py": MARK,
+    "zoo/deep/__init__.py": MARK,
+    "zoo/deep/inner.py": f"{MARK}from ..other import __name__ as name\nimport helper\ndef f():\n    pass\n"
+    "def small():\n    import torch\n    return torch.nn.Linear(1, 1)\n",
+}
+COVERED = ["helper.py", "lazy.py", "zoo/__init__.py", "zoo/deep/__init__.py", "zoo/deep/inner.py"]
+COVERED += ["zoo/layers.py", "zoo/other.py"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("helper", "lazy", "zoo"):
+            del sys.modules[name]
+
+
+def _ran(here: Path) -> list[str]:
+    return sorted(path.name for path in here.rglob("*.ran"))
+
+
+def test_all_that_a_file_imports_below_its_folder_is_covered_and_nothing_runs(here: Path) -> None:
+    found = code_of_file(Path("model.py"))
+    assert list(found.imports) == COVERED
+    assert not _ran(here)
+
+
+def test_of_a_factory_the_packages_above_are_covered_and_nothing_runs(here: Path) -> None:
+    sys.path.insert(0, str(here))
+    try:
+        found = code_of_module("zoo.deep.inner", "zoo.deep.inner:small")
+        assert list(found.imports) == ["helper.py", "zoo/__init__.py", "zoo/deep/__init__.py", "zoo/other.py"]
+        with pytest.raises(ModelError, match=r"no module is called zoo\.deep\.none"):
+            code_of_module("zoo.deep.none", "zoo.deep.none:small")
+        with pytest.raises(ModelError, match=r"zoo\.other is a module, and no package"):
+            code_of_module("zoo.other.inner", "zoo.other.inner:small")
+        (here / "bare").mkdir()
+        with pytest.raises(ModelError, match="has no file of its own"):
+            code_of_module("bare", "bare:small")
+    finally:
+        sys.path.remove(str(here))
+    assert not _ran(here)
+
+
+@pytest.mark.parametrize("spec", ["model.py", "zoo.deep.inner:small"])
+@pytest.mark.parametrize("change", ["changed", "gone", "new"])
+def test_what_has_changed_is_named_before_anything_runs(spec: str, change: str, here: Path) -> None:
+    recorded = load(spec).recorded
+    for path in here.rglob("*.ran"):
+        path.unlink()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("helper", "zoo")]:
+        del sys.modules[name]
+    assert recorded.imports is not None
+    load(spec, recorded=recorded)
+    for path in here.rglob("*.ran"):
+        path.unlink()
+    if change == "gone":
+        (here / "zoo" / "other.py").unlink()
+    elif change == "new":
+        recorded = recorded.model_copy(update={"imports": {**recorded.imports}})
+        del recorded.imports["zoo/other.py"]  # type: ignore[attr-defined]
+    else:
+        (here / "zoo" / "other.py").write_text("import os")
+    said = {"changed": "has changed", "gone": "is gone", "new": "is new"}[change]
+    with pytest.raises(FileError, match=rf"zoo/other\.py, which .* is made of, {said} since it was profiled"):
+        load(spec, recorded=recorded)
+    assert not _ran(here)
+
+
+def test_the_file_itself_is_compared_before_it_runs(here: Path) -> None:
+    recorded = ModelSource(source="model.py", sha256="0" * 64)
+    with pytest.raises(FileError, match=r"model\.py has changed since it was profiled"):
+        load("model.py", recorded=recorded)
+    assert not _ran(here)
+
+
+def test_what_an_older_profile_does_not_cover_runs(here: Path) -> None:
+    recorded = load("model.py").recorded.model_copy(update={"imports": None})
+    (here / "helper.py").write_text("changed = True")
+    assert load("model.py", recorded=recorded).imports.keys() == set(COVERED)
+
+
+def test_a_file_that_cannot_be_parsed_is_told_where_it_runs(here: Path) -> None:
+    (here / "model.py").write_text("def model(:\n")
+    assert code_of_file(Path("model.py")).imports == {}
+    with pytest.raises(ModelError, match=r"model\.py:1"):
+        load("model.py")

@@ -1,0 +1,70 @@
+"""What files may name: regular files in their own folder or the working folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError
+from autopar.formats.paths import named_file, trusting
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan in a folder of its own, below the working folder, beside which there is something else."""
+    for folder in ("work", "work/plans", "work/plans/parts", "outside"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.py").touch()
+    (tmp_path / "work/plans/link.py").symlink_to(tmp_path / "outside/model.py")
+    (tmp_path / "work/plans/near.py").symlink_to(tmp_path / "work/model.py")
+    (tmp_path / "work/plans/folder").symlink_to(tmp_path / "outside")
+    (tmp_path / "work/plans/loop.py").symlink_to("loop.py")
+    os.mkfifo(tmp_path / "work/plans/pipe.py")
+    monkeypatch.chdir(tmp_path / "work")
+    return Path("plans/plan.json")
+
+
+@pytest.mark.parametrize("name", ["model.py", "../model.py", "parts/model.py", "parts/../model.py", "near.py"])
+def test_files_of_the_folder_and_of_the_working_folder_are_named(name: str, plan: Path) -> None:
+    assert named_file(plan, name, "model.source") == plan.parent / name
+
+
+@pytest.mark.parametrize("name", ["../../outside/model.py", "/etc/passwd", "link.py", "folder/model.py", "/dev/zero"])
+def test_what_leads_out_is_refused_with_the_flag_that_allows_it(name: str, plan: Path) -> None:
+    with pytest.raises(FileError, match=r"plan\.json: \$\.model\.source: .* leads out of .*--trust-paths"):
+        named_file(plan, name, "model.source")
+
+
+def test_absolute_paths_are_refused_even_within(plan: Path) -> None:
+    with pytest.raises(FileError, match=r"is an absolute path.*--trust-paths"):
+        named_file(plan, str(Path("model.py").resolve()), "model.source")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pipe.py", "not a regular file"),
+        ("parts", "not a regular file"),
+        ("none.py", "no such file"),
+        ("loop.py", "levels of symbolic links"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_being_opened(name: str, said: str, plan: Path) -> None:
+    with pytest.raises(FileError, match=said):
+        named_file(plan, name, "model.source")
+
+
+def test_a_folder_is_named_where_folders_are_read(plan: Path) -> None:
+    assert named_file(plan, "parts", "model.source", folders=True) == Path("plans/parts")
+
+
+def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan: Path) -> None:
+    with trusting():
+        for name in ("../../outside/model.py", "link.py", str(Path("model.py").resolve())):
+            assert named_file(plan, name, "model.source").exists()
+        with pytest.raises(FileError, match="not a regular file"):
+            named_file(plan, "/dev/zero", "model.source")
+    with pytest.raises(FileError):
+        named_file(plan, "link.py", "model.source")

@@ -1,0 +1,274 @@
+"""Whatever fails while weights are saved, the folder has the set before or the new one, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar.errors import FileError
+from autopar.formats import atomic
+from autopar.formats.document import write_text
+from autopar.runtime import weights
+from autopar.runtime.saving import new_set, set_of
+
+STAGES, SIZE = 3, 1000
+OWN = {"tokenizer.json": "{}", "config.json": "{1}"}
+CALLS = ("open", "fsync", "replace")
+
+
+def _save(folder: Path, value: float) -> None:
+    """Save as a run of some stages does, each of one tensor of one value."""
+    name = new_set()
+    with set_of(folder, name):
+        files = []
+        for stage in range(STAGES):
+            path = folder / f"model-{stage + 1:05d}-of-{STAGES:05d}-{name}.safetensors"
+            files.append(weights.write(path, {f"w{stage}": torch.full((SIZE,), value)}))
+        weights.publish(folder, files)
+
+
+def _prepared(folder: Path) -> Path:
+    folder.mkdir()
+    for name, text in OWN.items():
+        (folder / name).write_text(text)
+    _save(folder, 1.0)
+    return folder
+
+
+def _value(folder: Path) -> float:
+    """Return the one value that a folder's set holds."""
+    found = weights.read(folder, [f"w{stage}" for stage in range(STAGES)])
+    assert len(found) == STAGES
+    (value,) = {float(each) for tensor in found.values() for each in tensor}
+    return value
+
+
+def _value_elsewhere(folder: Path) -> float:
+    """Return it as other libraries read it, which prefer the single file."""
+    index = json.loads((folder / weights.INDEX).read_text())
+    single = folder / weights.SINGLE
+    files = [single] if single.exists() else [folder / name for name in set(index["weight_map"].values())]
+    (value,) = {float(each) for file in files for tensor in load_file(file).values() for each in tensor}
+    return value
+
+
+def _check(folder: Path, values: tuple[float, ...]) -> None:
+    assert _value(folder) in values
+    assert _value_elsewhere(folder) in values
+    assert all((folder / name).read_text() == text for name, text in OWN.items())
+
+
+class _Faults:
+    """Lets the n-th call that writes do something else."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self.calls, self._number, self._act = 0, number, act
+
+    def count(self) -> None:
+        if self.calls == self._number:
+            self.calls += 1
+            self._act()
+        self.calls += 1
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in CALLS:
+                patch.setattr(atomic.os, name, self._counted(getattr(os, name)))
+            patch.setattr(atomic, "open", self._opened, raising=False)
+            patch.setattr(Path, "unlink", self._counted(Path.unlink))
+            yield
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+            self.count()
+            return call(*arguments, **named)
+
+        return counted
+
+    def _opened(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        return _CountedFile(open(*arguments, **named), self)
+
+
+class _CountedFile:
+    def __init__(self, file: Any, faults: _Faults) -> None:  # noqa: ANN401
+        self._file, self._faults = file, faults
+
+    def write(self, content: bytes) -> int:
+        self._faults.count()
+        return int(self._file.write(content))
+
+    def __enter__(self) -> _CountedFile:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._file, name)
+
+
+def _calls(folder: Path) -> int:
+    """Return how many calls a save makes."""
+    faults = _Faults(-1, lambda: None)
+    with faults.at_work():
+        _save(folder, 1.0)
+    return faults.calls
+
+
+def _fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _end() -> None:
+    os._exit(9)
+
+
+def test_a_write_that_fails_leaves_the_set_before_or_the_new_one(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    count = _calls(folder)
+    assert count >= 5 * (STAGES + 1)
+    before = {*OWN, weights.INDEX, weights.SINGLE}
+    for number in range(count):
+        _save(folder, 1.0)
+        weights.write(folder / weights.SINGLE, {"w0": torch.full((SIZE,), 1.0)})
+        faults, saved = _Faults(number, _fail), 2.0
+        with faults.at_work():
+            try:
+                _save(folder, 2.0)
+            except FileError:
+                saved = 1.0
+        _check(folder, (1.0, 2.0))
+        assert _value(folder) == saved
+        if saved == 1.0:
+            # Nothing half-written is left.
+            assert {path.name for path in folder.iterdir()} == before | weights.named(folder)
+
+
+def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    count = _calls(folder)
+    seen = set()
+    for number in range(count):
+        _save(folder, 1.0)
+        child = os.fork()
+        if child == 0:
+            with _Faults(number, _end).at_work():
+                _save(folder, 2.0)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 9
+        _check(folder, (1.0, 2.0))
+        seen.add(_value(folder))
+    assert seen == {1.0, 2.0}
+
+
+def test_a_file_system_that_is_full_leaves_the_set_before(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    before = sorted(path.name for path in folder.iterdir())
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
+        try:
+            _save(folder, 2.0)
+        except FileError:
+            os._exit(4)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert _value(folder) == 1.0
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_readers_and_two_runs_at_once_never_see_parts_of_two_sets(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    children = []
+    for value in (2.0, 3.0):
+        children.append(os.fork())
+        if children[-1] == 0:
+            for _ in range(60):
+                _save(folder, value)
+            os._exit(0)
+    seen, running = set(), set(children)
+    while running:
+        seen.add(_value(folder))
+        running -= {child for child in running if os.waitpid(child, os.WNOHANG)[0]}
+    assert {2.0, 3.0} & seen
+    assert _value(folder) in (2.0, 3.0)
+
+
+def test_what_is_not_of_the_set_stays_and_a_single_file_does_not_shadow_it(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    weights.write(folder / weights.SINGLE, {f"w{stage}": torch.zeros(SIZE) for stage in range(STAGES)})
+    (folder / "model-00001-of-00001.safetensors").write_text("another's")
+    _check(folder, (0.0, 1.0))
+    assert _value(folder) == 1.0
+    _save(folder, 2.0)
+    assert _value(folder) == _value_elsewhere(folder) == 2.0
+    assert not (folder / weights.SINGLE).exists()
+    assert (folder / "model-00001-of-00001.safetensors").read_text() == "another's"
+    _check(folder, (2.0,))
+    assert len(list(folder.iterdir())) == len(OWN) + 1 + 1 + STAGES
+
+
+@pytest.mark.parametrize("change", ["a bit", "the length", "gone", "a folder"])
+def test_a_file_that_is_not_the_one_of_the_index_is_refused(change: str, tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    path = sorted(folder.glob("*.safetensors"))[1]
+    content = bytearray(path.read_bytes())
+    if change == "a bit":
+        content[-5] ^= 1
+        path.write_bytes(content)
+    elif change == "the length":
+        path.write_bytes(content[:-4])
+    else:
+        path.unlink()
+    if change == "a folder":
+        path.mkdir()
+    with pytest.raises(FileError, match=path.name):
+        _value(folder)
+
+
+def test_no_link_is_followed_and_the_umask_counts(tmp_path: Path) -> None:
+    folder = _prepared(tmp_path / "saved")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    before = os.umask(0o027)
+    try:
+        for name in (weights.INDEX, weights.SINGLE):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(victim)
+        weights.write(folder / weights.SINGLE, {"w": torch.ones(1)})
+        write_text(folder / weights.INDEX, "{}")
+    finally:
+        os.umask(before)
+    assert victim.read_text() == "precious"
+    for name in (weights.INDEX, weights.SINGLE):
+        assert not (folder / name).is_symlink()
+        assert (folder / name).stat().st_mode & 0o777 == 0o640
+
+
+def test_other_libraries_load_the_set(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
+    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=4, vocab_size=5)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    name, names = new_set(), sorted(state)
+    files = [
+        weights.write(tmp_path / f"model-{part}-{name}.safetensors", {key: state[key] + 1 for key in names[part::2]})
+        for part in range(2)
+    ]
+    weights.publish(tmp_path, files)
+    loaded = dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(loaded[key], state[key] + 1) for key in names)
