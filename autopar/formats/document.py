@@ -42,8 +42,12 @@ __all__ = [
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 1000
-MAX_OBJECTS, MAX_KEYS = 5_000_000, 20_000
+MAX_OBJECTS, MAX_KEYS = 2_000_000, 20_000
 """Of a file, and of one object: what holds more is no file of autopar, and takes long to refuse otherwise."""
+FEW_CONTAINERS, FEW_VALUES = 100_000, 400_000
+CONTAINER_LETTERS, VALUE_LETTERS = 25, 12
+"""A file has more lists and objects, or values, than a few only if it has so many letters for each: where they are
+empty, or of one digit, they take a hundred times their letters of memory."""
 LONGEST_MESSAGE, LONGEST_PATH, SHOWN = 250, 160, 80
 """Letters of what is wrong, of a JSON path, and of a value or a key in one, that a message shows."""
 MOST_RANKS = 2**16
@@ -186,7 +190,7 @@ def parse_json(text: str, path: Path) -> object:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
         raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels") from error
-    refusal = _refusal(content)
+    refusal = _refusal(content, len(text))
     if refusal is not None:
         raise FileError(f"{path}: {refusal}")
     return content
@@ -254,12 +258,13 @@ class _Place(NamedTuple):
         return self.outer.path() + own if self.outer else str(self.key)
 
 
-def _refusal(content: object) -> str | None:
+def _refusal(content: object, letters: int) -> str | None:
     """Return the JSON path and reason of a value that strict JSON has not, if there is one.
 
     Large files hold millions of numbers: only containers and what is refused are visited one by one.
     """
     stack = [(_Place(None, "$"), _items(content))]
+    containers = values = 0
     while stack:
         place, items = stack[-1]
         for key, item in items:
@@ -267,7 +272,13 @@ def _refusal(content: object) -> str | None:
                 return f"{_Place(place, key).path()}: {item.message}"
             if isinstance(item, float) and not math.isfinite(item):
                 return f"{_Place(place, key).path()}: {_Large().message}"
-            if isinstance(item, dict | list) and item:
+            if isinstance(item, dict | list):
+                containers, values = containers + 1, values + len(item)
+                if (
+                    containers > FEW_CONTAINERS + letters // CONTAINER_LETTERS
+                    or values > FEW_VALUES + letters // VALUE_LETTERS
+                ):
+                    return f"{place.path()[:SHOWN]}: more lists, objects or values than a file of autopar has"
                 if len(stack) > MAX_DEPTH:
                     return f"{place.path()[:SHOWN]}: nested deeper than {MAX_DEPTH} levels"
                 stack.append((_Place(place, key), _items(item)))

@@ -69,9 +69,8 @@ def draw(profile: Profile) -> Figure:
     _name_layers(crossing, [layer.name for layer in profile.layers])
     figure.align_ylabels()
     known = ", ".join(dict.fromkeys(cost.provenance for cost in costs))
-    figure.suptitle(
-        f"{title_of(profile)}\nmicro-batch of {rows}, times {known}", size=10, color=_INK, x=0.01, ha="left"
-    )
+    title = f"{title_of(profile)}\nmicro-batch of {rows}, times {known}"
+    figure.suptitle(title, size=10, color=_INK, x=0.01, ha="left", parse_math=False)
     return figure
 
 
@@ -125,7 +124,9 @@ def _name_layers(axes: Axes, names: Sequence[str]) -> None:
     """Name every layer, or every so many that names stay legible."""
     every = -(-len(names) // _MOST_NAMES)
     places = list(range(0, len(names), every))
-    axes.set_xticks(places, [_short(names[place]) for place in places], rotation=90, size=7)
+    # Names are no formulas, whatever is in them.
+    labels = [_short(names[place]) for place in places]
+    axes.set_xticks(places, labels, rotation=90, size=7, parse_math=False)
     air = max(0.0, (_LEAST_PLACES - len(names)) / 2)
     axes.set_xlim(-0.6 - air, len(names) - 0.4 + air)
 

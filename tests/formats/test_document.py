@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
@@ -193,3 +194,30 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
 def test_parse_json_returns_what_json_says() -> None:
     text = '{"a": [1, 2.5, null, true, "x"], "b": {"c": -0.0}}'
     assert parse_json(text, Path("x")) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" + "[]," * 300_000 + "1]", "more lists, objects or values than a file of autopar has"),
+        ("[" + "{}," * 300_000 + "1]", "more lists, objects or values than a file of autopar has"),
+        ("[" + "1," * 900_000 + "1]", "more lists, objects or values than a file of autopar has"),
+        ("{" + ", ".join(f'"key {index}": 1' for index in range(30_000)) + "}", "more than 20,000 keys of an object"),
+        ("[" + "9" * 5000 + ", }", "not JSON"),
+        ("[" + "9" * 5000 + "]", "number is too large"),
+    ],
+)
+def test_what_takes_long_to_refuse_is_refused_first(content: str, said: str) -> None:
+    text = f'{{"format": "autopar.cluster", "version": 1, "links": {content}}}'
+    with pytest.raises(FileError, match=said) as caught:
+        Cluster.parse(text, Path("cluster.json"))
+    assert len(str(caught.value)) < 300
+
+
+def test_lists_are_refused_at_their_first_fault() -> None:
+    broken = {**GOOD, "links": [1] * 1000, "devices": ["x"] * 1000}
+    with pytest.raises(FileError) as caught:
+        Cluster.parse(json.dumps(broken), Path("cluster.json"))
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -164,3 +165,15 @@ def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
     assert "<title>&lt;model&gt; &amp; more</title>" in pages[0]
     assert "profile of &lt;model&gt;.py" in pages[0]
     assert "@import" not in pages[0]
+
+
+def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:
+    text = _profile(2).dumps().replace("model.transformer.decoder.layers.0", r"$\\frac{$")
+    profile = Profile.parse(text, Path("profile.json"))
+    model = profile.model.model_copy(update={"source": "$\\frac{$.py"})
+    figure = draw(profile.model_copy(update={"model": model}))
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    (title,) = figure.texts
+    assert title.get_text().startswith("profile of $\\frac{$.py")
+    assert "$\\frac{$" in [label.get_text() for axes in figure.axes for label in axes.get_xticklabels()]
