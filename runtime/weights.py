@@ -236,7 +236,7 @@ def _files(folder: Path) -> list[_File]:
     if os.path.lexists(index):
         return _listed(index)
     if not os.path.lexists(folder / SINGLE):
-        raise FileError(f"{folder}: holds neither {INDEX} nor {SINGLE}")
+        raise FileError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
     return [_File(folder / SINGLE, None)]
 
 

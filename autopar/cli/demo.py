@@ -10,6 +10,7 @@ import typer
 
 from autopar.cli.training import AsJson
 from autopar.errors import UsageError
+from autopar.formats.document import write_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +44,8 @@ def command(
     picture = folder / "timeline.png"
 
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
-    profile_command.command(_example("gpt"), batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
+    model = str(_copied("gpt", folder))
+    profile_command.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
     plan_command.command(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")
@@ -58,11 +60,14 @@ def command(
         sys.stdout.write(files["report.json"].read_text(encoding="utf-8"))
 
 
-def _example(name: str) -> str:
+def _copied(name: str, folder: Path) -> Path:
+    """Copy an example beside the files that name it, so that they can be used from there."""
     import autopar.examples
 
-    (folder,) = autopar.examples.__path__
-    return str(Path(folder) / f"{name}.py")
+    (examples,) = autopar.examples.__path__
+    model = folder / f"{name}.py"
+    write_bytes(model, (Path(examples) / f"{name}.py").read_bytes())
+    return model
 
 
 def _say(console: Console, what: str, why: str) -> None:

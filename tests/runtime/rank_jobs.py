@@ -79,7 +79,7 @@ def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]
         job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
         peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
         tracker.peak_bytes = tracker.alive_bytes
-        write_stages(job, graph, lambda read: {}, folder)
+        write_stages(job, graph, lambda read: {}, folder, "0")
         job.finish()
     return [peak_bytes, between, int(tracker.peak_bytes)]
 

@@ -179,7 +179,7 @@ def test_no_rank_holds_more_than_its_stage_and_a_layer_while_it_reads_and_saves(
             beside = 64 * 8 + sum(job.parameters[tied.parameter].nbytes for tied in plan.tied if rank in tied.stages)
             assert own <= tracker.alive_bytes
             assert tracker.peak_bytes <= own + LARGEST + beside
-            write_stages(job, graph, unread, tmp_path)
+            write_stages(job, graph, unread, tmp_path, "0")
             assert tracker.peak_bytes <= own + LARGEST + beside
 
 
