@@ -107,7 +107,8 @@ SENSITIVE: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
 def _sensitive(folder: Path) -> None:
     (folder / "sensitive.py").write_bytes((MODELS / "sensitive.py").read_bytes())
     plan = planned(folder, str(folder / "sensitive.py"), (2, 1, 2), **SENSITIVE)
-    update = {"device_type": "cuda", "precision": "bf16"}
+    model = plan.model.model_copy(update={"source": "sensitive.py"})
+    update = {"device_type": "cuda", "precision": "bf16", "model": model}
     plan.model_copy(update=update).save(folder / "plan.json")
 
 
