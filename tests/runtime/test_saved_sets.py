@@ -21,6 +21,8 @@ from autopar.formats.document import write_text
 from autopar.runtime import weights
 from autopar.runtime.saving import new_set, set_of
 
+# Forks are warned of where there are threads; these children only write files.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 STAGES, SIZE = 3, 1000
 OWN = {"tokenizer.json": "{}", "config.json": "{1}"}
 CALLS = ("open", "fsync", "replace")
