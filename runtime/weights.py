@@ -39,6 +39,7 @@ PAIRS = "complex128"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAID: tuple[Literal["bytes"], Literal["sha256"]] = ("bytes", "sha256")
 """What the index says of every file."""
+MOST_TENSORS = 1_000_000
 LONGEST_NAME = 200
 """Letters of a file's name."""
 ATTEMPTS = 100
@@ -242,7 +243,8 @@ def _files(folder: Path) -> list[_File]:
 
 def _listed(index: Path) -> list[_File]:
     """Return the files that an index names, and what it says of them."""
-    content = parse_json(read_text(index, "index of weights"), index)
+    # A mixture of experts has tens of thousands of tensors.
+    content = parse_json(read_text(index, "index of weights"), index, MOST_TENSORS)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(content, dict) or not isinstance(places, dict):
         raise FileError(f"{index}: $.weight_map: expected an object of tensor names and file names")

@@ -172,7 +172,7 @@ def write_bytes(path: str | Path, content: bytes, *, overwrite: bool = True) -> 
         raise FileError(f"cannot write {path}: {error.strerror}") from error
 
 
-def parse_json(text: str, path: Path) -> object:
+def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     """Parse JSON strictly: duplicate keys, NaN, infinities and absurd nesting are refused with their JSON path.
 
     Raises:
@@ -180,12 +180,12 @@ def parse_json(text: str, path: Path) -> object:
     """
     try:
         try:
-            content = _loads(text, path, int)
+            content = _loads(text, path, keys, int)
         except json.JSONDecodeError:
             raise
         except ValueError:
             # An integer of thousands of digits; read again to find its path.
-            content = _loads(text, path, _bounded)
+            content = _loads(text, path, keys, _bounded)
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
@@ -196,10 +196,10 @@ def parse_json(text: str, path: Path) -> object:
     return content
 
 
-def _loads(text: str, path: Path, integer: Callable[[str], object]) -> object:
+def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -> object:
     made: object = json.loads(
         text,
-        object_pairs_hook=_Objects(path).make,
+        object_pairs_hook=_Objects(path, keys).make,
         parse_constant=_Refused,
         # The decoder's own integers are quicker than any that are asked for.
         parse_int=None if integer is int else integer,
@@ -222,16 +222,16 @@ class _Duplicate(_Refused):
 class _Objects:
     """Makes the objects of a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._count = path, 0
+    def __init__(self, path: Path, keys: int) -> None:
+        self._path, self._keys, self._count = path, keys, 0
 
     def make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         self._count += 1
         if self._count > MAX_OBJECTS:
             raise FileError(f"{self._path}: holds more than {MAX_OBJECTS:,} objects, which no file of autopar does")
         result = dict(pairs)
-        if len(result) > MAX_KEYS:
-            return {next(iter(result)): _Refused(f"one of more than {MAX_KEYS:,} keys of an object")}
+        if len(result) > self._keys:
+            return {next(iter(result)): _Refused(f"one of more than {self._keys:,} keys of an object")}
         if len(result) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             return {key: _Duplicate() if counts[key] > 1 else value for key, value in pairs}

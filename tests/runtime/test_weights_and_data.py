@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -285,3 +286,11 @@ def test_a_mini_batch_in_which_nothing_counts_is_refused(tmp_path: Path) -> None
     graph = capture(model, module)
     with pytest.raises(TrainingError, match="count of 0 for the whole mini-batch"):
         train_in_threads(dictate(graph, model, [1], 2, 4), graph, model, dict(module.named_parameters()), tmp_path, 1)
+
+
+def test_an_index_names_as_many_tensors_as_a_mixture_of_experts_has(tmp_path: Path) -> None:
+    names = [f"model.layers.{index // 768}.mlp.experts.{index % 768}.weight" for index in range(45_000)]
+    (tmp_path / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "a.bin")}))
+    assert weights.named(tmp_path) == set()
+    with pytest.raises(FileError, match=r"cannot read weights .*a\.bin"):
+        weights.shapes(tmp_path)
