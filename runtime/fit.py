@@ -12,17 +12,9 @@ from autopar.formats.plan import Plan
 from autopar.runtime.crossings import crossings
 from autopar.runtime.precision import crossing_specs
 
-__all__ = ["check_fit", "check_source", "uncovered"]
+__all__ = ["check_fit", "uncovered"]
 
 REPLAN = "run `autopar plan` again, with --stages for stages of your own"
-
-
-def check_source(model: UserModel, plan: Plan) -> None:
-    """Refuse a model file that is not the one that was planned for."""
-    if model.sha256 != plan.model.sha256:
-        raise FileError(
-            f"{model.path} has changed since it was profiled; run `autopar profile` and `autopar plan` again"
-        )
 
 
 def uncovered(model: UserModel, plan: Plan) -> list[str]:

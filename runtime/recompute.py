@@ -75,20 +75,18 @@ def called_again(layer: Layer, rows: int, inputs: Sequence[torch.Tensor], before
 
 
 def _written_buffers(layer: Layer) -> dict[str, torch.Tensor]:
-    if layer.writes is None or not layer.writes.buffers:
-        return {}
-    first = _first_attributes(layer.buffers, layer.writes.buffers)
-    return {attribute: layer.module.get_buffer(attribute) for attribute in first}
+    names = () if layer.writes is None else layer.writes.buffers
+    return {each: layer.module.get_buffer(each) for each in _first_attributes(layer.buffers, names)}
 
 
 def _written_parameters(layer: Layer) -> dict[str, torch.Tensor]:
-    if layer.writes is None or not layer.writes.parameters:
-        return {}
-    first = _first_attributes(layer.parameters, layer.writes.parameters)
-    return {attribute: layer.module.get_parameter(attribute) for attribute in first}
+    names = () if layer.writes is None else layer.writes.parameters
+    return {each: layer.module.get_parameter(each) for each in _first_attributes(layer.parameters, names)}
 
 
 def _first_attributes(attributes: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Return one attribute of each of the names: others that hold the same tensor follow it."""
+    if not names:
+        return []
     by_name = {name: attribute for attribute, name in reversed(list(attributes.items()))}
     return [by_name[name] for name in names]

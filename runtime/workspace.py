@@ -15,12 +15,13 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.optimizer_settings import Settings
 from autopar.capture.outline import outline
+from autopar.capture.own_code import check_code
 from autopar.capture.source import UserModel
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
-from autopar.runtime.fit import check_fit, check_source, uncovered
+from autopar.runtime.fit import check_fit, uncovered
 from autopar.runtime.initial import given_names, host_memory_bytes, write_made
 from autopar.runtime.stepping import check_together, whole_settings
 
@@ -58,7 +59,7 @@ class Workspace:
             FileError: the model has changed since it was planned for, or the weights do not fit it.
             UsageError: a model larger than memory has parameters that nothing but ``model()`` makes.
         """
-        check_source(model, plan)
+        check_code(model.path, model.sha256, model.imports, plan.model)
         (self.folder / WEIGHTS).mkdir()
         if given is not None:
             module, graph = outline(model, plan.seed)

@@ -138,17 +138,11 @@ def _imported(path: Path, source: bytes, start: Path) -> Iterator[Path]:
             for alias in node.names:
                 yield from _files(start, alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
-            base = start if not node.level else _above(path, node.level - 1)
+            base = path.parents[min(node.level, len(path.parents)) - 1] if node.level else start
             parts = node.module.split(".") if node.module else []
             yield from _files(base, parts)
             for alias in node.names:
                 yield from _files(base, [*parts, alias.name])
-
-
-def _above(path: Path, levels: int) -> Path:
-    for _ in range(levels):
-        path = path.parent
-    return path.parent
 
 
 def _files(base: Path, parts: list[str]) -> Iterator[Path]:
