@@ -134,6 +134,8 @@ def _reference(costs: CostModel, name: str, best: Best) -> Reference:
         return Reference(name, best.found, None)
     if best.closest is not None:
         return Reference(name, None, explain(costs, best.closest[1]))
+    if costs.share_limits:
+        return Reference(name, None, costs.share_limits[0].text)
     rows = costs.batch
     return Reference(name, None, f"no micro-batch of a batch of {rows} has a sample for each of {len(costs.devices)}")
 

@@ -16,6 +16,7 @@ from autopar.planner.costs.memory import Held, Parts, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import in_order
+from autopar.planner.share_limits import limits_met
 
 __all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
 
@@ -66,12 +67,7 @@ class Closest:
         self.pool = in_order(costs.kind_of)
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
-        grid = np.ix_(self.edges[:-1], self.edges)
-        self._allowed = {
-            (kind, many): self.constraints.mask(kind, 1 + many)[grid]
-            for kind in self.pool.kinds
-            for many in (False, True)
-        }
+        self._allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_Way]]] = {}
 
     def candidate(self, stages: int | None = None) -> Candidate | None:
@@ -165,12 +161,20 @@ class Closest:
         key = kind, width, turning, lead
         if key not in self._peaks:
             ways = list(self._ways(kind, width, turning=turning))
-            allowed = self._allowed[kind, width > 1]
+            allowed = self._mask(kind, width, turning=turning)
             least = np.full(allowed.shape, np.inf)
             for way in ways:
                 least = np.minimum(least, self._peak(kind, width, way, lead))
             self._peaks[key] = np.where(allowed, least, np.inf), ways
         return self._peaks[key]
+
+    def _mask(self, kind: int, width: int, *, turning: bool) -> npt.NDArray[np.bool_]:
+        """Return which stages between edges the constraints allow, ``[first, stop]``."""
+        shares = self.costs.shares(self.family.micro_batch_size, width, "round-robin" if turning else "split")
+        key = kind, width > 1, limits_met(self.costs, shares)
+        if key not in self._allowed:
+            self._allowed[key] = self.constraints.mask(kind, shares)[np.ix_(self.edges[:-1], self.edges)]
+        return self._allowed[key]
 
     def _peak(self, kind: int, width: int, way: _Way, lead: int) -> Numbers:
         count = len(turns(way.division, width, 0, self.family.micro_batches))

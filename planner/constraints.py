@@ -17,6 +17,7 @@ from autopar.hardware.gpus import known_as
 from autopar.planner.costs.model import CostModel
 from autopar.planner.named import position, unknown
 from autopar.planner.options import PlanOptions
+from autopar.planner.share_limits import ShareLimit
 
 __all__ = ["Constraints", "Ranged", "Rule"]
 
@@ -39,13 +40,17 @@ class Ranged(Protocol):
     def devices(self) -> tuple[int, ...]:
         """Positions in the cluster."""
 
+    @property
+    def shares(self) -> Sequence[float]:
+        """Samples of a micro-batch that each replica takes."""
+
 
 class Rule(NamedTuple):
     """One thing that the user states."""
 
     text: str
     """As on the command line."""
-    how: Literal["together", "apart", "on", "counted", "single"]
+    how: Literal["together", "apart", "on", "counted", "single", "shares"]
     layers: tuple[int, ...] = ()
     """Ascending: all in one stage, no two in one stage, all on devices of some kinds, or each of one replica."""
     kinds: frozenset[int] = frozenset()
@@ -54,21 +59,26 @@ class Rule(NamedTuple):
     """Stages, where these are counted."""
     reasons: tuple[str, ...] = ()
     """Of layers of one replica, in their order."""
+    limit: ShareLimit | None = None
+    """Of the shares of micro-batches that the layers are given."""
 
     @property
     def refusal(self) -> str:
         """What is said to a user whose stages do not obey it."""
-        return f"--stages: {self.text}" if self.how == "single" else f"--stages contradicts {self.text}"
+        stated = self.how in ("single", "shares")
+        return f"--stages: {self.text}" if stated else f"--stages contradicts {self.text}"
 
-    def allows(self, first: int, stop: int, kinds: Iterable[int], replicas: int = 1) -> bool:
-        """Whether layers ``first:stop`` may be a stage on devices of these kinds."""
+    def allows(self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = ()) -> bool:
+        """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
         if self.how == "together":
             return not any(self.layers[0] < cut <= self.layers[-1] for cut in (first, stop))
         held = sum(first <= layer < stop for layer in self.layers)
         if self.how == "apart":
             return held <= 1
         if self.how == "single":
-            return replicas == 1 or not held
+            return len(shares) <= 1 or not held
+        if self.limit is not None:
+            return not held or not shares or self.limit.admits(shares)
         return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
 
     def _of(self, stage: Ranged) -> Rule:
@@ -113,6 +123,7 @@ class Constraints:
         if costs.single:
             reasons = tuple("".join(each) for each in costs.single.values())
             rules.append(Rule(reasons[0], "single", tuple(costs.single), reasons=reasons))
+        rules += [Rule(limit.text, "shares", limit.layers, limit=limit) for limit in costs.share_limits]
         count = len(costs.devices)
         rules.append(Rule(f"{count} device{'s' if count > 1 else ''}", "counted", most=count * chunks))
         found = cls(len(names), tuple(sorted(set(costs.kind_of))), tuple(rules))
@@ -125,12 +136,12 @@ class Constraints:
         fewer = Rule("", "counted", most=len(kind_of))
         return replace(self, kinds=tuple(sorted(set(kind_of))), rules=(*self.rules, fewer))._possible()
 
-    def allows(self, first: int, stop: int, kind: int, replicas: int) -> bool:
-        """Whether layers ``first:stop`` may be a stage of so many replicas on a kind of device."""
-        return all(rule.allows(first, stop, (kind,), replicas) for rule in self.rules)
+    def allows(self, first: int, stop: int, kind: int, shares: Sequence[float]) -> bool:
+        """Whether layers ``first:stop`` may be a stage on a kind of device, of replicas with these shares."""
+        return all(rule.allows(first, stop, (kind,), shares) for rule in self.rules)
 
-    def mask(self, kind: int, replicas: int = 1) -> npt.NDArray[np.bool_]:
-        """Return :meth:`allows` of all stages, ``[first, stop]``."""
+    def mask(self, kind: int, shares: Sequence[float] = ()) -> npt.NDArray[np.bool_]:
+        """Return :meth:`allows` of all stages, ``[first, stop]``; without shares, of any that are some stage's."""
         found = np.triu(np.ones((self.layers, self.layers + 1), dtype=bool), 1)
         for rule in self.rules:
             if rule.how == "together":
@@ -140,7 +151,7 @@ class Constraints:
             elif rule.how == "apart":
                 for before, after in pairwise(rule.layers):
                     found[: before + 1, after + 1 :] = False
-            elif (rule.how == "on" and kind not in rule.kinds) or (rule.how == "single" and replicas > 1):
+            elif not rule.allows(0, self.layers, (kind,), shares):
                 for layer in rule.layers:
                     found[: layer + 1, layer + 1 :] = False
         return found
@@ -167,8 +178,8 @@ class Constraints:
             if not rule.least <= len(stages) <= rule.most:
                 return rule
             for stage in stages:
-                kinds, replicas = [kind_of[device] for device in stage.devices], len(stage.devices)
-                if not rule.allows(stage.first, stage.stop, kinds, replicas):
+                kinds = [kind_of[device] for device in stage.devices]
+                if not rule.allows(stage.first, stage.stop, kinds, stage.shares):
                     return rule._of(stage) if rule.how == "single" else rule
         return None
 

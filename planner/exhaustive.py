@@ -169,8 +169,6 @@ def _stages(
         return
     ends = frame.edges[index], frame.edges[index + 1]
     for devices, rest in free.taken():
-        if not frame.constraints.allows(*ends, costs.kind_of[devices[0]], len(devices)):
-            continue
         placed = list(_placed(costs, options, frame, index, devices))
         for others in _stages(costs, options, frame, index + 1, rest) if placed else ():
             for stage in placed:
@@ -183,6 +181,8 @@ def _placed(
     first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
     for division in _divisions(costs, frame, width):
         shares = costs.shares(frame.rows, width, division)
+        if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
+            continue
         for shard in shards_of(division, _shards(options, width)):
             for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
                 yield Placed(first, stop, devices, shares, 1, recompute, shard, division)

@@ -41,6 +41,7 @@ class _Ranged(NamedTuple):
     first: int
     stop: int
     devices: tuple[int, ...]
+    shares: tuple[float, ...]
 
 
 class _Shape(NamedTuple):
@@ -196,7 +197,7 @@ class _Neighbours:
         """Whether stages may be so, on devices in the order of the chosen plan's."""
         edges, taken = (0, *shape.cuts), (0, *accumulate(shape.widths))
         stages = [
-            _Ranged(edges[index], stop, self.order[taken[index] : taken[index + 1]])
+            _Ranged(edges[index], stop, self.order[taken[index] : taken[index + 1]], self.costs.shares(self.chosen.micro_batch_size, shape.widths[index]))
             for index, stop in enumerate(shape.cuts)
         ]
         return self.constraints.broken(stages, self.costs.kind_of) is None

@@ -33,6 +33,7 @@ from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
+from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
@@ -77,7 +78,7 @@ def plan(
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
         return _scheduled(simulator, options, dictated, known)
-    every = families(costs.batch, options)
+    every = runnable(costs, families(costs.batch, options))
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
@@ -95,7 +96,7 @@ def _scheduled(
 ) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
-    every = families(costs.batch, least)
+    every = runnable(costs, families(costs.batch, least))
     own = None if dictated is None else dictated_best(simulator, options, dictated)
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, compared, known)
@@ -110,7 +111,7 @@ def _scheduled(
         def bound_s(model: CostModel, family: Family, below_s: float) -> float:
             return min(below_s, trials.bound_s(model, family, shape))
 
-        bounds = stacked(costs, families(costs.batch, options), bound_s, own.step_s)
+        bounds = stacked(costs, runnable(costs, families(costs.batch, options)), bound_s, own.step_s)
         notes = ["the stages were dictated; the lower bound is that of these stages"]
     assert own.found is not None
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
@@ -269,10 +270,11 @@ def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, const
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
-    placed = place(every[0], *dictated, divisible=True)
-    broken = Constraints.of(costs, options).broken(placed, costs.kind_of)
-    if broken is not None:
-        raise UsageError(broken.refusal)
+    rules = Constraints.of(costs, options)
+    # What shares are given depends on the number of micro-batches.
+    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
+    if broken[0] is not None and None not in broken:
+        raise UsageError(broken[0].refusal)
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
@@ -287,7 +289,7 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
 def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
     """Whether the dictated stages fit with other options."""
     simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
-    every = families(simulator.costs.batch, options)
+    every = runnable(simulator.costs, families(simulator.costs.batch, options))
     return try_stages(simulator, every, options, *dictated).found is not None
 
 

@@ -16,6 +16,7 @@ from autopar.planner.dictated import Dictated
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.judge import Best
 from autopar.planner.shapes import Shape
+from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
@@ -50,7 +51,7 @@ def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, _order(costs, found))
     chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
-    starts = trials.starts(families(costs.batch, options), _seeds(found, MOST_SEEDS), chunks)
+    starts = trials.starts(runnable(costs, families(costs.batch, options)), _seeds(found, MOST_SEEDS), chunks)
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.found is None:
         raise _infeasible(costs, options, best)
@@ -67,10 +68,10 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
     costs, shape = simulator.costs, shape_of(dictated, options)
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
-    every = [(family, shape) for family in families(costs.batch, options)]
-    broken = trials.broken(every[0][0], shape)
-    if broken is not None:
-        raise UsageError(broken.refusal)
+    every = [(family, shape) for family in runnable(costs, families(costs.batch, options))]
+    broken = [trials.broken(*start) for start in every]
+    if broken[0] is not None and None not in broken:
+        raise UsageError(broken[0].refusal)
     best = trials.run_all(every)
     if best.found is None and best.closest is None:
         raise UsageError(
@@ -110,7 +111,7 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
 
     Layers of a rank's stages are not contiguous; of such schedules only their work is a bound.
     """
-    every = families(costs.batch, options)
+    every = runnable(costs, families(costs.batch, options))
     if not chunked(options.schedule):
         return stacked(costs, every, least_bound_s(options), step_s)
     return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
@@ -177,7 +178,7 @@ def _beside(simulator: Simulator, options: PlanOptions, best: Best, below_s: flo
     assert best.found is not None
     costs, own = simulator.costs, best.found.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
-    every = families(costs.batch, options)
+    every = runnable(costs, families(costs.batch, options))
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
     near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
     trials = Trials(simulator, options.schedule, options, _order(costs, best))

@@ -68,6 +68,11 @@ def infeasible(
         return InfeasibleError(
             f"no plan uses all {len(costs.devices)} devices: {next(iter(costs.single.values())).reason}; drop --use-all"
         )
+    if found is None and costs.share_limits:
+        return InfeasibleError(
+            f"no plan obeys what layers take at once: {costs.share_limits[0].text}; give another --micro-batches or "
+            "--batch, or drop --use-all"
+        )
     if found is None:
         most = min(costs.layer_count, len(costs.devices))
         return InfeasibleError(

@@ -118,6 +118,8 @@ def layer_record(
         measured_as=measured_as,
         writes=layer.writes,
         written_bytes=sum(buffer.nbytes for buffer in written.values()),
+        least_samples=layer.least_rows,
+        most_samples=layer.most_rows,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from autopar.capture import Layer
 from autopar.capture.source import NamedParameters
+from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
@@ -84,6 +85,7 @@ def estimate(
     return profile_of(subject, found, options.batch, constants or default_constants(gpu))
 
 
+@unwinding_aborts()
 def workload(
     subject: Subject,
     gpu: Gpu,

@@ -15,6 +15,7 @@ from torch import nn
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
 from autopar.capture.source import NamedParameters
 from autopar.capture.unchanged import unchanged
+from autopar.ending import unwinding_aborts
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
@@ -54,6 +55,7 @@ def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambd
     return measured(prepare(user, options, progress), options, progress)
 
 
+@unwinding_aborts()
 def measured(
     subject: Subject, options: ProfileOptions, progress: Progress = lambda what, share: None
 ) -> formats.Profile:
@@ -162,7 +164,7 @@ class _Survey:
     def _recorded(self, chain: Chained, batch: Mapping[str, torch.Tensor]) -> dict[int, Inputs]:
         """Run every size once for what it keeps; return what the chain is given at every size."""
         given: dict[int, Inputs] = {}
-        for size in sizes_up_to(self._options.batch):
+        for size in self._sizes():
             self._progress(f"recording micro-batches of {size}", 0.0)
             rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
             started = time.perf_counter()
@@ -176,6 +178,17 @@ class _Survey:
             if self._enough(len(given), forward_s):
                 break
         return given
+
+    def _sizes(self) -> list[int]:
+        """Return the micro-batch sizes to measure, of those that all layers take."""
+        layers = self._graph.layers
+        most = min((layer.most_rows for layer in layers if layer.most_rows is not None), default=self._options.batch)
+        least = max(layers, key=lambda layer: layer.least_rows)
+        if self._options.batch < least.least_rows:
+            raise UsageError(
+                f"--batch {self._options.batch}: layer {least.name} takes at least {least.least_rows} samples at once"
+            )
+        return sizes_up_to(min(self._options.batch, most), least.least_rows)
 
     def _enough(self, sizes: int, forward_s: float) -> bool:
         """Tell whether larger sizes are left to the line that three make: a few steps would outlast all patience."""
@@ -240,7 +253,7 @@ class _Survey:
     ) -> dict[int, Inputs]:
         given: dict[int, Inputs] = {}
         known = self._costs.recordings
-        for size in sorted(known) or sizes_up_to(self._options.batch):
+        for size in sorted(known) or self._sizes():
             found = known.setdefault(size, Recording())
             made = {name: dtype for name, (dtype, _) in found.made.items()}
             given[size] = drawn(self._graph, layer, batch, made, size)
@@ -306,13 +319,14 @@ def _noise(
     return noise, notes
 
 
-def sizes_up_to(batch: int) -> list[int]:
-    """Return at most five micro-batch sizes, spread evenly: powers of two from 1 up, and the batch.
+def sizes_up_to(batch: int, least: int = 1) -> list[int]:
+    """Return at most five micro-batch sizes, spread evenly: powers of two from the least up, and the batch.
 
-    >>> sizes_up_to(64), sizes_up_to(6), sizes_up_to(1)
-    ([1, 4, 8, 16, 64], [1, 2, 4, 6], [1])
+    >>> sizes_up_to(64), sizes_up_to(6), sizes_up_to(1), sizes_up_to(8, least=2)
+    ([1, 4, 8, 16, 64], [1, 2, 4, 6], [1], [2, 4, 8])
     """
-    sizes = [2**exponent for exponent in range((batch - 1).bit_length())] + [batch]
+    powers = (2**exponent for exponent in range((batch - 1).bit_length()))
+    sizes = sorted({least, *(size for size in powers if size > least), batch})
     if len(sizes) <= MAX_SIZES:
         return sizes
     return [sizes[round(index * (len(sizes) - 1) / (MAX_SIZES - 1))] for index in range(MAX_SIZES)]

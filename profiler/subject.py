@@ -14,6 +14,7 @@ from autopar.capture.check import check_gradients
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer_trials import needs_all, tried_divided
 from autopar.capture.reading import check_reading
+from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
@@ -61,6 +62,7 @@ class Subject:
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
 
+@unwinding_aborts()
 def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> Subject:
     """Build and capture a model, and check the captured graph against it.
 

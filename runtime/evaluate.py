@@ -14,6 +14,7 @@ from autopar.errors import ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.runtime.crossings import crossings
 from autopar.runtime.data import split_rows
+from autopar.runtime.fit import check_shares
 from autopar.runtime.forwards import Forwards, Results
 from autopar.runtime.job import Job
 from autopar.runtime.precision import autocast_of, crossing_specs
@@ -83,7 +84,12 @@ class Evaluation:
             step: what random layers are seeded with.
             rows: samples in the batch.
             values: the whole batch's tensors that this rank reads.
+
+        Raises:
+            UsageError: shares are of fewer or more samples than a layer takes.
         """
+        for count, size in rounds(self._plan, rows):
+            self._forwards_of(count, size)
         self._refresh()
         first = 0
         used: dict[int, Forwards] = {}
@@ -145,6 +151,7 @@ class Evaluation:
     def _forwards_of(self, count: int, size: int) -> Forwards:
         if (count, size) not in self._forwards:
             plan = _round_plan(self._plan, count, size, self._crossings)
+            check_shares(self.graph.layers, plan)
             place = (self._job.rank, self._stages, self._specs, self._transport, self._device)
             self._forwards[count, size] = Forwards(plan, *place)
         return self._forwards[count, size]

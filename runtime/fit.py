@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.merged import merged
 from autopar.capture.source import UserModel
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.crossings import crossings
 from autopar.runtime.precision import crossing_specs
 
-__all__ = ["check_fit", "uncovered"]
+__all__ = ["check_shares", "fitted", "uncovered"]
 
 REPLAN = "run `autopar plan` again, with --stages for stages of your own"
 
@@ -26,14 +27,15 @@ def uncovered(model: UserModel, plan: Plan) -> list[str]:
     return [f"the plan has no hash of {first}{more}, which the model is made of: profile and plan again to have them"]
 
 
-def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
-    """Refuse a plan whose layers, tensors or tied parameters are not those of the captured model.
+def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
+    """Return a captured model with the layers of a plan, which may be fewer if an earlier autopar made it.
 
     A tied parameter that an edited plan leaves out would be trained apart by its stages, without any error.
 
     Raises:
-        FileError: names what differs, and how.
+        FileError: the plan's layers, tensors or tied parameters are not those of the model; names what differs, and how.
     """
+    graph = merged(graph, [name for stage in plan.stages for name in stage.layers])
     _check_layers(graph, plan, model)
     _check_writes(graph, plan)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
@@ -51,6 +53,33 @@ def check_fit(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
             held[name] = (stages, parameter.nbytes)
     tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}
     _compare("tied parameter", "stages, bytes", tied, held, model)
+    return graph
+
+
+def check_shares(layers: Iterable[Layer], plan: Plan, *, synced: bool = False) -> None:
+    """Refuse shares of fewer or more samples than a layer takes at once; its operators might go on.
+
+    Args:
+        layers: of the model, which the plan has.
+        plan: its stages have the shares.
+        synced: whether batch normalisation is that of all shares together.
+
+    Raises:
+        UsageError: names the layer.
+    """
+    stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
+    for layer in layers:
+        index = stage_of[layer.name]
+        shares = [plan.micro_batch_size] if synced else plan.stages[index].rows
+        few, many = min(shares) < layer.least_rows, layer.most_rows is not None and max(shares) > layer.most_rows
+        if few or many:
+            limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
+            count = min(shares) if few else max(shares)
+            how = "fewer --micro-batches, or fewer replicas of" if few else "more --micro-batches, or more replicas of"
+            raise UsageError(
+                f"stage {index} gives {count} sample{'s' if count > 1 else ''} of a micro-batch at once to layer "
+                f"{layer.name}, which takes {limit}; plan with {how} that stage"
+            )
 
 
 def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:

@@ -24,7 +24,7 @@ from autopar.ranks.failure import Failure
 from autopar.runtime.agree import Agreement
 from autopar.runtime.batches import Loader
 from autopar.runtime.connect import connect
-from autopar.runtime.fit import check_fit
+from autopar.runtime.fit import fitted
 from autopar.runtime.job import Job
 from autopar.runtime.prefetch import Batch
 from autopar.runtime.settings import TrainSettings
@@ -127,8 +127,7 @@ def _captured(
             release(layer)
     for module, mode in modes:
         module.training = mode
-    check_fit(graph, plan, user)
-    return user, graph
+    return user, fitted(graph, plan, user)
 
 
 def _whole_settings(

@@ -19,6 +19,7 @@ from autopar.runtime.compiled import compiled
 from autopar.runtime.copies import copies_of
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import Executor, StepRecord
+from autopar.runtime.fit import check_shares
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.groups import replica_ranks
 from autopar.runtime.held import Weights, hold
@@ -92,6 +93,7 @@ class Job:
         mine = [layer for each in layers.values() for layer in each]
         replicas = replica_ranks(plan, indices)
         self._alike = ReplicatedBuffers(mine, self._held, plan.replicate_state, transport, replicas, rank)
+        check_shares(graph.layers, plan, synced=settings.sync_batch_norm)
         layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
         if settings.compile:
             check_compiling(plan, program)

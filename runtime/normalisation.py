@@ -34,10 +34,9 @@ def normalizing(
         settings: say what is asked for.
 
     Raises:
-        UsageError: something is, and the model has no batch normalisation; or shares are too small for it.
+        UsageError: something is, and the model has no batch normalisation.
     """
     asked = [f"--{name}-batch-norm" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
-    _check_rows(graph, plan, settings)
     if not asked:
         return layers, lambda: None
     if not any(map(normalizes, graph.layers)):
@@ -49,19 +48,3 @@ def normalizing(
     if ranks in synced_groups(plan):
         synchronize(mine, SyncedBatchNorm(transport, ranks, rank))
     return layers, lambda: None
-
-
-def _check_rows(graph: LayerGraph, plan: Plan, settings: TrainSettings) -> None:
-    """Refuse shares of fewer samples than a layer needs, as torch's modules do; its operators go on.
-
-    Raises:
-        UsageError: names the layer.
-    """
-    for index, stage in enumerate(plan.stages):
-        rows = plan.micro_batch_size if settings.sync_batch_norm else min(stage.rows)
-        for layer in map(graph.layer, stage.layers):
-            if rows < layer.least_rows:
-                raise UsageError(
-                    f"stage {index} has layer {layer.name} normalise {rows} sample of a micro-batch, and it needs "
-                    f"{layer.least_rows}; plan with fewer --micro-batches, or with fewer replicas of that stage"
-                )

@@ -12,11 +12,12 @@ from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.outline import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
+from autopar.ending import unwinding_aborts
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.batches import Loader
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.fit import check_fit
+from autopar.runtime.fit import fitted
 from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
 from autopar.runtime.prefetch import Batch
@@ -32,6 +33,7 @@ __all__ = ["rehearse", "rehearse_model"]
 _CPU = torch.device("cpu")
 
 
+@unwinding_aborts()
 def rehearse(
     plan: Plan, graph: LayerGraph, model: UserModel, progress: Callable[[int], None] = lambda stage: None
 ) -> tuple[int, ...]:
@@ -77,8 +79,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     user = load(model, data, plan.model)
     progress("capturing the model")
     # It may be larger than this machine's memory.
-    _, graph = outline(user, plan.seed)
-    check_fit(graph, plan, user)
+    graph = fitted(outline(user, plan.seed)[1], plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
 

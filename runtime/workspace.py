@@ -21,7 +21,7 @@ from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
-from autopar.runtime.fit import check_fit, uncovered
+from autopar.runtime.fit import fitted, uncovered
 from autopar.runtime.initial import given_names, host_memory_bytes, write_made
 from autopar.runtime.stepping import check_together, whole_settings
 
@@ -75,7 +75,7 @@ class Workspace:
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *uncovered(model, plan)]), encoding="utf-8")
-        check_fit(graph, plan, model)
+        graph = fitted(graph, plan, model)
         check_together(model, module, graph, plan)
         self._write_settings(whole_settings(model, module))
         if graph.portable:

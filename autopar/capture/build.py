@@ -109,7 +109,8 @@ class _Builder:
             fingerprint=_fingerprint(module, self.part.random),
             module=module,
             writes=graph_writes(module, self.parameters, self.buffers, inputs),
-            least_rows=least_rows(module),
+            least_rows=max(self.inputs.least, least_rows(module)),
+            most_rows=self.inputs.most,
         )
 
     def _inputs(

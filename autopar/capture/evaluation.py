@@ -23,8 +23,10 @@ from autopar.capture.export import export_rows, sorted_inputs, told_apart
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.hollow import faked, is_hollow
+from autopar.capture.least_rows import right_for_one
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.capture.unchanged import kept_parameters, unchanged
+from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
 
 __all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]
@@ -48,6 +50,7 @@ class EvaluationGraph:
     """Of the model's outputs."""
 
 
+@unwinding_aborts()
 def capture_evaluation(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
 ) -> EvaluationGraph:
@@ -61,9 +64,10 @@ def capture_evaluation(
         return _listed(trained)
     step = StepModule(model, batch, loss)
     program = _exported(model, step, batch, trained)
-    return _cut(program, model, step.names, trained, trained.outputs)
+    return _checked(_cut(program, model, step.names, trained, trained.outputs), model, step, batch)
 
 
+@unwinding_aborts()
 def capture_prediction(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
 ) -> EvaluationGraph:
@@ -87,7 +91,8 @@ def capture_prediction(
         raise ModelError(_NO_OUTPUT)
     end.args = (tuple(kept.values()),)
     specs = [spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items()]
-    return _cut(program, model, step.names, trained, tuple(kept), tuple(specs))
+    graph = _cut(program, model, step.names, trained, tuple(kept), tuple(specs))
+    return _checked(graph, model, step, batch, [name in kept for name in step.outputs.value])
 
 
 @contextlib.contextmanager
@@ -130,6 +135,19 @@ def _cut(
     layers = build_layers(program.graph, inputs, segments, values, results)
     read = tensor_specs(program.graph, inputs, segments, layers)
     return EvaluationGraph(tuple(layers), tuple(read), tuple(tensors), results, specs)
+
+
+def _checked(
+    graph: EvaluationGraph, model: nn.Module, step: nn.Module, batch: object, compared: Sequence[bool] | None = None
+) -> EvaluationGraph:
+    """Have layers be given two samples at least where the model does something else with one."""
+    if is_hollow(model) or graph.layers[0].least_rows > 1:
+        return graph
+    with evaluating(model):
+        step.eval()
+        if right_for_one(step, graph.layers, named_tensors(batch), compared):
+            return graph
+    return replace(graph, layers=tuple(replace(layer, least_rows=2) for layer in graph.layers))
 
 
 def _listed(trained: LayerGraph) -> EvaluationGraph:

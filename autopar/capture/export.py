@@ -7,6 +7,7 @@ import hashlib
 import io
 import logging
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.least_rows import right_for_one
 from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
 from autopar.capture.modes import noting_modes
 from autopar.capture.reached import Path
@@ -36,6 +38,7 @@ from autopar.capture.state import preserved
 from autopar.capture.stateful import other_batches, refuse_state
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
 from autopar.capture.unchanged import kept_parameters, unchanged
+from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
 
 __all__ = [
@@ -51,6 +54,10 @@ __all__ = [
 ]
 
 _DRAW = f"draw from the default one (docs/seeds.md), {FALLBACK}"
+
+
+_LIMITS = re.compile(r"^ *batch = Dim\('batch'(?:, min=(?P<least>\d+))?(?:, max=(?P<most>\d+))?\)$", re.MULTILINE)
+"""The numbers of rows with which torch proposes to export again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +86,7 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     return capture_module(module, batch, model.loss, model.layers, others, model.ignored_state)
 
 
+@unwinding_aborts()
 def capture_module(
     model: nn.Module,
     batch: object,
@@ -133,6 +141,9 @@ def capture_module(
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     graph = _cut(program, model, tensors)
+    with preserved(step.roots.value, ()):
+        if not hollow and graph.layers[0].least_rows == 1 and not right_for_one(step, graph.layers, tensors):
+            graph = with_least(graph, 2)
     refuse_stale(graph, step.replaced.value)
     refuse_shared_writes(graph, model)
     return graph
@@ -235,7 +246,21 @@ def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Exporte
 
 
 def _exported(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    shapes = (tuple({0: Dim("batch", min=1)} for _ in tensors),)
+    """Export for any number of rows, or for those between the limits that torch names (``if x.shape[0] < 64:``)."""
+    try:
+        return _exported_between(step, tensors, 1, None)
+    except Exception as error:
+        found = _LIMITS.search(str(error))
+        if found is None:
+            raise
+        least, most = (None if found[name] is None else int(found[name]) for name in ("least", "most"))
+        return _exported_between(step, tensors, least or 1, most)
+
+
+def _exported_between(
+    step: nn.Module, tensors: Mapping[str, torch.Tensor], least: int, most: int | None
+) -> ExportedProgram:
+    shapes = (tuple({0: Dim("batch", min=least, max=most)} for _ in tensors),)
     with _quiet(), general_masks():
         program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False
@@ -364,7 +389,17 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     rows = node.meta["val"].shape[0]
     if not isinstance(rows, torch.SymInt):
         raise CaptureError(f"the model works for {rows} samples only; let its sizes depend on the batch, {FALLBACK}")
-    return Inputs(**tables, symbol=str(rows.node.expr))
+    symbol = str(rows.node.expr)
+    limits = next(limits for name, limits in program.range_constraints.items() if str(name) == symbol)
+    most = int(limits.upper) if limits.upper.is_Integer else None
+    return Inputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most)
+
+
+def with_least(graph: LayerGraph, rows: int) -> LayerGraph:
+    """Return a captured graph whose layers are given so many samples at least."""
+    exported: Exported = graph.exported
+    layers = tuple(replace(layer, least_rows=max(rows, layer.least_rows)) for layer in graph.layers)
+    return replace(graph, layers=layers, exported=replace(exported, inputs=replace(exported.inputs, least=rows)))
 
 
 def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> LayerGraph:

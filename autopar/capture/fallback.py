@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autopar.capture.reached import Path
 from autopar.capture.stand_ins import standing_in
 from autopar.capture.state import preserved, roots_of, snapshot
 from autopar.capture.stateful import refuse_lasting, stateful_modules
+from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.capture.writes import joined, read_statistics, running_statistics, watched
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
@@ -194,6 +196,7 @@ class Listing:
     ) -> LayerGraph:
         sizes = (row_count(small), row_count(large))
         stateful: Sequence[tuple[str, ...]] = [()] * len(self.wrapped)
+        least = [1] * len(self.wrapped)
         roots = {path: value for each in self._roots() for path, value in each.items()}
         with preserved(roots, ignored_state) as start, self._running() as running:
             first, randoms, given = self._forward(small, running)
@@ -202,6 +205,7 @@ class Listing:
             second, _, also_given = self._forward(large, running)
             if not is_hollow(self.model):
                 stateful = self._stateful(others, ignored_state, running)
+                least = self._least_rows(small, first, second)
         if any(stateful):
             refuse_lasting(start, snapshot(roots), stateful)
         self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
@@ -211,7 +215,8 @@ class Listing:
             count = len(first[index])
             last = index == len(self.wrapped) - 1
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            layers.append(self._layer(index, previous, outputs, randoms[index], self._writes(index, stateful[index])))
+            own = self._layer(index, previous, outputs, randoms[index], self._writes(index, stateful[index]))
+            layers.append(replace(own, least_rows=least[index]))
             if not last:
                 pairs = zip(outputs, first[index], second[index], strict=True)
                 specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
@@ -258,6 +263,26 @@ class Listing:
             outputs.append(tensors_of(output, layer.element))
         self.wrapped[-1].noted = None
         return outputs, randoms, noted
+
+    def _least_rows(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        small: Sequence[tuple[torch.Tensor, ...]],
+        large: Sequence[tuple[torch.Tensor, ...]],
+    ) -> list[int]:
+        """Return how many samples every layer takes at least: two, where it raises for the first of two."""
+        found = []
+        given: tuple[torch.Tensor, ...] = ()
+        for layer, own, more in zip(self.wrapped, small, large, strict=True):
+            inputs = tuple(tensors[name][:1].clone() for name in layer.batch_names)
+            try:
+                with unchanged(layer), kept_parameters(layer):
+                    layer.compute(inputs + given)
+                found.append(1)
+            except Exception:
+                found.append(2)
+            given = tuple(_first_of(one.detach(), other) for one, other in zip(own, more, strict=True))
+        return found
 
     def _look_at_statistics(self, position: int, inputs: Sequence[torch.Tensor]) -> None:
         """Take running statistics of batch normalisation for written buffers, where something else reads them."""
@@ -338,6 +363,12 @@ class Listing:
             readers = (self.names[i] for i, layer in enumerate(self.wrapped) if name in layer.batch_names)
             specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
         return specs
+
+
+def _first_of(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+    """Return the first sample of a tensor, along the dimension in which that of more samples is larger."""
+    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=False)) if pair[0] != pair[1]]
+    return small.narrow(differ[0], 0, 1).clone() if differ else small
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

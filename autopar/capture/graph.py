@@ -65,7 +65,9 @@ class Layer:
     writes: Writes | None = None
     """What a forward changes besides; by the model's names."""
     least_rows: int = 1
-    """The fewest samples that it can be given, as far as its graph shows it."""
+    """The fewest samples that it can be given at once."""
+    most_rows: int | None = None
+    """The most; none: any number."""
 
     @property
     def stateful(self) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import fx
+
+from autopar.capture.units import listed
 
 __all__ = ["joined"]
 
@@ -55,7 +57,11 @@ class _Part(NamedTuple):
 
 
 def joined(
-    owned: Sequence[fx.Node], groups: Sequence[Group], units: Sequence[str | None], parameters: Collection[str]
+    owned: Sequence[fx.Node],
+    groups: Sequence[Group],
+    units: Sequence[str | None],
+    parameters: Collection[str],
+    kept: Collection[int] = (),
 ) -> list[Group]:
     """Return groups with the light ones joined to others.
 
@@ -64,24 +70,27 @@ def joined(
         groups: cuts of them.
         units: the named module whose call a node belongs to, by node.
         parameters: names of the placeholders that are parameters.
+        kept: the nodes at which a group begins that is not joined to the one before it.
     """
     kinds: dict[tuple[object, ...], int] = {}
     parts = []
     for low, high in groups:
         signature = tuple(_signature(node) for node in owned[low:high])
-        light = not any(map(_is_element, units[low:high]))
+        light = not any(map(listed, units[low:high]))
         light = light and not any(_multiplies(node, parameters) for node in owned[low:high])
         parts.append(_Part(low, high, (kinds.setdefault(signature, len(kinds)),), light))
     crossing = _crossing_bytes(owned)
-    while (shorter := _joined_once(parts, crossing)) is not None:
+    while (shorter := _joined_once(parts, crossing, kept)) is not None:
         parts = shorter
     return [(part.low, part.high) for part in parts]
 
 
-def _joined_once(parts: Sequence[_Part], crossing: Sequence[int]) -> list[_Part] | None:
+def _joined_once(parts: Sequence[_Part], crossing: Sequence[int], kept: Collection[int]) -> list[_Part] | None:
     """Join the first light kind that can be joined, wherever it can; none if none can."""
     for kind in dict.fromkeys(part.kind for part in parts if part.light):
-        before, behind = _followed(parts, kind), _preceded(parts, kind)
+        places = [at for at, part in enumerate(parts[1:]) if part.low not in kept]
+        before = _whole(parts, [(parts[at].kind, at) for at in places if parts[at + 1].kind == kind])
+        behind = _whole(parts, [(parts[at + 1].kind, at) for at in places if parts[at].kind == kind])
         dearer = [each for each in before if all(_dearer(parts[at + 1], crossing) >= 0 for at in each)]
         cheaper = [each for each in behind if all(_dearer(parts[at], crossing) < 0 for at in each)]
         chosen = dearer or cheaper or before or behind
@@ -90,18 +99,8 @@ def _joined_once(parts: Sequence[_Part], crossing: Sequence[int]) -> list[_Part]
     return None
 
 
-def _followed(parts: Sequence[_Part], kind: Kind) -> list[list[int]]:
-    """Return, for every other kind whose parts are all followed by ``kind``, their places."""
-    return _whole(parts, [(one.kind, at) for at, (one, other) in enumerate(pairwise(parts)) if other.kind == kind])
-
-
-def _preceded(parts: Sequence[_Part], kind: Kind) -> list[list[int]]:
-    """Return, for every other kind whose parts are all preceded by ``kind``, the places before them."""
-    return _whole(parts, [(other.kind, at) for at, (one, other) in enumerate(pairwise(parts)) if one.kind == kind])
-
-
 def _whole(parts: Sequence[_Part], found: Sequence[tuple[Kind, int]]) -> list[list[int]]:
-    """Return the places of a kind where they are as many as parts of that kind."""
+    """Return the places of a kind where they are as many as parts of that kind: what may be joined, wherever it is."""
     every = Counter(part.kind for part in parts)
     places: dict[Kind, list[int]] = {}
     for kind, at in found:
@@ -122,11 +121,6 @@ def _merged(parts: Sequence[_Part], places: Collection[int]) -> list[_Part]:
             part = found.pop().with_next(part)
         found.append(part)
     return found
-
-
-def _is_element(unit: str | None) -> bool:
-    """Tell whether a unit is an element of a list of modules."""
-    return unit is not None and unit.partition("@")[0].rpartition(".")[2].isdigit()
 
 
 def _multiplies(node: fx.Node, parameters: Collection[str]) -> bool:

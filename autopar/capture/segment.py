@@ -1,10 +1,8 @@
 """Cut an exported graph into layers at legal boundaries.
 
-A layer begins at the call of a *unit*, a named module found by walking a node's module path from the root: the first
-element of a ``ModuleList`` or ``Sequential`` (``transformer.h.3``), else the outermost module without such elements in
-it (``transformer.wte``, ``head``). A module that is its parent's only child is a wrapper and is walked through.
-What runs between units (residual additions, the loss) belongs to the layer before it. Modules outside of lists
-that multiply no matrices are joined to others (``joined.py``).
+A layer begins at the call of a *unit*, a named module such as a block (``units.py``). What runs between units (residual
+additions, the loss) belongs to the layer before it. Modules outside of lists that multiply no matrices are joined to
+others (``joined.py``). A unit that holds blocks is split behind that, so that no boundary goes.
 
 Some values are *free*: they depend on inputs only or on parameters only, draw no random numbers and write nothing
 that outlives them (masks, positions, expanded tokens). They are computed again in every layer that reads them, so
@@ -30,6 +28,7 @@ from torch import fx, nn
 
 from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
 from autopar.capture.joined import joined
+from autopar.capture.units import Units, split_as, split_units
 from autopar.errors import CaptureError
 
 __all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment", "segment_like"]
@@ -49,6 +48,10 @@ class Inputs:
     """From placeholder to the name of the batch's tensor."""
     symbol: str
     """The symbol of the batch dimension."""
+    least: int = 1
+    """The fewest samples that the graph is right for."""
+    most: int | None = None
+    """The most; none: any number."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,12 @@ def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment,
     """Cut a graph into the layers described above."""
     nodes = _Nodes(graph, inputs)
     _refuse_lost_writes(nodes)
-    finder = _Units(model)
-    units = [finder.of(node) for node in nodes.owned]
-    groups = _merge(len(nodes.owned), _starts(units), _forbidden(nodes))
-    groups = joined(nodes.owned, groups, units, inputs.parameters)
+    finder, count, forbidden = split_units(model, nodes.owned), len(nodes.owned), _forbidden(nodes)
+    whole = [finder.whole(node) for node in nodes.owned]
+    groups = joined(nodes.owned, _merge(count, _starts(whole), forbidden), whole, inputs.parameters)
+    kept, units = {low for low, _ in groups}, finder.all_of(nodes.owned)
+    starts = kept.union(set(_starts(units)) - set(_starts(whole)))
+    groups = joined(nodes.owned, _merge(count, sorted(starts), forbidden), units, inputs.parameters, kept)
     return tuple(_describe(nodes, groups, units, finder))
 
 
@@ -108,8 +113,8 @@ def segment_like(
     Raises:
         CaptureError: a boundary is not legal in this graph; names the layer behind it.
     """
-    nodes, finder = _Nodes(graph, inputs), _Units(model)
-    units = [finder.of(node) for node in nodes.owned]
+    nodes, finder = _Nodes(graph, inputs), split_as(model, [unit for modules in layers for unit in modules])
+    units = finder.all_of(nodes.owned)
     place = {unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules}
     current, numbers = 0, []
     for unit in units:
@@ -214,39 +219,6 @@ class _Nodes:
         return reached
 
 
-class _Units:
-    """Finds the unit whose call a node belongs to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._known: dict[str, bool] = {}
-
-    def of(self, node: fx.Node) -> str | None:
-        """Return the unit as ``path`` or, from its second call on, ``path@2``; none between units."""
-        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            inner = path.removeprefix("model.")
-            if inner == path or not self._is_unit(inner):
-                continue
-            again = key.rpartition("@")[2] if "@" in key else "0"
-            return inner if again == "0" else f"{inner}@{int(again) + 1}"
-        return None
-
-    def _is_unit(self, path: str) -> bool:
-        if path not in self._known:
-            self._known[path] = self._decide(path)
-        return self._known[path]
-
-    def _decide(self, path: str) -> bool:
-        module = self._model.get_submodule(path)
-        parent, _, last = path.rpartition(".")
-        has_children = any(True for _ in module.children())
-        if has_children and sum(1 for _ in self._model.get_submodule(parent).children()) == 1:
-            return False
-        # torch keeps a parametrised weight's functions in a list called parametrizations; they are no elements.
-        paths = [name.split(".") for name, _ in module.named_modules()]
-        return last.isdigit() or not any(part.isdigit() for p in paths if "parametrizations" not in p for part in p)
-
-
 def _starts(units: Sequence[str | None]) -> list[int]:
     starts, current = [], None
     for index, unit in enumerate(units):
@@ -292,7 +264,7 @@ def _merge(count: int, starts: Sequence[int], forbidden: Iterable[tuple[int, int
 
 
 def _describe(
-    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: _Units
+    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: Units
 ) -> Iterator[Segment]:
     free, taken = set(nodes.free), {unit for unit in units if unit is not None}
     order = {node: index for index, node in enumerate(nodes.live)}

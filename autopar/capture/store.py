@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
     }
     return {
         "tensors": list(graph.inputs),
+        "rows": [exported.inputs.least, exported.inputs.most],
         "canonical": {targets[node]: name for node, name in names.items()},
         "trainable": trainable,
         "gradients": {tensor.name: tensor.gradient for tensor in graph.tensors},
@@ -108,7 +110,8 @@ def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
 
 
 def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph:
-    inputs = placeholders(program, content["tensors"], content["canonical"])
+    least, most = content["rows"]
+    inputs = replace(placeholders(program, content["tensors"], content["canonical"]), least=least, most=most)
     segments = tuple(
         Segment(part["name"], tuple(part["modules"]), tuple(part["nodes"]), frozenset(part["owned"]), part["random"])
         for part in content["segments"]

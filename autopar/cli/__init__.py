@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
-from autopar.cli.interrupt import INTERRUPTED, Terminated, interrupts_noted, termination_unwinds
+from autopar.cli.interrupt import INTERRUPTED, Terminated, ended_by, interrupts_noted, termination_unwinds
 from autopar.cli.standard_output import results_only
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.paths import trusting
@@ -81,7 +81,7 @@ def main() -> None:
 
 def _ended(number: int) -> int:
     """Say which signal ended the command; return the exit code."""
-    _say("interrupted" if number == signal.SIGINT else str(Terminated(number)))
+    _say(ended_by(number))
     return 128 + number
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "Terminated", "interrupts_noted", "termination_unwinds"]
+from autopar.ending import end, unwinds
+
+__all__ = ["INTERRUPTED", "Terminated", "ended_by", "interrupts_noted", "termination_unwinds"]
 
 INTERRUPTED = 130
 
@@ -20,6 +22,16 @@ class Terminated(BaseException):
         self.number = number
 
 
+def ended_by(number: int) -> str:
+    """Return what is said of a command that a signal ended."""
+    return "interrupted" if number == signal.SIGINT else str(Terminated(number))
+
+
+def _end_at_once(number: int) -> None:
+    if not unwinds():
+        end(128 + number, f"autopar: {ended_by(number)}")
+
+
 @contextmanager
 def interrupts_noted(asked: list[int]) -> Iterator[None]:
     """Put the numbers of the signals that interrupt this process into ``asked``, and let them unwind it as ever.
@@ -30,6 +42,7 @@ def interrupts_noted(asked: list[int]) -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(number)
+        _end_at_once(number)
         signal.default_int_handler(number, frame)
 
     # Whoever started this command in the background may have it ignore interrupts.
@@ -49,6 +62,7 @@ def termination_unwinds(asked: list[int]) -> Iterator[None]:
 
     def unwind(number: int, frame: object) -> None:
         asked.append(number)
+        _end_at_once(number)
         raise Terminated(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.

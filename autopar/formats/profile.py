@@ -226,6 +226,10 @@ class Layer(Record):
     """What its forward changes beside its outputs; null: nothing but batch normalisation's running statistics."""
     written_bytes: Bytes = 0
     """Of the buffers that it writes; a copy of them is kept for every micro-batch in flight."""
+    least_samples: Count = 1
+    """The fewest samples of a micro-batch that it can be given at once."""
+    most_samples: Count | None = None
+    """The most; null: any number."""
     options: tuple[LayerOption, ...] = ()
     """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
 

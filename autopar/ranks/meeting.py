@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ VERDICT = "verdict"
 PATIENCE_S = 5.0
 """After so long, a rank says what it waits for."""
 LOOK_S = 0.05
+LATE_S = 1.0
 ANSWER_S = 30.0
 """How much longer than rank 0 the others wait, and how long rank 0 then waits for them to have heard."""
 
@@ -124,7 +127,8 @@ def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeo
         if leads and launch.one_host:
             # Left to itself, the store listens everywhere.
             listener = socket.create_server((LOOPBACK, port), backlog=launch.size).detach()
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        opening = partial(
+            dist.TCPStore,  # type: ignore[attr-defined]
             address,
             port,
             is_master=leads,
@@ -132,9 +136,38 @@ def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeo
             wait_for_workers=False,
             master_listen_fd=listener,
         )
+        store: Store = opening() if leads else _answered(opening, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}:{port}: {error}") from error
     return store
+
+
+def _answered(opening: Callable[[], Store], timeout_s: float) -> Store:
+    """Connect to a store; left to itself, it waits without end for a listener that answers nothing.
+
+    Raises:
+        TimeoutError: nothing answered.
+        Exception: as ``opening``.
+    """
+    found: SimpleQueue[Store | Exception] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            found.put(opening())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        # The store's own patience ends first where nobody listens.
+        answer = found.get(timeout=timeout_s + LATE_S)
+    except Empty:
+        raise TimeoutError(
+            f"what listens there has not answered in {timeout_s:g} s; give a --master-port that no other program holds"
+        ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:

@@ -7,10 +7,12 @@ import os
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from autopar.ending import closing
 
 __all__ = ["Scratch"]
 
@@ -31,16 +33,23 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
         # Locked before it has its name, so that nobody finds it unlocked.
         unnamed = self.path / f".{_LOCK}"
+        # Taken away by close(), or where the process ends at once.
+        self._closing = ExitStack()
+        self._closing.enter_context(closing(self._remove))
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / _LOCK)
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._closing.close()
+        self._remove()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -24,6 +24,7 @@ from autopar.planner.costs.moments import held_of, rank_peaks
 from autopar.planner.costs.sharing import Sharing
 from autopar.planner.costs.sums import StageSums
 from autopar.planner.options import PlanOptions
+from autopar.planner.share_limits import share_limits
 from autopar.schedules.buckets import buckets as grouped
 from autopar.schedules.route import Route, shares_of
 
@@ -72,6 +73,7 @@ class CostModel:
         self.divisible = options.divisible
         self.single = _single(profile, options)
         """Layers that may have one replica only, and why."""
+        self.share_limits = share_limits(profile)
         self.cluster = cluster
         self._forget()
 

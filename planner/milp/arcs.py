@@ -17,6 +17,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.choices import DIVISIONS
+from autopar.planner.share_limits import crossed_limit
 
 __all__ = ["MOST_ARCS", "Arc", "Crossing", "Network", "asked_levels", "network"]
 
@@ -121,11 +122,14 @@ class _Pricing:
         for kind in self.pool.kinds:
             every = range(first + 1, constraints.layers + 1)
             for width in range(1, self.pool.left(state, kind) + 1):
-                stops = [stop for stop in every if constraints.allows(first, stop, kind, width)]
+                shares = [self.costs.shares(self.family.micro_batch_size, width, each) for each in self.divisions]
+                stops = [stop for stop in every if any(constraints.allows(first, stop, kind, each) for each in shares)]
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
                     for stop in stops:
                         for stage, level, terms in self._ways(first, stop, kind, devices):
+                            if crossed_limit(self.costs, [stage]) is not None:
+                                continue
                             yield Arc(node, (stop, after), stage._replace(devices=devices), level, terms)
 
     def _ways(self, first: int, stop: int, kind: int, devices: tuple[int, ...]) -> list[tuple[Placed, int, StageTerms]]:

@@ -19,6 +19,7 @@ from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.peers.trial import counts_of, planned_counts, trial
+from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Peer", "peers"]
@@ -94,6 +95,8 @@ def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     found = hetpipe.best(simulator, planned, given)
     if found is None:
         return Peer(name, None, "no partition of its virtual workers fits the memory")
+    if found.candidate is not None and (reason := crossed_limit(costs, found.candidate.stages)) is not None:
+        return Peer(name, None, reason)
     at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
     step_s = found.step_s if found.candidate is None else None
     return Peer(name, found.candidate, None, hetpipe.described(at, found.workers), step_s, at.micro_batches)

@@ -10,6 +10,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.search.judge import Best
+from autopar.planner.share_limits import crossed_limit
 from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
@@ -63,7 +64,9 @@ def trial(
         if costs.divisible or proposal.widest <= costs.batch // count
         for candidate in place(costs, proposal, count, schedule)
     ]
-    reasons = [costs.replicated_single(candidate.stages) for candidate in candidates]
+    reasons = [
+        costs.replicated_single(candidate.stages) or crossed_limit(costs, candidate.stages) for candidate in candidates
+    ]
     if candidates and all(reasons):
         return None, reasons[0]
     candidates = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from autopar.planner.candidate import Candidate
+from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Best", "Found"]
@@ -35,10 +36,12 @@ class Best:
         return self.found.step_s if self.found else self._cap_s
 
     def judge(self, simulator: Simulator, candidate: Candidate) -> float | None:
-        """Simulate a candidate; return its seconds per step, or None where it does not fit.
+        """Simulate a candidate; return its seconds per step, or None where it does not fit, or breaks a share limit.
 
         Of one that is not the best of its number of stages, the seconds may be a lower bound.
         """
+        if crossed_limit(simulator.costs, candidate.stages) is not None:
+            return None
         short = max(simulator.costs.shortfalls(candidate))
         if short > 0:
             self.miss(short, candidate)

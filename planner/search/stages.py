@@ -30,6 +30,7 @@ from autopar.planner.search.choices import Choice, choices
 from autopar.planner.search.queues import Queues, queues
 from autopar.planner.search.room import Room
 from autopar.planner.search.ways import Way, lengths_of, ways_of
+from autopar.planner.share_limits import limits_met
 
 __all__ = ["Next", "Spans", "StageTables"]
 
@@ -236,22 +237,26 @@ class StageTables:
         shape = (len(self.places.known), len(self.ways), self.layers, len(self.lengths))
         terms = [np.ones(shape) for _ in StageTerms._fields]
         terms[2][:] = np.inf
-        allowed = {(kind, many): self._allowed(kind, many) for kind in self.pool.kinds for many in (False, True)}
+        allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             for place in sorted(set(move.place[move.after < self.pool.states].tolist())):
                 level, limit = self.places.known[place]
                 found = [self._stage(way, width, level, limit) for width in way.widths]
                 for stack, each in zip(terms, zip(*found, strict=True), strict=True):
                     stack[place, at] = np.minimum.reduce(each)
-                terms[2][place, at][~allowed[way.kind, way.width > 1]] = np.inf
+                terms[2][place, at][~self._allowed(way, allowed)] = np.inf
         return StageTerms(*terms)
 
-    def _allowed(self, kind: int, many: bool) -> npt.NDArray[np.bool_]:
-        """The stages of one or ``many`` replicas that constraints allow, ``[first, length]``; any taken together."""
-        stops = self._firsts + np.arange(1, self.longest + 1)
-        mask = self.constraints.mask(kind, 1 + many)
-        own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
-        return np.logical_or.reduceat(own, self.lengths - 1, axis=1)
+    def _allowed(self, way: Way, known: dict[tuple[object, ...], npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+        """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
+        shares = self.room.shares(way.choice, way.width)
+        key = way.kind, len(shares) > 1, limits_met(self.costs, shares)
+        if key not in known:
+            stops = self._firsts + np.arange(1, self.longest + 1)
+            mask = self.constraints.mask(way.kind, shares)
+            own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
+            known[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
+        return known[key]
 
     def _drop_dominated(self) -> None:
         """Let no stage fit that takes as many devices as another of the same layers, and is better in nothing."""

@@ -9,6 +9,7 @@ from autopar.formats.plan import Division, turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.choices import Choice
+from autopar.planner.share_limits import limits_met
 
 __all__ = ["Way", "lengths_of", "ways_of"]
 
@@ -55,22 +56,25 @@ def ways_of(costs: CostModel, family: Family, kind: int, choices: Sequence[Choic
 def _classes(costs: CostModel, family: Family, division: Division, widths: range, apart: bool) -> list[tuple[int, ...]]:
     if apart:
         return [(width,) for width in widths]
-    busiest: dict[tuple[float, int], list[int]] = {}
+    busiest: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
     for width in widths:
         rows = family.micro_batch_size / width if costs.divisible else -(-family.micro_batch_size // width)
         key = (rows, 0) if division == "split" else (0, len(turns(division, width, 0, family.micro_batches)))
         # One replica makes its first gradients itself; several add to buffers.
-        busiest.setdefault((key[0], -1 if width == 1 else key[1]), []).append(width)
-    classes = [(each[0], each[-1]) for each in busiest.values()]
+        limits = limits_met(costs, costs.shares(family.micro_batch_size, width, division))
+        busiest.setdefault((key[0], -1 if width == 1 else key[1], limits), []).append(width)
+    classes = [(each[0], each[-1], key[2]) for key, each in busiest.items()]
     exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
     merged: list[list[int]] = []
+    kept: tuple[bool, ...] = ()
     most = MOST_CLASSES[division]
     ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
-    for low, high in classes:
-        if merged and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
+    for low, high, limits in classes:
+        if merged and limits == kept and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
             merged[-1] += [low, high]
         else:
             merged.append([low, high])
+            kept = limits
     return [tuple(sorted(set(each))) for each in merged]
 
 

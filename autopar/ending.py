@@ -1,0 +1,55 @@
+"""Ending: what a process does that is asked to end while C++ code calls Python code.
+
+An exception that a signal raises there may have to pass a C++ function that lets none through, and the process aborts.
+Capturing, rehearsing and measuring therefore end the process without unwinding it: what is to be closed is closed by
+the signal's handler.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+__all__ = ["closing", "end", "unwinding_aborts", "unwinds"]
+
+_inside: list[None] = []
+_to_close: list[Callable[[], None]] = []
+
+
+@contextmanager
+def unwinding_aborts() -> Iterator[None]:
+    """Have a signal that ends this process do so at once, inside the block."""
+    _inside.append(None)
+    try:
+        yield
+    finally:
+        _inside.pop()
+
+
+def unwinds() -> bool:
+    """Whether a signal's handler may raise."""
+    return not _inside
+
+
+@contextmanager
+def closing(close: Callable[[], None]) -> Iterator[None]:
+    """Have ``close`` called where the process ends at once inside the block."""
+    _to_close.append(close)
+    try:
+        yield
+    finally:
+        _to_close.remove(close)
+
+
+def end(code: int, line: str) -> NoReturn:
+    """Close what is to be closed, say why on stderr, and end this process."""
+    for close in reversed(_to_close):
+        with suppress(Exception):
+            close()
+    # A progress bar hides the cursor of a terminal.
+    shown = "\x1b[?25h\r" if os.isatty(sys.__stderr__.fileno() if sys.__stderr__ else 2) else ""
+    os.write(2, f"{shown}{line}\n".encode())
+    os._exit(code)

@@ -1,0 +1,229 @@
+"""Blocks in nested and named lists are layers, each where a cut is legal; plans of an earlier autopar keep theirs."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.capture import segment as cutting
+from autopar.capture.check import check_gradients
+from autopar.capture.export import capture_module
+from autopar.capture.graph import LayerGraph
+from autopar.capture.merged import merged
+from autopar.capture.units import Units
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).relu()
+
+
+class Stage(nn.Module):
+    """Of Transformers' Swin and ConvNeXt: a plain module with a list."""
+
+    def __init__(self, blocks: int, entry: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.downsample = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.entry = entry
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.entry:
+            x = x * 2
+        for block in self.blocks:
+            x = block(x)
+        return self.downsample(x)
+
+
+class Dense(nn.ModuleDict):
+    """Of torchvision's DenseNet: every block reads what all before it made."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__({f"denselayer{at + 1}": Reader(WIDTH * (at + 1)) for at in range(blocks)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [x]
+        for block in self.values():
+            found.append(block(found))
+        return torch.stack(found).mean(0)
+
+
+class Reader(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, WIDTH)
+
+    def forward(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.linear(self.norm(torch.cat(tuple(given), -1)).relu())
+
+
+class Beside(nn.Module):
+    """Around a list of blocks, a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.blocks(x)
+
+
+class Heads(nn.Module):
+    """Blocks that do not need each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([head(x) for head in self.heads], -1))
+
+
+class Branches(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({"near": Block(), "far": Block()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self["near"](x) + self["far"](x)
+
+
+class Net(nn.Module):
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages, self.head = nn.ModuleList(stages), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def loss(output: torch.Tensor, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(output, batch[-1])
+
+
+def batch() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(4, WIDTH), torch.randint(0, 3, (4,))]
+
+
+def captured(model: nn.Module) -> LayerGraph:
+    return capture_module(model, batch(), loss)
+
+
+def names(model: nn.Module) -> list[str]:
+    return [layer.name for layer in captured(model).layers]
+
+
+def test_blocks_of_a_stage_that_is_a_list_are_layers() -> None:
+    stage = nn.Sequential(Block(), Block())
+    assert names(Net(stage, Block())) == ["stages.0.0", "stages.0.1", "stages.1", "head"]
+
+
+def test_blocks_of_a_stage_that_holds_a_list_are_layers_and_so_is_what_follows_them() -> None:
+    found = names(Net(Stage(3), Stage(2)))
+    assert found[:4] == [*(f"stages.0.blocks.{at}" for at in range(3)), "stages.0.downsample"]
+    assert found[4:6] == ["stages.1.blocks.0", "stages.1.blocks.1"]
+
+
+def test_what_a_stage_does_before_its_first_block_begins_with_the_stage() -> None:
+    graph = captured(Net(Block(), Stage(2, entry=True)))
+    assert [layer.name for layer in graph.layers][:3] == ["stages.0", "stages.1", "stages.1.blocks.0"]
+
+
+def test_named_blocks_that_read_all_before_them_are_layers() -> None:
+    features = nn.Sequential()
+    features.add_module("conv0", nn.Linear(WIDTH, WIDTH))
+    features.add_module("denseblock1", Dense(3))
+    transition = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), conv=nn.Linear(WIDTH, WIDTH)))
+    features.add_module("transition1", transition)
+
+    class DenseNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.classifier = features, nn.Linear(WIDTH, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.classifier(self.features(x).relu())
+
+    dense = [f"features.denseblock1.denselayer{at}" for at in (1, 2, 3)]
+    assert names(DenseNet()) == ["features.conv0", *dense, "features.transition1", "classifier"]
+
+
+@pytest.mark.parametrize("inner", [Beside, Heads, Branches])
+def test_blocks_that_are_no_sequence_by_themselves_stay_one_layer(inner: Callable[[], nn.Module]) -> None:
+    assert names(Net(Block(), inner())) == ["stages.0", "stages.1", "head"]
+
+
+def test_lists_of_plain_modules_in_a_block_stay_in_it() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mlp(x)
+
+    assert names(Net(Residual(), Residual())) == ["stages.0", "stages.1", "head"]
+
+
+def as_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> LayerGraph:
+    """Capture a model as an earlier autopar did, which split nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cutting, "split_units", lambda model, nodes: Units(model, lambda path: False))
+        return captured(model)
+
+
+def random_model(rng: random.Random) -> nn.Module:
+    def any_stage(depth: int) -> nn.Module:
+        made: list[Callable[[], nn.Module]] = [
+            Block,
+            Beside,
+            Heads,
+            Branches,
+            lambda: Stage(rng.randint(1, 3), entry=rng.random() < 0.5),
+            lambda: Dense(rng.randint(1, 3)),
+            nn.ReLU,
+        ]
+        if depth:
+            made += [lambda: nn.Sequential(*(any_stage(depth - 1) for _ in range(rng.randint(1, 3))))] * 3
+        return rng.choice(made)()
+
+    return Net(*(any_stage(2) for _ in range(rng.randint(1, 3))))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_finer_layers_cut_every_layer_of_before_and_join_again_to_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    model = random_model(random.Random(seed))
+    before, graph = as_before(model, monkeypatch), captured(model)
+    assert len(graph.layers) >= len(before.layers)
+    check_gradients(model, graph, batch(), loss)
+    joined = merged(graph, [layer.name for layer in before.layers])
+    for one, other in zip(joined.layers, before.layers, strict=True):
+        assert (one.name, one.inputs, one.outputs) == (other.name, other.inputs, other.outputs)
+        assert set(one.parameters.values()) == set(other.parameters.values())
+        assert one.fingerprint == other.fingerprint
+    assert joined.tensors == before.tensors
+    check_gradients(model, joined, batch(), loss)
+
+
+def test_layers_of_no_such_names_are_not_joined() -> None:
+    graph = captured(Net(Stage(2), Block()))
+    assert merged(graph, ["stages.0", "other", "head"]) is graph
+    assert merged(graph, ["stages.1", "head"]) is graph
