@@ -123,19 +123,19 @@ def profile(
         ModelError: model, batch and loss do not fit together.
         CaptureError: the model cannot be captured.
     """
-    import copy
     from dataclasses import replace
 
     from autopar.capture.batch import named_tensors, row_count
+    from autopar.capture.copied import copied
     from autopar.capture.given import given_model
     from autopar.capture.losses import counted_loss, counts_labels
     from autopar.profiler import ProfileOptions
     from autopar.profiler import profile as measure
 
-    copied = copy.deepcopy(model)
-    counts = loss is None and counts_labels(copied.train(), batch)
-    counted = counted_loss(copied) if counts else loss
-    user = given_model(copied, batch, loss=counted, optimizer=optimizer, layers=layers)
+    own = copied(model)
+    counts = loss is None and counts_labels(own.train(), batch)
+    counted = counted_loss(own) if counts else loss
+    user = given_model(own, batch, loss=counted, optimizer=optimizer, layers=layers)
     user = replace(user, ignored_state=tuple(ignored_state), counts_labels=counts)
     rows = row_count(named_tensors(batch))
     here = device in ("auto", "cpu", "cuda")

@@ -65,8 +65,9 @@ class Rule(NamedTuple):
     @property
     def refusal(self) -> str:
         """What is said to a user whose stages do not obey it."""
-        stated = self.how in ("single", "shares")
-        return f"--stages: {self.text}" if stated else f"--stages contradicts {self.text}"
+        if self.how == "shares":
+            return f"--stages: {self.text}; give its stage other replicas, or other --micro-batches"
+        return f"--stages: {self.text}" if self.how == "single" else f"--stages contradicts {self.text}"
 
     def allows(self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = ()) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""

@@ -167,7 +167,6 @@ def _stages(
         if not options.use_all or not any(free.left):
             yield ()
         return
-    ends = frame.edges[index], frame.edges[index + 1]
     for devices, rest in free.taken():
         placed = list(_placed(costs, options, frame, index, devices))
         for others in _stages(costs, options, frame, index + 1, rest) if placed else ():

@@ -196,9 +196,10 @@ class _Neighbours:
     def _obeys(self, shape: _Shape) -> bool:
         """Whether stages may be so, on devices in the order of the chosen plan's."""
         edges, taken = (0, *shape.cuts), (0, *accumulate(shape.widths))
+        rows = self.chosen.micro_batch_size
         stages = [
-            _Ranged(edges[index], stop, self.order[taken[index] : taken[index + 1]], self.costs.shares(self.chosen.micro_batch_size, shape.widths[index]))
-            for index, stop in enumerate(shape.cuts)
+            _Ranged(edges[at], stop, self.order[taken[at] : taken[at + 1]], self.costs.shares(rows, shape.widths[at]))
+            for at, stop in enumerate(shape.cuts)
         ]
         return self.constraints.broken(stages, self.costs.kind_of) is None
 

@@ -33,7 +33,7 @@ def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     A tied parameter that an edited plan leaves out would be trained apart by its stages, without any error.
 
     Raises:
-        FileError: the plan's layers, tensors or tied parameters are not those of the model; names what differs, and how.
+        FileError: the plan's layers, tensors or tied parameters are not the model's; names what differs, and how.
     """
     graph = merged(graph, [name for stage in plan.stages for name in stage.layers])
     _check_layers(graph, plan, model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from autopar.capture.copied import copied
 from autopar.capture.export import capture
 from autopar.capture.given import given_model
 from autopar.capture.graph import LayerGraph
@@ -121,7 +121,7 @@ def _captured(
         check_loss(user, model, graph, accepted=False)
     if not graph.portable:
         # Its layers are the model's own modules, whose parameters are about to be replaced.
-        graph = capture(user, copy.deepcopy(model))
+        graph = capture(user, copied(model))
         for layer in graph.layers:
             # Those of its stage a rank is given, and the others it need not hold.
             release(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import logging
@@ -35,7 +36,7 @@ from autopar.capture.reached import Path
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
 from autopar.capture.state import preserved
-from autopar.capture.stateful import other_batches, refuse_state
+from autopar.capture.stateful import carried_over, other_batches, refuse_state
 from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
 from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.ending import unwinding_aborts
@@ -132,21 +133,23 @@ def capture_module(
                 # What is only logged would keep tensors of the graph, which have no values.
                 with preserved(step.roots.value, ()):
                     program = export_rows(step, tensors)
-        except CaptureError:
+        except CaptureError as error:
             declared = _declared(model, batch, loss, more, ignored_state)
-            if declared is None:
-                raise
-            return declared
+            if declared is not None:
+                return declared
+            if not hollow:
+                _refuse_carried_over(step, more, error)
+            raise
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     graph = _cut(program, model, tensors)
-    with preserved(step.roots.value, ()):
-        if not hollow and graph.layers[0].least_rows == 1 and not right_for_one(step, graph.layers, tensors):
-            graph = with_least(graph, 2)
     refuse_stale(graph, step.replaced.value)
     refuse_shared_writes(graph, model)
-    return graph
+    if hollow or graph.layers[0].least_rows > 1:
+        return graph
+    with preserved(step.roots.value, ()):
+        return graph if right_for_one(step, graph.layers, tensors) else with_least(graph, 2)
 
 
 def _declared(
@@ -202,11 +205,28 @@ def _try_out(
 def _refuse_state(
     step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...]
 ) -> None:
-    def call(tensors: Mapping[str, torch.Tensor]) -> Callable[[], object]:
-        return lambda: step(*(tensor.clone() for tensor in tensors.values()))
-
     with unchanged(step), kept_parameters(step), told_apart("the model's forward"):
-        refuse_state(step.roots.value, [call(tensors) for tensors in batches], ignored_state)
+        refuse_state(step.roots.value, _calls(step, batches), ignored_state)
+
+
+def _calls(step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[Callable[[], object]]:
+    def call(tensors: Mapping[str, torch.Tensor]) -> object:
+        return step(*(tensor.clone() for tensor in tensors.values()))
+
+    return [functools.partial(call, tensors) for tensors in batches]
+
+
+def _refuse_carried_over(
+    step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], refusal: CaptureError
+) -> None:
+    """Name a tensor with the samples of a batch that the next forward reads, where a model is refused: that is why."""
+    with unchanged(step), kept_parameters(step):
+        found = carried_over(step.roots.value, _calls(step, batches))
+    if found is not None and row_count(batches[0]) in found[1].shape:
+        raise CaptureError(
+            f"{found[0]} carries what a forward made of one batch to the next, which other samples and micro-batches "
+            "follow; begin every forward without it (set it to None first)"
+        ) from refusal
 
 
 def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -319,6 +339,10 @@ def _explain(error: BaseException) -> str:
     if _reads_values(error):
         remedy = "set layerdrop to 0" if "layerdrop" in source else "use torch.where"
         return f"{place}: a tensor's values decide what runs; {remedy}, {FALLBACK}"
+    if "DynamicOutputShape" in kind:
+        operator = str(error).removeprefix("aten.").partition(".")[0].strip("_")
+        remedy = FALLBACK.removeprefix("or ") if operator == "ctc_loss" else f"use torch.where, {FALLBACK}"
+        return f"{place}: {operator} makes a tensor whose size depends on values; {remedy}"
     if _fixes_rows(error):
         remedy = "let it depend on the batch (x.shape[0], not len(x) or int())"
         return f"the model fixes the number of samples, which must stay free; {remedy}, {FALLBACK}"

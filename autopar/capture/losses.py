@@ -35,8 +35,8 @@ UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not 
 LABELS = "batch.labels"
 _OF_LABELS = "(labels != -100).sum()"
 _EXACT = (
-    "exact is one micro-batch whose loss no replicas divide: pass --accept-loss (accept_loss=True), then plan with "
-    "--micro-batches 1 and --stages whose last one has one replica"
+    "exact is one micro-batch that no replicas divide where samples meet: pass --accept-loss (accept_loss=True), then "
+    "plan with --micro-batches 1 and --stages of one replica each (of a loss that alone compares samples, the last one)"
 )
 _ACCEPTING = "or pass --accept-loss (accept_loss=True), and results depend on micro-batches"
 

@@ -1,5 +1,4 @@
-"""Merged: a graph with fewer layers, as an earlier autopar found them: it did not split the stages of a Swin or a DenseNet.
-"""
+"""Merged: a graph with fewer layers, as an earlier autopar found them, which did not split stages into their blocks."""
 
 from __future__ import annotations
 

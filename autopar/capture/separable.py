@@ -7,7 +7,6 @@ is a loss that compares samples with one another.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count
+from autopar.capture.copied import copied
 from autopar.capture.graph import LayerGraph
 from autopar.capture.neutral import neutral
 from autopar.capture.state import preserved, roots_of
@@ -216,7 +216,7 @@ def _sampled(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.P
 
 
 def _doubled(part: Any) -> Any:  # noqa: ANN401
-    return copy.deepcopy(part).double() if isinstance(part, nn.Module) else part
+    return copied(part).double() if isinstance(part, nn.Module) else part
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

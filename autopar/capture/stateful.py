@@ -6,6 +6,7 @@ the state is only logged. Of listed modules the state may change where it is one
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.capture.state import Roots, Snapshot, differences, snapshot
 from autopar.capture.traps import FALLBACK
 from autopar.errors import CaptureError
 
-__all__ = ["other_batches", "refuse_lasting", "refuse_state", "stateful_modules"]
+__all__ = ["carried_over", "other_batches", "refuse_lasting", "refuse_state", "stateful_modules"]
 
 GENERATORS = {
     Path("random", "the generator of Python's "): random._inst,
@@ -50,6 +51,18 @@ def refuse_state(roots: Roots, calls: Sequence[Callable[[], object]], ignored: t
                     f"{path} {how} with every forward, which cannot be captured; keep it in a buffer and write into "
                     f"it, name it in ignored_state if it is only logged, {FALLBACK}"
                 )
+
+
+def carried_over(roots: Roots, calls: Sequence[Callable[[], object]]) -> tuple[Path, torch.Tensor] | None:
+    """Return a tensor of the Python state, with its path, that a call replaces and has read the old one of."""
+    for call in calls:
+        before = snapshot(roots)
+        with _Reads() as reads, contextlib.suppress(Exception):
+            call()
+        for path in _changed(before, snapshot(roots), reads.storages - _of_buffers(roots)):
+            if path in before.tensors:
+                return path, before.tensors[path][0][0]
+    return None
 
 
 def stateful_modules(

@@ -43,18 +43,12 @@ class Units:
 
     def of(self, node: fx.Node) -> str | None:
         """Return the unit, or the part of one that is split; none between them."""
-        calls = calls_around(node)
-        for path, again in calls:
-            if self._is_whole(path):
-                break
-        else:
-            return None
-        while self._split(path):
-            following = next(calls, None)
-            if following is None:
-                return None
-            path, again = following
-        return path + again
+        within = False
+        for path, again in calls_around(node):
+            within = within or self._is_whole(path)
+            if within and not self._split(path):
+                return path + again
+        return None
 
     def all_of(self, nodes: Sequence[fx.Node]) -> list[str | None]:
         """Return :meth:`of` every node; what a split unit does before its first part is the unit's own."""
