@@ -106,8 +106,7 @@ def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
     def part(total: Bytes, whole: Bytes) -> Bytes:
         return whole - (-(total - whole) // held.replicas)
 
-    most: Bytes = np.maximum(parts.gradients, 1)
-    optimizer = part(parts.optimizer, parts.optimizer * apart // most)
+    optimizer = part(parts.optimizer, _scaled(parts.optimizer, apart, parts.gradients))
     if held.shard == "parameters":
         # Two layers' parameters are whole, one that computes and the next, and as many gradients.
         kept: Bytes = part(parts.parameters, apart) + optimizer
@@ -120,6 +119,15 @@ def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
     # Two layers' gradients are on their way to the parts.
     passing = part(parts.gradients, apart) + 2 * parts.largest
     return kept, passing
+
+
+def _scaled(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
+    """Return ``size * part // whole``, exactly: the products of two sizes of large models have more than 64 bits."""
+    if all(isinstance(each, int) for each in (size, part, whole)):
+        return size * part // max(whole, 1)
+    if int(np.max(size)) * int(np.max(part)) < 2**63:
+        return np.asarray(size * part // np.maximum(whole, 1))
+    return np.asarray(np.asarray(size).astype(object) * part // np.maximum(whole, 1)).astype(np.int64)
 
 
 def messages_of(parts: Parts, held: Held) -> Bytes:

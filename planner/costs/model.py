@@ -31,6 +31,8 @@ from autopar.schedules.route import Route, shares_of
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
+MOST_BYTES = 2**60
+"""Of all layers together; sums and differences of a few such numbers are exact in 64 bits."""
 
 _Halves = tuple[list[float], list[float]]
 
@@ -67,6 +69,7 @@ class CostModel:
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
         self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
         """By kind."""
+        self._check_sums()
         self.layer_count = len(profile.layers)
         self.every_layer = frozenset(range(self.layer_count))
         self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
@@ -76,6 +79,26 @@ class CostModel:
         self.share_limits = share_limits(profile)
         self.cluster = cluster
         self._forget()
+
+    def _check_sums(self) -> None:
+        """Refuse sizes whose sums could exceed the integers of arrays.
+
+        Raises:
+            FileError: names the layer that holds most.
+        """
+        most = max(max(memory.most(1, self.batch), memory.most(self.batch, 1)) for memory in self.memory)
+        if most <= MOST_BYTES:
+            return
+        layers = self.profile.layers
+        held = (
+            layer.parameters_bytes + layer.optimizer_bytes + layer.costs[-1].saved_bytes + layer.costs[-1].peak_bytes
+            for layer in layers
+        )
+        largest = max(enumerate(held), key=lambda each: each[1])[0]
+        raise FileError(
+            f"the layers may hold {most} bytes in a step of {self.batch} samples, more than the {MOST_BYTES} that are "
+            f"planned with; $.layers[{largest}] ({layers[largest].name}) holds most"
+        )
 
     def _forget(self) -> None:
         # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.

@@ -84,3 +84,11 @@ def test_other_versions_and_ranks_dealt_to_hosts_in_turn_are_refused() -> None:
     other = disagreement(arrivals(("a", 0), ("a", 1), ("b", 0), ("b", 1), torch="3"))
     assert isinstance(other, UsageError)
     assert "different versions of torch: 2 on ranks 0, 1, 2 (a, b), 3 on rank 3 (b)" in str(other)
+
+
+def test_a_listener_that_answers_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        launch = LaunchedRank(1, 2, 1, 2, "127.0.0.1", port, "torchrun")
+        with pytest.raises(TrainingError, match=rf"rank 1 .* 127.0.0.1:{port}: what listens there has not answered"):
+            meet(launch, {}, 1.0)
