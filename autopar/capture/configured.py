@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch import nn
 
 from autopar.capture.synthetic import SyntheticDataset, Task, task_of
 from autopar.errors import ModelError, UsageError
-from autopar.formats.document import read_text
+from autopar.formats.document import parse_json, read_text, shown
 
 __all__ = ["Configured", "read_configured"]
 
@@ -26,6 +25,8 @@ CONFIG = "config.json"
 SYNTHETIC = "inputs are synthetic, of the configuration's shapes"
 # No published model comes near; beyond them sizes overflow or building does not end.
 MOST_LAYERS, LARGEST_SIZE = 10_000, 2**31 - 1
+MOST_LETTERS = 300
+"""Of what the library says."""
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -55,7 +56,7 @@ class Configured:
         if not isinstance(kind, str):
             raise ModelError(f"{self.path}: has no model_type; give a Transformers configuration")
         if kind not in known:
-            raise ModelError(f"{self.path}: model_type {kind!r} is none that transformers {version} knows")
+            raise ModelError(f"{self.path}: model_type {shown(kind)} is none that transformers {version} knows")
         try:
             config = known[kind].from_dict(dict(self._content))
         except Exception as error:
@@ -70,7 +71,7 @@ class Configured:
         """Return the class to train: the one that the configuration names, else a usual one for its kind."""
         named = self._content.get("architectures") or []
         if named and (not isinstance(named, list) or not isinstance(named[0], str)):
-            raise ModelError(f"{self.path}: architectures is {named!r}; it must be a list of class names")
+            raise ModelError(f"{self.path}: architectures is {shown(named)}; it must be a list of class names")
         usual = _usual_class(config)
         if not named:
             if usual is None:
@@ -82,7 +83,7 @@ class Configured:
         chosen = getattr(self._transformers, named[0], None)
         if not isinstance(chosen, type) or not issubclass(chosen, self._transformers.PreTrainedModel):
             version = self._transformers.__version__
-            raise ModelError(f"{self.path}: architecture {named[0]!r} is none that transformers {version} knows")
+            raise ModelError(f"{self.path}: architecture {shown(named[0])} is none that transformers {version} knows")
         if usual is not None and task_of(named[0], config) is None and "labels" not in _arguments(chosen):
             return usual, (f"{named[0]} has no loss; {usual.__name__} is trained",)
         return chosen, ()
@@ -162,10 +163,7 @@ def _offline() -> Iterator[None]:
 
 
 def _parse(path: Path, source: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {_one_line(error)}") from error
+    content = parse_json(source.decode(), path)
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds a {type(content).__name__}; a configuration is a JSON object")
     return content
@@ -176,8 +174,8 @@ def _check_sizes(path: Path, config: Any) -> None:  # noqa: ANN401
         value = getattr(config, name, None)
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
         if isinstance(value, int) and not 1 <= value <= most:
-            shown = config.attribute_map.get(name, name)
-            raise ModelError(f"{path}: {shown} is {value}; it must be between 1 and {most}")
+            known = config.attribute_map.get(name, name)
+            raise ModelError(f"{path}: {known} is {shown(value)}; it must be between 1 and {most}")
 
 
 def _usual_class(config: Any) -> type[nn.Module] | None:  # noqa: ANN401
@@ -209,4 +207,4 @@ def _arguments(architecture: type[nn.Module]) -> set[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return (" ".join(str(error).split()) or type(error).__name__)[:MOST_LETTERS]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from instances import instance
 
+from autopar.capture.configured import PREFIX, read_configured
 from autopar.capture.own_code import code_of_file
 from autopar.formats.document import read_text
 from autopar.formats.kind import kind_of
@@ -42,6 +43,11 @@ def _weights(path: Path) -> object:
     return weights.read(path.parent, ["w", "z"])
 
 
+def _configured(path: Path) -> object:
+    found = read_configured(f"{PREFIX}{path}")
+    return found.config(), found.task and found.dataset()
+
+
 def _index(path: Path) -> object:
     beside = path.parent / "part.safetensors"
     if not beside.exists():
@@ -64,6 +70,7 @@ READERS = {
     "weights": Reader("weights/model.safetensors", _weights),
     "index of weights": Reader("indexed/model.safetensors.index.json", _index),
     "model file": Reader("model.py", code_of_file),
+    "configuration": Reader("config.json", _configured),
 }
 LAB = """name = "lab"
 [[nodes]]
@@ -114,6 +121,17 @@ PIPER: dict[str, Any] = {
     ],
     "edges": [{"sourceId": 3, "destId": 7, "communicationCost": 64.0}],
 }
+CONFIGURATION = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 32,
+    "vocab_size": 50,
+    "pad_token_id": None,
+    "task_specific_params": {"text-generation": {"do_sample": True}},
+}
 MODEL = "import helper\nfrom . import other\n\n\ndef model():\n    return None\n"
 
 
@@ -133,6 +151,7 @@ def good_files() -> dict[str, bytes]:
         "PipeDream": GRAPH,
         "Piper": json.dumps(PIPER),
         "model file": MODEL,
+        "configuration": json.dumps(CONFIGURATION),
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -11,7 +11,7 @@ import torch
 
 from autopar.capture import capture, load, named_tensors
 from autopar.capture.separable import separation
-from autopar.errors import ModelError, UsageError
+from autopar.errors import FileError, ModelError, UsageError
 
 pytest.importorskip("transformers", reason="autopar[hf] is not installed")
 
@@ -133,9 +133,9 @@ def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
         ("{", "not JSON"),
         ("[1]", "holds a list"),
         ("{}", "has no model_type"),
-        ({"model_type": "nonsense"}, "model_type 'nonsense' is none that transformers"),
+        ({"model_type": "nonsense"}, 'model_type "nonsense" is none that transformers'),
         ({"model_type": 3}, "has no model_type"),
-        (GPT | {"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is none"),
+        (GPT | {"architectures": ["NoSuchModel"]}, 'architecture "NoSuchModel" is none'),
         (GPT | {"architectures": [3]}, "must be a list of class names"),
         (GPT | {"n_layer": -1}, "n_layer is -1"),
         (GPT | {"n_layer": 0}, "n_layer is 0"),
@@ -147,7 +147,7 @@ def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
 )
 def test_a_bad_configuration_is_refused_in_one_line(content, message, tmp_path):
     write(tmp_path, content)
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises((ModelError, FileError), match=message) as caught:
         load(f"hf:{tmp_path}").build()
     assert "\n" not in str(caught.value)
     assert "config.json" in str(caught.value)
