@@ -1,12 +1,14 @@
 """Is a step as fast as it was at another commit?
 
     git worktree add ../before COMMIT
-    python benchmarks/before.py ../before --case emulated --only "autopar 1f1b,autopar zb-h2" --turns 6 --steps 4 \
-        --json benchmarks/results/before-emulated.json
+    python benchmarks/before.py ../before --case real --only "autopar 1f1b" --turns 6 --steps 3 \
+        --json benchmarks/results/before-real.json
 
-Runs `benchmarks/runtime.py` of that tree and of this one in turns, each with its own code, and compares the median
-steps of every contestant that both have: the ratio of each turn, their median, and the smallest and the largest one.
-Which tree goes first changes from turn to turn. Wants an otherwise idle machine.
+Runs `benchmarks/runtime.py --bare` with that tree's code and with this one's in turns, and compares the median steps of
+every contestant: the ratio of each turn, their median, and the smallest and the largest one. Which tree goes first
+changes from turn to turn, and the record is written after each. Both run the benchmark of this tree: between its
+contestants are some without autopar (`plain`, `copies`, `sleeps`), whose ratios say what the machine alone makes of
+it. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def main() -> None:
         before, after = found if turn % 2 else reversed(found)
         turns.append((before, after))
         sys.stderr.write(f"turn {turn + 1} of {arguments.turns}: {_said(turns[-1:])}\n")
-    watch.record({"before": _commit(arguments.tree), "steps": arguments.steps, "rows": _rows(turns)}, arguments.json)
+        told = {"before": _commit(arguments.tree), "turns": len(turns), "steps": arguments.steps, "rows": _rows(turns)}
+        watch.record(told, arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
@@ -57,7 +60,7 @@ def _medians(tree: Path, arguments: argparse.Namespace) -> Medians:
     tree = tree.resolve()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "runtime.json"
-        command = [sys.executable, str(tree / "benchmarks" / "runtime.py"), "--case", arguments.case]
+        command = [sys.executable, str(HERE / "benchmarks" / "runtime.py"), "--bare", "--case", arguments.case]
         command += ["--only", arguments.only, "--steps", str(arguments.steps), "--json", str(record)]
         ran = subprocess.run(
             command,

@@ -87,6 +87,8 @@ class Field(TypedDict):
     delay_s: float
     model: str
     workspace: str
+    predicted: bool
+    """Whether what predictions need is measured."""
 
 
 def computing(
@@ -113,6 +115,7 @@ def computing(
         "delay_s": 0.0,
         "model": str(model),
         "workspace": workspace,
+        "predicted": not arguments.bare,
     }
 
 
@@ -146,7 +149,7 @@ def real(context: RankContext, field: Field) -> Real:
         with _apart(context):
             profiles.append(profile(user, ProfileOptions(batch=field["rows"], budget_s=BUDGET_S, threads=1)).dumps())
 
-    contestants = [Contestant("profile", measure)]
+    contestants = [Contestant("profile", measure)] if field["predicted"] else []
     for name, text in field["plans"].items():
         plan = Plan.parse(text, Path("plan.json"))
         job = build(context, plan, user, workspace.graph(user, plan), workspace)

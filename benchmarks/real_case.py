@@ -76,18 +76,24 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found = _race(arguments, plans, [*peers, "plain", "copies"])
     laps = {name: [each["laps"][name] for each in found] for name in found[0]["laps"]}
     profiles = [[Profile.parse(text, Path("profile.json")) for text in each["profiles"]] for each in found]
-    links = local_cluster(found[0]["links"], profiles[0][0].device, RANKS)
     single_s = steps_s(laps["plain"])
     ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
     told = []
     for name, plan in plans.items():
-        # Every rank has measured; the mean counts.
-        expected_s = [fmean(predicted_s(plan, one, links) for one in moment) for moment in zip(*profiles, strict=True)]
+        expected_s = _expected_s(plan, found, profiles)
         actions = 2 * plan.micro_batches * RANKS
         told.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS
     told += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
     return told + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
+
+
+def _expected_s(plan: Plan, found: Sequence[Real], profiles: Sequence[Sequence[Profile]]) -> list[float] | None:
+    """Return the predicted seconds of a step, of every round; the ranks have all measured, and the mean counts."""
+    if not profiles[0]:
+        return None
+    links = local_cluster(found[0]["links"], profiles[0][0].device, RANKS)
+    return [fmean(predicted_s(plan, one, links) for one in moment) for moment in zip(*profiles, strict=True)]
 
 
 def _race(arguments: argparse.Namespace, plans: dict[str, Plan], peers: Sequence[str]) -> list[Real]:

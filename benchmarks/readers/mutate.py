@@ -91,7 +91,7 @@ def _change(chance: random.Random, holder: Any, key: Any) -> None:  # noqa: ANN4
         holder[key], holder[other] = holder[other], holder[key]
     elif kind == 7 and isinstance(holder[key], (int, float)):
         value = holder[key]
-        holder[key] = chance.choice((-value, value + 1, str(value), float(min(value, 1e300)), [value]))
+        holder[key] = chance.choice((-value, value + 1, str(value), float(max(-1e300, min(value, 1e300))), [value]))
     elif kind == 8 and isinstance(holder[key], str):
         holder[key] = holder[key] + chance.choice(_TEXTS)
     else:
