@@ -19,6 +19,7 @@ from cut import cut
 from delayed import DelayedTransport
 from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
 from torch import nn
+from turns import turn
 
 from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
@@ -218,10 +219,11 @@ def _race(context: RankContext, contestants: Sequence[Contestant], warm_up: int,
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             gc.collect()
-            context.barrier()
-            start_s, cpu_s = time.perf_counter(), time.process_time()
-            contestant.step(number)
-            lap = start_s, time.perf_counter(), time.process_time() - cpu_s
+            with turn(context):
+                context.barrier()
+                start_s, cpu_s = time.perf_counter(), time.process_time()
+                contestant.step(number)
+                lap = start_s, time.perf_counter(), time.process_time() - cpu_s
             if number >= warm_up:
                 laps[contestant.name].append(lap)
         if context.rank == 0:

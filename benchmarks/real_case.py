@@ -73,11 +73,12 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     graph = capture(user, user.build(0))
     plans = {name: _plan(graph, user, entry) for name, entry in ENTRIES.items() if any(word in name for word in words)}
     peers = [name for name in PEERS if any(word in name for word in words)]
-    found = _race(arguments, plans, [*peers, "plain", "copies"])
+    alone = [] if arguments.bare else ["plain", "copies"]
+    found = _race(arguments, plans, [*peers, *alone])
     laps = {name: [each["laps"][name] for each in found] for name in found[0]["laps"]}
     profiles = [[Profile.parse(text, Path("profile.json")) for text in each["profiles"]] for each in found]
-    single_s = steps_s(laps["plain"])
-    ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s] for name in plans}
+    single_s = None if arguments.bare else steps_s(laps["plain"])
+    ideals = {name: [_ideal_s(ENTRIES[name], step_s) for step_s in single_s or ()] or None for name in plans}
     told = []
     for name, plan in plans.items():
         expected_s = _expected_s(plan, found, profiles)
@@ -85,7 +86,7 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         told.append(row("real", name, laps, actions, ideals[name], single_s, ENTRIES[name].counterpart, expected_s))
     actions = 2 * MICRO_BATCHES * RANKS
     told += [row("real", name, laps, actions, ideals.get(PEERS[name]), single_s) for name in peers]
-    return told + [row("real", name, laps, actions, None, single_s) for name in ("plain", "copies")]
+    return told + [row("real", name, laps, actions, None, single_s) for name in alone]
 
 
 def _expected_s(plan: Plan, found: Sequence[Real], profiles: Sequence[Sequence[Profile]]) -> list[float] | None:

@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="rounds that count")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them")
     parser.add_argument("--only", default="", help="contestants whose names contain one of these words, by commas")
-    parser.add_argument("--bare", action="store_true", help="of `real`: leave out what predictions are made of")
+    parser.add_argument("--bare", action="store_true", help="of `real`: leave out what a step is held against")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
