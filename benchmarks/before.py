@@ -8,7 +8,8 @@ Runs `benchmarks/runtime.py --bare` twice at once, with that tree's code and wit
 turn, contestant by contestant, so that both meet what else the machine does. Compared are the median steps: the ratio of
 every repeat, their median, and the smallest and the largest one. Both run the benchmark of this tree; of the emulated
 contestants, `sleeps` is without autopar, and its ratio says what is noise. The record is written after every repeat.
-Wants an otherwise idle machine.
+With `--apart`, one runs behind the other, each first in turn: where ranks are many more than cores, those that wait
+disturb. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def main() -> None:
     watch = Watch()
     repeats: list[tuple[Medians, Medians]] = []
     for number in range(arguments.repeats):
-        repeats.append(_both(arguments))
+        repeats.append(_both(arguments, number))
         sys.stderr.write(f"repeat {number + 1} of {arguments.repeats}: {_said(repeats[-1:])}\n")
-        told = {"before": _commit(arguments.tree), "repeats": len(repeats), "steps": arguments.steps}
+        how = {"apart": arguments.apart, "repeats": len(repeats), "steps": arguments.steps}
+        told = {"before": _commit(arguments.tree), **how}
         watch.record({**told, "rows": _rows(repeats)}, arguments.json)
 
 
@@ -50,41 +52,49 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="autopar", help="as of runtime.py")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="rounds that count, in every repeat")
+    parser.add_argument("--apart", action="store_true", help="one behind the other, not step by step")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def _both(arguments: argparse.Namespace) -> tuple[Medians, Medians]:
+def _both(arguments: argparse.Namespace, number: int) -> tuple[Medians, Medians]:
     """Return the medians of the other tree and of this one, run in turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "turn").write_text(FIRST, encoding="utf-8")
-        trees = {OTHER: (arguments.tree.resolve(), FIRST), FIRST: (HERE, OTHER)}
-        running = {
-            who: _started(tree, f"{folder / 'turn'}:{who}:{other}", folder / f"{who}.json", arguments)
-            for who, (tree, other) in trees.items()
-        }
-        for who, process in running.items():
-            _, said = process.communicate()
-            if process.returncode:
-                for each in running.values():
-                    each.kill()
-                sys.exit(f"{trees[who][0]}: {said}")
+        trees = [(OTHER, arguments.tree.resolve(), FIRST), (FIRST, HERE, OTHER)]
+        running: list[subprocess.Popen[str]] = []
+        for who, tree, other in trees if number % 2 else reversed(trees):
+            turns = {} if arguments.apart else {TURNS: f"{folder / 'turn'}:{who}:{other}"}
+            running.append(_started(tree, turns, folder / f"{who}.json", arguments))
+            if arguments.apart:
+                _ended(running)
+        _ended(running)
         before, after = (_medians(folder / f"{who}.json") for who in (OTHER, FIRST))
     return before, after
 
 
-def _started(tree: Path, turns: str, record: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
+def _started(tree: Path, turns: dict[str, str], record: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "benchmarks" / "runtime.py"), "--bare", "--case", arguments.case]
     command += ["--only", arguments.only, "--steps", str(arguments.steps), "--json", str(record)]
     return subprocess.Popen(
         command,
         cwd=tree,  # Ranks are started as modules, of which those of the working folder come first.
-        env={**os.environ, "PYTHONPATH": str(tree), TURNS: turns},
+        env={**os.environ, "PYTHONPATH": str(tree), **turns},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _ended(running: list[subprocess.Popen[str]]) -> None:
+    """Wait for all that runs; where one fails, the others would wait for their turn without end."""
+    while running:
+        _, said = running[0].communicate()
+        if running.pop(0).returncode:
+            for each in running:
+                each.kill()
+            sys.exit(said)
 
 
 def _medians(record: Path) -> Medians:
