@@ -165,7 +165,9 @@ def _listed(trained: LayerGraph) -> EvaluationGraph:
     for module in copies:
         module.eval()
         cast(ListedLayer, module).model.eval()
-    layers = [replace(layer, module=module) for layer, module in zip(trained.layers, copies, strict=True)]
+    # What a module takes at least in training, for batch normalisation, says nothing of evaluation.
+    pairs = zip(trained.layers, copies, strict=True)
+    layers = [replace(layer, module=module, least_rows=1) for layer, module in pairs]
     return EvaluationGraph(tuple(layers), trained.tensors, trained.inputs, trained.outputs)
 
 

@@ -205,7 +205,7 @@ class Listing:
             second, _, also_given = self._forward(large, running)
             if not is_hollow(self.model):
                 stateful = self._stateful(others, ignored_state, running)
-                least = self._least_rows(small, first, second)
+                least = self._least_rows(running, small, first, second)
         if any(stateful):
             refuse_lasting(start, snapshot(roots), stateful)
         self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
@@ -266,11 +266,15 @@ class Listing:
 
     def _least_rows(
         self,
+        running: Running,
         tensors: Mapping[str, torch.Tensor],
         small: Sequence[tuple[torch.Tensor, ...]],
         large: Sequence[tuple[torch.Tensor, ...]],
     ) -> list[int]:
         """Return how many samples every layer takes at least: two, where it raises for the first of two."""
+        if running is not _run:
+            # Stand-ins tell nothing of samples.
+            return [1] * len(self.wrapped)
         found = []
         given: tuple[torch.Tensor, ...] = ()
         for layer, own, more in zip(self.wrapped, small, large, strict=True):

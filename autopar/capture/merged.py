@@ -29,7 +29,7 @@ def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
     for part in exported.segments:
         if len(groups) < len(names) and _within(part.name, names[len(groups)]):
             groups.append([])
-        if not groups:
+        if not groups or not _within(part.name, names[len(groups) - 1]):
             return graph
         groups[-1].append(part)
     if len(groups) < len(names):
