@@ -6,8 +6,9 @@
 
 Runs `benchmarks/runtime.py --bare` twice at once, with that tree's code and with this one's; they make a step each in
 turn, contestant by contestant, so that both meet what else the machine does. Compared are the median steps: the ratio
-of every repeat, their median, and the smallest and the largest one. Both run the benchmark of this tree; of the emulated
-contestants, `sleeps` is without autopar, and its ratio says what is noise. The record is written after every repeat.
+of every repeat, their median, and the smallest and the largest one. Both run the benchmark of this tree; of the
+emulated contestants, `sleeps` is without autopar, and its ratio says what is noise. The record is written after every
+repeat.
 With `--apart`, one runs behind the other, each first in turn: where ranks are many more than cores, those that wait
 disturb. Wants an otherwise idle machine.
 """
