@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_device_without_room_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     path.write_text(MODEL)
     options = ProfileOptions(batch=2, device="cpu")
     subject = prepare(load(str(path)), options)
-    monkeypatch.setitem(measured.__globals__, "measure", full)
+    monkeypatch.setitem(inspect.unwrap(measured).__globals__, "measure", full)
     with pytest.raises(UsageError, match=r"^--batch 2: .* more memory than the device has; give less.*$"):
         measured(subject, options)
 
