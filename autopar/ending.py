@@ -8,7 +8,6 @@ the signal's handler.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -50,6 +49,6 @@ def end(code: int, line: str) -> NoReturn:
         with suppress(Exception):
             close()
     # A progress bar hides the cursor of a terminal.
-    shown = "\x1b[?25h\r" if os.isatty(sys.__stderr__.fileno() if sys.__stderr__ else 2) else ""
+    shown = "\x1b[?25h\r" if os.isatty(2) else ""
     os.write(2, f"{shown}{line}\n".encode())
     os._exit(code)

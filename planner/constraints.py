@@ -17,7 +17,7 @@ from autopar.hardware.gpus import known_as
 from autopar.planner.costs.model import CostModel
 from autopar.planner.named import position, unknown
 from autopar.planner.options import PlanOptions
-from autopar.planner.share_limits import ShareLimit
+from autopar.planner.share_limits import Shared, ShareLimit
 
 __all__ = ["Constraints", "Ranged", "Rule"]
 
@@ -25,24 +25,12 @@ _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
 
 
-class Ranged(Protocol):
+class Ranged(Shared, Protocol):
     """A stage, as far as constraints go."""
-
-    @property
-    def first(self) -> int:
-        """First layer."""
-
-    @property
-    def stop(self) -> int:
-        """The layer behind the last one."""
 
     @property
     def devices(self) -> tuple[int, ...]:
         """Positions in the cluster."""
-
-    @property
-    def shares(self) -> Sequence[float]:
-        """Samples of a micro-batch that each replica takes."""
 
 
 class Rule(NamedTuple):

@@ -15,7 +15,7 @@ from autopar.formats.timeline import Timeline
 from autopar.planner.alternatives import Reference, frames, record, references, try_stages
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, families, place
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, place
 from autopar.planner.chunks import chunk_counts, chunked, groups, plain
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
@@ -78,7 +78,7 @@ def plan(
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
         return _scheduled(simulator, options, dictated, known)
-    every = runnable(costs, families(costs.batch, options))
+    every = runnable(costs, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
@@ -96,7 +96,7 @@ def _scheduled(
 ) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
-    every = runnable(costs, families(costs.batch, least))
+    every = runnable(costs, least)
     own = None if dictated is None else dictated_best(simulator, options, dictated)
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, compared, known)
@@ -111,7 +111,7 @@ def _scheduled(
         def bound_s(model: CostModel, family: Family, below_s: float) -> float:
             return min(below_s, trials.bound_s(model, family, shape))
 
-        bounds = stacked(costs, runnable(costs, families(costs.batch, options)), bound_s, own.step_s)
+        bounds = stacked(costs, runnable(costs, options), bound_s, own.step_s)
         notes = ["the stages were dictated; the lower bound is that of these stages"]
     assert own.found is not None
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
@@ -289,7 +289,7 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
 def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
     """Whether the dictated stages fit with other options."""
     simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
-    every = runnable(simulator.costs, families(simulator.costs.batch, options))
+    every = runnable(simulator.costs, options)
     return try_stages(simulator, every, options, *dictated).found is not None
 
 

@@ -9,7 +9,7 @@ from autopar.formats.layout import group_of, layout_of
 from autopar.formats.predicted import Bounds
 from autopar.planner.alternatives import Reference, try_stages
 from autopar.planner.bounds.work import work_s
-from autopar.planner.candidate import Candidate, Family, families
+from autopar.planner.candidate import Candidate, Family
 from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
@@ -51,7 +51,7 @@ def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, _order(costs, found))
     chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
-    starts = trials.starts(runnable(costs, families(costs.batch, options)), _seeds(found, MOST_SEEDS), chunks)
+    starts = trials.starts(runnable(costs, options), _seeds(found, MOST_SEEDS), chunks)
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.found is None:
         raise _infeasible(costs, options, best)
@@ -68,7 +68,7 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
     costs, shape = simulator.costs, shape_of(dictated, options)
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
-    every = [(family, shape) for family in runnable(costs, families(costs.batch, options))]
+    every = [(family, shape) for family in runnable(costs, options)]
     broken = [trials.broken(*start) for start in every]
     if broken[0] is not None and None not in broken:
         raise UsageError(broken[0].refusal)
@@ -111,7 +111,7 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
 
     Layers of a rank's stages are not contiguous; of such schedules only their work is a bound.
     """
-    every = runnable(costs, families(costs.batch, options))
+    every = runnable(costs, options)
     if not chunked(options.schedule):
         return stacked(costs, every, least_bound_s(options), step_s)
     return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
@@ -178,7 +178,7 @@ def _beside(simulator: Simulator, options: PlanOptions, best: Best, below_s: flo
     assert best.found is not None
     costs, own = simulator.costs, best.found.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
-    every = runnable(costs, families(costs.batch, options))
+    every = runnable(costs, options)
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
     near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
     trials = Trials(simulator, options.schedule, options, _order(costs, best))

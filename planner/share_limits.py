@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from autopar.errors import UsageError
 from autopar.formats.profile import Profile
-from autopar.planner.candidate import Family, Placed
+from autopar.planner.candidate import Family, Placed, families
+from autopar.planner.options import PlanOptions
 
 if TYPE_CHECKING:
     from autopar.planner.costs.model import CostModel
@@ -86,18 +87,19 @@ def limits_met(costs: CostModel, shares: Sequence[float]) -> tuple[bool, ...]:
     return tuple(limit.admits(shares) for limit in costs.share_limits)
 
 
-def runnable(costs: CostModel, families: Sequence[Family]) -> list[Family]:
-    """Return the families with whose micro-batches some plan obeys all limits.
+def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
+    """Return the families that the options admit and with whose micro-batches some plan obeys all limits.
 
     Raises:
         UsageError: there is none.
     """
+    every = families(costs.batch, options)
     if not costs.share_limits:
-        return list(families)
-    found = [family for family in families if _unmet(costs, family) is None]
+        return every
+    found = [family for family in every if _unmet(costs, family) is None]
     if not found:
-        few = max(families, key=lambda family: family.micro_batch_size)
-        limit = _unmet(costs, few) or _unmet(costs, families[0])
+        few = max(every, key=lambda family: family.micro_batch_size)
+        limit = _unmet(costs, few)
         assert limit is not None
         fewer, count = few.micro_batch_size < limit.least, few.micro_batches
         raise UsageError(

@@ -369,9 +369,14 @@ class Listing:
         return specs
 
 
+def _differing(small: torch.Tensor, large: torch.Tensor) -> list[int]:
+    """Return the dimensions in which two tensors differ."""
+    return [index for index, pair in enumerate(zip(small.shape, large.shape, strict=False)) if pair[0] != pair[1]]
+
+
 def _first_of(small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
     """Return the first sample of a tensor, along the dimension in which that of more samples is larger."""
-    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=False)) if pair[0] != pair[1]]
+    differ = _differing(small, large)
     return small.narrow(differ[0], 0, 1).clone() if differ else small
 
 
@@ -410,7 +415,7 @@ def _spec(
     rows: tuple[int, int],
 ) -> TensorSpec:
     alike = len(small.shape) == len(large.shape)
-    differ = [index for index, pair in enumerate(zip(small.shape, large.shape, strict=False)) if pair[0] != pair[1]]
+    differ = _differing(small, large)
     if not alike or len(differ) != 1 or (small.shape[differ[0]], large.shape[differ[0]]) != rows:
         raise ModelError(
             f"layers(): {producer} returns shape {tuple(small.shape)} for {rows[0]} samples and "

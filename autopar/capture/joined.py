@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from autopar.capture.units import listed
+from autopar.capture.units import crossing, listed
 
 __all__ = ["joined"]
 
@@ -79,20 +78,20 @@ def joined(
         light = not any(map(listed, units[low:high]))
         light = light and not any(_multiplies(node, parameters) for node in owned[low:high])
         parts.append(_Part(low, high, (kinds.setdefault(signature, len(kinds)),), light))
-    crossing = _crossing_bytes(owned)
-    while (shorter := _joined_once(parts, crossing, kept)) is not None:
+    crossed_bytes = crossing(owned, _sample_bytes)
+    while (shorter := _joined_once(parts, crossed_bytes, kept)) is not None:
         parts = shorter
     return [(part.low, part.high) for part in parts]
 
 
-def _joined_once(parts: Sequence[_Part], crossing: Sequence[int], kept: Collection[int]) -> list[_Part] | None:
+def _joined_once(parts: Sequence[_Part], crossed_bytes: Sequence[int], kept: Collection[int]) -> list[_Part] | None:
     """Join the first light kind that can be joined, wherever it can; none if none can."""
     for kind in dict.fromkeys(part.kind for part in parts if part.light):
         places = [at for at, part in enumerate(parts[1:]) if part.low not in kept]
         before = _whole(parts, [(parts[at].kind, at) for at in places if parts[at + 1].kind == kind])
         behind = _whole(parts, [(parts[at + 1].kind, at) for at in places if parts[at].kind == kind])
-        dearer = [each for each in before if all(_dearer(parts[at + 1], crossing) >= 0 for at in each)]
-        cheaper = [each for each in behind if all(_dearer(parts[at], crossing) < 0 for at in each)]
+        dearer = [each for each in before if all(_dearer(parts[at + 1], crossed_bytes) >= 0 for at in each)]
+        cheaper = [each for each in behind if all(_dearer(parts[at], crossed_bytes) < 0 for at in each)]
         chosen = dearer or cheaper or before or behind
         if chosen:
             return _merged(parts, {at for each in chosen for at in each})
@@ -108,9 +107,9 @@ def _whole(parts: Sequence[_Part], found: Sequence[tuple[Kind, int]]) -> list[li
     return [places[kind] for kind in places if len(places[kind]) == every[kind]]
 
 
-def _dearer(part: _Part, crossing: Sequence[int]) -> int:
+def _dearer(part: _Part, crossed_bytes: Sequence[int]) -> int:
     """Return by how many bytes the boundary before a group is dearer than the one behind it."""
-    return crossing[part.low] - crossing[part.high]
+    return crossed_bytes[part.low] - crossed_bytes[part.high]
 
 
 def _merged(parts: Sequence[_Part], places: Collection[int]) -> list[_Part]:
@@ -148,15 +147,5 @@ def _shape(value: object) -> str:
     return type(value).__name__
 
 
-def _crossing_bytes(owned: Sequence[fx.Node]) -> list[int]:
-    """Return, for the boundary before every node, the bytes of one sample that cross it."""
-    place = {node: index for index, node in enumerate(owned)}
-    change = [0] * (len(owned) + 1)
-    for node, made in place.items():
-        last = max((place[user] for user in node.users if user in place), default=made)
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and last > made:
-            size = prod(size for size in value.shape if type(size) is int) * value.dtype.itemsize
-            change[made + 1] += size
-            change[last + 1] -= size
-    return list(accumulate(change))
+def _sample_bytes(value: torch.Tensor) -> int:
+    return prod(size for size in value.shape if type(size) is int) * value.dtype.itemsize

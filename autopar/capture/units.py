@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-__all__ = ["Units", "listed", "split_as", "split_units"]
+__all__ = ["Units", "crossing", "listed", "split_as", "split_units"]
 
 Call = tuple[str, str]
 """The path of a module below the model, and which of its calls: empty, or ``@2`` from the second one on."""
@@ -101,8 +101,8 @@ def split_units(model: nn.Module, nodes: Sequence[fx.Node]) -> Units:
         for call in calls_around(node):
             calls.setdefault(call, []).append(at)
     found = {path: _blocks(path, model.get_submodule(path)) for path in dict.fromkeys(path for path, _ in calls)}
-    crossing = _crossing(nodes)
-    whole = {path for (path, _), at in calls.items() if not _in_sequence(nodes, at, found[path], crossing)}
+    counts = crossing(nodes)
+    whole = {path for (path, _), at in calls.items() if not _in_sequence(nodes, at, found[path], counts)}
     return Units(model, {path for path, blocks in found.items() if blocks.lists and path not in whole}.__contains__)
 
 
@@ -140,9 +140,9 @@ def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _in_sequence(nodes: Sequence[fx.Node], places: Sequence[int], blocks: _Blocks, crossing: Sequence[int]) -> bool:
+def _in_sequence(nodes: Sequence[fx.Node], places: Sequence[int], blocks: _Blocks, counts: Sequence[int]) -> bool:
     """Tell whether the blocks in one call of a module run one behind the other; see the top of this file."""
-    most = max(crossing[places[0]], crossing[places[-1] + 1])
+    most = max(counts[places[0]], counts[places[-1] + 1])
     for elements in blocks.lists:
         runs: list[tuple[Call, list[int]]] = []
         for at in places:
@@ -154,7 +154,7 @@ def _in_sequence(nodes: Sequence[fx.Node], places: Sequence[int], blocks: _Block
         if len({call for call, _ in runs}) < len(runs):
             return False
         for (_, before), (_, after) in pairwise(runs):
-            if not _needs(nodes, before, after) or (blocks.inner and crossing[after[0]] > most):
+            if not _needs(nodes, before, after) or (blocks.inner and counts[after[0]] > most):
                 return False
     return True
 
@@ -168,13 +168,14 @@ def _needs(nodes: Sequence[fx.Node], before: Sequence[int], after: Sequence[int]
     return any(nodes[at] in reached for at in after)
 
 
-def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return how many tensors cross the boundary before every node, and behind the last one."""
+def crossing(nodes: Sequence[fx.Node], size: Callable[[torch.Tensor], int] = lambda value: 1) -> list[int]:
+    """Return how many tensors, or of which size, cross the boundary before every node, and behind the last one."""
     place = {node: at for at, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     for node, made in place.items():
         last = max((place[user] for user in node.users if user in place), default=made)
-        if isinstance(node.meta.get("val"), torch.Tensor) and last > made:
-            change[made + 1] += 1
-            change[last + 1] -= 1
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and last > made:
+            change[made + 1] += size(value)
+            change[last + 1] -= size(value)
     return list(accumulate(change))

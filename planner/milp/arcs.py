@@ -17,7 +17,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.choices import DIVISIONS
-from autopar.planner.share_limits import crossed_limit
 
 __all__ = ["MOST_ARCS", "Arc", "Crossing", "Network", "asked_levels", "network"]
 
@@ -122,39 +121,25 @@ class _Pricing:
         for kind in self.pool.kinds:
             every = range(first + 1, constraints.layers + 1)
             for width in range(1, self.pool.left(state, kind) + 1):
-                shares = [self.costs.shares(self.family.micro_batch_size, width, each) for each in self.divisions]
-                stops = [stop for stop in every if any(constraints.allows(first, stop, kind, each) for each in shares)]
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
-                    for stop in stops:
-                        for stage, level, terms in self._ways(first, stop, kind, devices):
-                            if crossed_limit(self.costs, [stage]) is not None:
-                                continue
+                    for stop in every:
+                        for stage, level, terms in self._ways(first, stop, kind, devices, constraints):
                             yield Arc(node, (stop, after), stage._replace(devices=devices), level, terms)
 
-    def _ways(self, first: int, stop: int, kind: int, devices: tuple[int, ...]) -> list[tuple[Placed, int, StageTerms]]:
+    def _ways(
+        self, first: int, stop: int, kind: int, devices: tuple[int, ...], constraints: Constraints
+    ) -> list[tuple[Placed, int, StageTerms]]:
         alike = tuple(self.costs.devices[device] for device in devices)
         key = (first, stop, kind, alike)
         if key not in self.known:
-            self.known[key] = [
-                way
-                for division in self.divisions
-                if self._takes(len(devices), division)
-                for shard in (shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1])
-                for way in self._levels(
-                    Placed(
-                        first,
-                        stop,
-                        devices,
-                        self.costs.shares(self.family.micro_batch_size, len(devices), division),
-                        1,
-                        (),
-                        shard,
-                        division,
-                    ),
-                    kind,
-                )
-            ]
+            found = self.known[key] = []
+            for division in self.divisions:
+                shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
+                if not self._takes(len(devices), division) or not constraints.allows(first, stop, kind, shares):
+                    continue
+                for shard in shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1]:
+                    found += self._levels(Placed(first, stop, devices, shares, 1, (), shard, division), kind)
         return self.known[key]
 
     def _takes(self, width: int, division: Division) -> bool:

@@ -202,7 +202,9 @@ def random_model(rng: random.Random) -> nn.Module:
             made += [lambda: nn.Sequential(*(any_stage(depth - 1) for _ in range(rng.randint(1, 3))))] * 3
         return rng.choice(made)()
 
-    return Net(*(any_stage(2) for _ in range(rng.randint(1, 3))))
+    stages = [any_stage(2) for _ in range(rng.randint(1, 3))]
+    # A stage may be called twice, its parameters shared.
+    return Net(*stages, *(stages[:1] if rng.random() < 0.4 else ()))
 
 
 @pytest.mark.parametrize("seed", range(25))

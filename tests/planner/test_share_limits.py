@@ -12,7 +12,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.candidate import Candidate
 from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import exhaust
@@ -68,7 +68,7 @@ def test_an_exact_search_finds_the_oracles_step_where_layers_have_limits() -> No
             costs = CostModel(kind, cluster, options)
             best, oracle = Best(), Best()
             try:
-                every = runnable(costs, families(costs.batch, options))
+                every = runnable(costs, options)
             except UsageError:
                 every = []
             if every:
