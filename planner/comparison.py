@@ -9,13 +9,13 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.compared import Compared
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import Reference, references
+from autopar.planner.alternatives import Reference
 from autopar.planner.assemble import candidate_of
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admitted
-from autopar.planner.peers import Peer, peers
-from autopar.planner.planning import plan
+from autopar.planner.peers import Peer
+from autopar.planner.planning import others_of, plan
 from autopar.planner.scheduled import otherwise
 from autopar.planner.simulator.simulate import Simulator
 
@@ -45,11 +45,9 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    compared = references(simulator, families(costs.batch, options), options)
-    found = peers(simulator, options, compared)
-    rows = [_row(simulator, each) for each in found]
-    known = [each.candidate for each in found if each.candidate and not each.reason]
-    own = plan(profile, cluster, options, known, compared)
+    known = others_of(profile, cluster, options)
+    rows = [_row(simulator, each) for each in known.peers]
+    own = plan(profile, cluster, options, known)
     others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
     every = [_own(own, costs), *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)

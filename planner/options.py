@@ -58,7 +58,7 @@ class PlanOptions:
     link, and gradients are reduced after the last backward."""
     recompute: Literal["auto", "none", "full"] = "auto"
     """``auto``: layers are recomputed where that lets a faster plan fit; ``none``, ``full``: no layer, all layers."""
-    shard: Literal["auto"] | Shard = "none"
+    shard: Literal["auto"] | Shard = "auto"
     """What replicas divide among them; ``auto``: whatever is fastest."""
     replicate_state: ReplicatedState | None = None
     """Lets layers have replicas whose forwards write buffers, and how these are made alike after every step."""
@@ -68,10 +68,17 @@ class PlanOptions:
     max_candidates: int | None = None
     """Most plans to simulate. A count and not a clock, so that the same question always has the same answer; the gap
     that remains is in the plan."""
+    effort: int = 1
+    """How much is searched, a count of work and not a clock; more goes on improving."""
+    exact: bool = False
+    """Whether the fastest plan is wanted, however complicated; else the simplest of those about as fast."""
+    equal_widths: bool = False
+    """Whether all stages are to have as many replicas, run and sharded alike, as other trainers can express."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "memory_bytes"):
+        counts = ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "effort")
+        for name in (*counts, "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} must be at least 1, found {value}")
@@ -109,6 +116,11 @@ class PlanOptions:
             raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
 
     @property
+    def simple(self) -> bool:
+        """Whether the simplest of the plans that are about as fast is wanted."""
+        return not self.exact and self.gap > 0
+
+    @property
     def candidate_limit(self) -> int:
         """Most plans to simulate, the default resolved: a fraction of a second, or nearly any number when exact."""
         if self.max_candidates is not None:
@@ -117,18 +129,22 @@ class PlanOptions:
 
 
 def admitted(options: PlanOptions, profile: Profile) -> PlanOptions:
-    """Return the options without what the profiled optimizer cannot do: where it steps no parts, nothing is sharded.
+    """Return the options without what cannot run: sharding, where layers were compiled or the optimizer steps no parts.
 
     Raises:
-        UsageError: sharding is asked for.
+        UsageError: such sharding is asked for.
     """
-    if profile.indivisible is None or options.shard == "none":
+    if options.shard == "none":
+        return options
+    reason, remedy = None, "another optimizer"
+    if profile.compiled:
+        reason, remedy = "the profile is of compiled layers, which are not sharded", "layers that are not compiled"
+    elif profile.indivisible is not None:
+        reason = f"the optimizer of {profile.model.source} cannot step parts of parameters: {profile.indivisible}"
+    if reason is None:
         return options
     if options.shard != "auto":
-        raise UsageError(
-            f"--shard {options.shard}: the optimizer of {profile.model.source} cannot step parts of parameters: "
-            f"{profile.indivisible}; plan with --shard none, or profile with another optimizer"
-        )
+        raise UsageError(f"--shard {options.shard}: {reason}; plan with --shard none, or profile with {remedy}")
     return replace(options, shard="none")
 
 

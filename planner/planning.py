@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Objective, Plan
 from autopar.formats.predicted import Alternative, Bounds
@@ -16,7 +17,7 @@ from autopar.planner.alternatives import Reference, frames, record, references, 
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, place
-from autopar.planner.chunks import chunk_counts, chunked, groups, plain
+from autopar.planner.chunks import chunked, plain
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
@@ -28,18 +29,21 @@ from autopar.planner.objectives.flags import check_flags
 from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions, admitted
+from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.remedies import any_plan_fits
-from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
+from autopar.planner.scheduled import bounds_of, dictated_best, improve, shape_of, tried_beside, tried_best, usual
 from autopar.planner.search.best_first import search
-from autopar.planner.search.judge import Best
+from autopar.planner.search.improve import ENOUGH, climbed, started
+from autopar.planner.search.judge import Best, Found, equal_widths
 from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import infeasible
+from autopar.planner.simplicity import simplest, straddling
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
 
-__all__ = ["plan", "simulate"]
+__all__ = ["Others", "others_of", "plan", "simulate"]
 
 _OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
     "throughput": throughput_plan,
@@ -49,17 +53,31 @@ _OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
 """Objectives of which no program follows, or that other planners have."""
 
 
-def plan(
-    profile: Profile,
-    cluster: Cluster,
-    options: PlanOptions | None = None,
-    known: Sequence[Candidate] = (),
-    compared: Sequence[Reference] | None = None,
-) -> Plan:
+class Others(NamedTuple):
+    """What others would run, which the search starts from."""
+
+    references: list[Reference]
+    """What anyone would try first."""
+    peers: list[Peer]
+
+
+def others_of(profile: Profile, cluster: Cluster, options: PlanOptions) -> Others:
+    """Return what others would run.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+    """
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    found = references(simulator, runnable(costs, options), options)
+    return Others(found, peers(simulator, options, found))
+
+
+def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, others: Others | None = None) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    The search starts from the ``known`` candidates. ``compared`` are the references of the same question, where they
-    have been tried. Pure: the same arguments give the same plan, on any machine.
+    ``others`` are those of the same question, where they are known. Pure: the same arguments give the same plan, on any
+    machine.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -77,29 +95,32 @@ def plan(
     simulator = Simulator(costs)
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
-        return _scheduled(simulator, options, dictated, known)
+        return _scheduled(simulator, options, dictated)
     every = runnable(costs, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
-    compared = references(simulator, every, options) if compared is None else compared
-    best, lower_bound_s, said = _search(simulator, every, options, compared, known)
+    others = others or Others(compared := references(simulator, every, options), peers(simulator, options, compared))
+    best, lower_bound_s, said = _search(simulator, every, options, others)
     if dictated is not None and own is not None:
-        return _dictated(costs, every, options, dictated, own, compared, best)
+        return _dictated(costs, every, options, dictated, own, others.references, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
-    return _explained(simulator, every, options, compared, best, lower_bound_s, said)
+    if options.equal_widths and best.equal is None:
+        raise InfeasibleError(
+            "no plan whose stages are equally wide fits the memory, but others do; leave out --equal-widths, or give "
+            "more --gpus or --memory"
+        )
+    return _explained(simulator, every, options, others, best, lower_bound_s, said)
 
 
-def _scheduled(
-    simulator: Simulator, options: PlanOptions, dictated: Dictated | None, known: Sequence[Candidate]
-) -> Plan:
+def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | None) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
     every = runnable(costs, least)
     own = None if dictated is None else dictated_best(simulator, options, dictated)
     compared = references(simulator, every, least)
-    best, _, _ = _search(simulator, every, least, compared, known)
+    best, _, _ = _search(simulator, every, least, Others(compared, []))
     if own is None or dictated is None:
         own = tried_best(simulator, options, best)
         bounds = bounds_of(costs, options, own.step_s)
@@ -113,57 +134,72 @@ def _scheduled(
 
         bounds = stacked(costs, runnable(costs, options), bound_s, own.step_s)
         notes = ["the stages were dictated; the lower bound is that of these stages"]
-    assert own.found is not None
+    found = own.found if dictated is not None or not options.simple else simplest(simulator, own)
+    assert found is not None
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
-    notes += _placement(costs, own.found.candidate, options)
-    return assemble(costs, own.found.candidate, options, bounds.linked_s, rows, notes, bounds)
+    notes += _placement(costs, found.candidate, options)
+    return assemble(costs, found.candidate, options, bounds.linked_s, rows, notes, bounds)
 
 
 def _explained(
     simulator: Simulator,
     every: Sequence[Family],
     options: PlanOptions,
-    compared: Sequence[Reference],
+    others: Others,
     best: Best,
     lower_bound_s: float,
     said: Sequence[str],
 ) -> Plan:
-    """Return the best plan of all, or a neighbour that is faster, with what bounds it and what stands near it."""
+    """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     costs = simulator.costs
-    near = neighbours(simulator, every, options, best)
-    assert best.found is not None
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
-    notes, faster = [*said], list[str]()
-    found = best.found
-    if options.schedule == "auto" and options.solver == "dp" and not costs.divisible:
-        better = improve(simulator, options, best)
-        if better is not None and better.found is not None:
-            near.append(Reference(found.candidate.schedule, found, None))
-            found = better.found
-            others = bounds_of(costs, replace(options, schedule=found.candidate.schedule), found.step_s)
-            bounds = Bounds(**{name: min(each, getattr(others, name)) for name, each in bounds})
-            lower_bound_s = min(lower_bound_s, others.linked_s)
-        near += (quicker := listed(simulator, options, best, found.step_s))
-        faster = [_faster(each, found.step_s) for each in quicker]
-    notes += [
-        *_excluded(compared, found.step_s),
-        *faster,
-        *_notes(costs, found.candidate, found.step_s, lower_bound_s, options),
-    ]
-    rows = _alternatives(compared, near, None)
+    if _any_schedule(options, costs):
+        improve(simulator, options, best)
+        for schedule in tried_beside(costs):
+            own = bounds_of(costs, replace(options, schedule=schedule, chunks=None), best.step_s)
+            if chunked(schedule):
+                bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
+            else:
+                bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
+                lower_bound_s = min(lower_bound_s, own.linked_s)
+    found = _chosen(simulator, options, best)
+    near = neighbours(simulator, best, found.candidate)
+    notes = [*said, *_simplified(costs, options, best, found), *_notes(costs, found, lower_bound_s, options)]
+    rows = _alternatives(others.references, near, None, partial(_excluded, costs, options))
     return assemble(costs, found.candidate, options, lower_bound_s, rows, notes, bounds, found.step_s)
 
 
-def _faster(each: Reference, step_s: float) -> str:
-    assert each.found is not None
-    candidate = each.found.candidate
-    chunks = len(candidate.stages) // len(groups(candidate.stages))
-    flag = f" --chunks {chunks}" if len(chunk_counts(candidate.schedule)) > 1 else ""
-    return (
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), with {chunks} stages on every device; "
-        f"--schedule {candidate.schedule}{flag} plans it"
-    )
+def _any_schedule(options: PlanOptions, costs: CostModel) -> bool:
+    """Whether plans of schedules that are found by trying may be chosen."""
+    return options.schedule == "auto" and options.solver == "dp" and not costs.divisible and not options.equal_widths
+
+
+def _chosen(simulator: Simulator, options: PlanOptions, best: Best) -> Found:
+    if options.equal_widths:
+        assert best.equal is not None
+        return best.equal
+    assert best.found is not None
+    return simplest(simulator, best) if options.simple else best.found
+
+
+def _simplified(costs: CostModel, options: PlanOptions, best: Best, found: Found) -> list[str]:
+    """Say what is given up for a simpler plan, and what one that is not simple costs to do without."""
+    assert best.found is not None
+    notes = []
+    if found.candidate != best.found.candidate and not options.equal_widths:
+        faster = 1 - best.step_s / found.step_s
+        notes.append(f"a plan that is harder to use is {faster:.1%} faster; --exact plans it")
+    across = straddling(costs, found.candidate.stages)
+    if across:
+        named = ", ".join(map(str, across))
+        notes.append(
+            f"stage{'s' if len(across) > 1 else ''} {named} cross from one node to another without filling them"
+        )
+    if best.equal is not None and not equal_widths(found.candidate.stages):
+        more = best.equal.step_s / found.step_s - 1
+        notes.append(f"stages of equal widths take {more:+.1%}; --equal-widths plans them")
+    return notes
 
 
 def _check_stages(costs: CostModel, options: PlanOptions) -> None:
@@ -230,41 +266,60 @@ def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
 
 
 def _search(
-    simulator: Simulator,
-    every: Sequence[Family],
-    options: PlanOptions,
-    compared: Sequence[Reference],
-    known: Sequence[Candidate],
+    simulator: Simulator, every: Sequence[Family], options: PlanOptions, others: Others
 ) -> tuple[Best, float, tuple[str, ...]]:
-    """Search from the references and what is known on, so that the plan is never worse than one of them.
+    """Search from what others would run on, so that the plan is never worse than one of these that is admitted.
 
     Returns the best candidates, a lower bound of the step, and what is to be noted.
     """
-    best = Best()
-    constraints = Constraints.of(simulator.costs, options)
-    for candidate in known:
-        if _allowed(candidate, simulator.costs, options, constraints):
-            best.judge(simulator, candidate)
-    for reference in compared:
-        if reference.found is not None and _allowed(reference.found.candidate, simulator.costs, options, constraints):
+    best, costs = Best(), simulator.costs
+    for reference in others.references:
+        if reference.found is not None and _excluded(costs, options, reference.found.candidate) is None:
             best.consider(reference.found)
+    for peer in others.peers:
+        if peer.candidate is not None and peer.reason is None and _excluded(costs, options, peer.candidate) is None:
+            best.judge(simulator, peer.candidate)
     if options.solver == "exhaustive":
         return best, exhaust(simulator, options, best).step_s, ()
     if options.solver == "milp":
-        found = programmed(simulator, every, options, best)
-        return best, found.lower_bound_s, found.notes
-    return best, search(simulator, every, options, best).lower_bound_s, ()
+        solved = programmed(simulator, every, options, best)
+        return best, solved.lower_bound_s, solved.notes
+    if options.gap > 0:
+        started(simulator, every, options, best)
+    found = search(simulator, every, options, best)
+    if options.gap > 0:
+        climbed(simulator, options, best, found.lower_bound_s)
+    return best, min(found.lower_bound_s, best.step_s), ()
 
 
-def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, constraints: Constraints) -> bool:
-    """Whether a reference is one of the plans that are asked for."""
+def _excluded(costs: CostModel, options: PlanOptions, candidate: Candidate) -> str | None:
+    """Return the option that excludes a plan of others; None where it may be chosen."""
     used = sum(len(stage.devices) for stage in candidate.stages)
     shards = {stage.shard for stage in candidate.stages if len(stage.devices) > 1}
-    return (
-        constraints.broken(candidate.stages, costs.kind_of) is None
-        and (not options.use_all or used == len(costs.devices))
-        and (options.shard == "auto" or shards <= {options.shard})
-    )
+    broken = Constraints.of(costs, options).broken(candidate.stages, costs.kind_of)
+    if broken is not None:
+        return broken.text
+    if options.use_all and used < len(costs.devices):
+        return "--use-all"
+    if options.shard != "auto" and not shards <= {options.shard}:
+        return f"--shard {options.shard}"
+    if options.schedule not in ("auto", candidate.schedule) and not plain(candidate.schedule):
+        return f"--schedule {options.schedule}"
+    if options.recompute != "auto" and _recomputes(costs, candidate) != options.recompute:
+        return f"--recompute {options.recompute}"
+    if options.equal_widths and not equal_widths(candidate.stages):
+        return "--equal-widths"
+    return None
+
+
+def _recomputes(costs: CostModel, candidate: Candidate) -> str:
+    """Return whether no layer is recomputed, or all that may be; or ``auto``."""
+    again = sum(len(stage.recompute) for stage in candidate.stages)
+    if not again:
+        return "none"
+    kind = costs.kind_of[candidate.stages[0].devices[0]]
+    most = len(costs.recompute_levels(candidate.micro_batch_size, kind)[-1])
+    return "full" if again == most else "auto"
 
 
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
@@ -317,9 +372,17 @@ def _dictated(
     )
 
 
-def _alternatives(compared: Sequence[Reference], near: Sequence[Reference], best: Best | None) -> list[Alternative]:
+def _alternatives(
+    compared: Sequence[Reference],
+    near: Sequence[Reference],
+    best: Best | None,
+    excluded: Callable[[Candidate], str | None] = lambda _: None,
+) -> list[Alternative]:
     """Return what is listed beside a plan: what anyone would try first, the best one if it is not, and neighbours."""
-    rows = [record(reference.name, reference.found, reference.reason) for reference in compared]
+    rows = []
+    for each in compared:
+        own = None if each.found is None else excluded(each.found.candidate)
+        rows.append(record(each.name, each.found, each.reason).model_copy(update={"excluded": own}))
     if best is not None:
         rows.append(record("best", best.found))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
@@ -327,31 +390,23 @@ def _alternatives(compared: Sequence[Reference], near: Sequence[Reference], best
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 
-def _excluded(compared: Sequence[Reference], step_s: float) -> list[str]:
-    """Say which reference is faster, as it is only where an option forbids it."""
-    return [
-        f"{each.name} is faster ({each.found.step_s / step_s - 1:+.1%}), but --shard, --use-all or a constraint of "
-        "stages excludes it"
-        for each in compared
-        if each.found is not None and each.found.step_s < step_s
-    ]
-
-
-def _notes(
-    costs: CostModel, candidate: Candidate, step_s: float, lower_bound_s: float, options: PlanOptions
-) -> list[str]:
+def _notes(costs: CostModel, found: Found, lower_bound_s: float, options: PlanOptions) -> list[str]:
+    step_s, candidate = found
     notes = []
     if options.micro_batches is None and costs.batch > MOST_MICRO_BATCHES:
         notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; --micro-batches asks for one")
-    idle = len(costs.devices) - sum(len(stage.devices) for stage in candidate.stages)
+    idle = len(costs.devices) - len({device for stage in candidate.stages for device in stage.devices})
     if idle:
         notes.append(
             f"{idle} of {len(costs.devices)} devices stay idle: no plan simulated with them is faster "
             "(--use-all forbids this)"
         )
     notes += _placement(costs, candidate, options)
-    if lower_bound_s > 0 and step_s > (1 + options.gap) * lower_bound_s * (1 + 1e-9):
-        notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; --gap 0 searches on")
+    if lower_bound_s > 0 and step_s > (1 + max(ENOUGH, options.gap)) * lower_bound_s * (1 + 1e-9):
+        more = f"--effort {10 * options.effort} searches on"
+        notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; {more}")
+    if step_s < lower_bound_s:
+        notes.append(f"it is faster than any plan with one stage on every device, by {1 - step_s / lower_bound_s:.1%}")
     return notes
 
 

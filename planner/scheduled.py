@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, UsageError
@@ -14,7 +15,7 @@ from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.judge import Best
+from autopar.planner.search.judge import Best, Found
 from autopar.planner.shapes import Shape
 from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import explain
@@ -23,7 +24,17 @@ from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
 from autopar.schedules import SCHEDULES
 
-__all__ = ["bounds_of", "dictated_best", "improve", "listed", "otherwise", "shape_of", "tried_best", "usual"]
+__all__ = [
+    "bounds_of",
+    "dictated_best",
+    "improve",
+    "named",
+    "otherwise",
+    "shape_of",
+    "tried_beside",
+    "tried_best",
+    "usual",
+]
 
 ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
@@ -49,9 +60,9 @@ def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
     """
     costs = simulator.costs
     _check_halves(costs, options.schedule)
-    trials = Trials(simulator, options.schedule, options, _order(costs, found))
+    trials = Trials(simulator, options.schedule, options, _order(costs, found.found and found.found.candidate))
     chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
-    starts = trials.starts(runnable(costs, options), _seeds(found, MOST_SEEDS), chunks)
+    starts = trials.starts(runnable(costs, options), _seeds(found.by_stages, MOST_SEEDS), chunks)
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.found is None:
         raise _infeasible(costs, options, best)
@@ -117,33 +128,22 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
     return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
 
 
-def improve(simulator: Simulator, options: PlanOptions, best: Best) -> Best | None:
-    """Return plans of a zero-bubble schedule of which one is quicker than the best; None where none is found.
-
-    Of those with one stage a rank, which send what `1f1b` sends.
-    """
-    found: Best | None = None
-    for schedule in SCHEDULES if simulator.costs.halved else ():
-        if not plain(schedule) and not chunked(schedule):
-            step_s = (found or best).step_s
-            tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
-            if tried.step_s < step_s:
-                found = tried
-    return found
+def tried_beside(costs: CostModel) -> list[str]:
+    """Return the schedules that are tried beside `1f1b`: with backwards in halves only where the profile has them."""
+    return [each for each in SCHEDULES if not plain(each) and (costs.halved or not halves(each))]
 
 
-def listed(simulator: Simulator, options: PlanOptions, best: Best, step_s: float) -> list[Reference]:
-    """Return plans, with several stages a rank, that are quicker than ``step_s``; ``best`` are those of `1f1b`."""
-    found = []
-    for schedule in SCHEDULES:
-        if chunked(schedule) and (simulator.costs.halved or not halves(schedule)):
-            tried = _beside(simulator, replace(options, schedule=schedule), best, step_s)
-            if tried.found is not None and tried.step_s < step_s:
-                found.append(Reference(_named(tried.found.candidate), tried.found, None))
-    return found
+def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
+    """Try other schedules: on the stages of the best plans, or, of several stages a rank, on balanced ones."""
+    known, own = best.by_stages.copy(), best.found
+    for schedule in tried_beside(simulator.costs) if own is not None else ():
+        assert own is not None
+        tried = _beside(simulator, replace(options, schedule=schedule), known, own, best.step_s)
+        for found in tried.by_stages.values():
+            best.consider(found)
 
 
-def _named(candidate: Candidate) -> str:
+def named(candidate: Candidate) -> str:
     """Return a schedule's name, and how many stages a rank runs where it may be several numbers."""
     chunks = len(candidate.stages) // len(groups(candidate.stages))
     return candidate.schedule + (f" with {chunks} chunks" if len(chunk_counts(candidate.schedule)) > 1 else "")
@@ -173,28 +173,29 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     return found
 
 
-def _beside(simulator: Simulator, options: PlanOptions, best: Best, below_s: float) -> Best:
-    """Try a schedule on the shapes of the best plans, and on balanced ones of as many groups."""
-    assert best.found is not None
-    costs, own = simulator.costs, best.found.candidate
+def _beside(
+    simulator: Simulator, options: PlanOptions, best: Mapping[int, Found], found: Found, below_s: float
+) -> Best:
+    """Try a schedule on the shapes of the best plans, by number of stages, and on balanced ones of as many groups."""
+    costs, own = simulator.costs, found.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
     every = runnable(costs, options)
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
     near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
-    trials = Trials(simulator, options.schedule, options, _order(costs, best))
+    trials = Trials(simulator, options.schedule, options, _order(costs, own))
     starts = trials.beside(near, seeds, chunk_counts(options.schedule))
     return trials.run(starts, ACTIONS_BESIDE, below_s)
 
 
-def _seeds(best: Best, most: int) -> list[Candidate]:
+def _seeds(best: Mapping[int, Found], most: int) -> list[Candidate]:
     """Return the quickest plans, one of every number of stages."""
-    every = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
+    every = sorted(best.items(), key=lambda each: (each[1].step_s, each[0]))
     return [found.candidate for _, found in every[:most]]
 
 
-def _order(costs: CostModel, best: Best) -> tuple[int, ...]:
-    """Return the devices in the order in which the best plan's stages take them, idle ones last."""
-    stages = best.found.candidate.stages if best.found is not None else ()
+def _order(costs: CostModel, candidate: Candidate | None) -> tuple[int, ...]:
+    """Return the devices in the order in which a plan's stages take them, idle ones last."""
+    stages = () if candidate is None else candidate.stages
     used = [device for stage in stages for device in stage.devices]
     return tuple(dict.fromkeys((*used, *range(len(costs.devices)))))
 

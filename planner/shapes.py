@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from autopar.formats.plan import Shard
 from autopar.planner.candidate import Family, Placed
 from autopar.planner.costs.model import CostModel
 
-__all__ = ["Shape", "balanced", "moved", "placed", "widths_of"]
+__all__ = ["Shape", "balanced", "placed", "widths_of"]
 
 FEW = 4
 """Groups of which one may be wide to begin with."""
@@ -101,24 +101,3 @@ def _within(own: Sequence[Sequence[float]], most_s: float) -> list[int] | None:
         found.append(stop)
         at = stop
     return found if at == last else None
-
-
-def moved(shape: Shape, edges: Sequence[int], idle: int, *, all_used: bool) -> Iterator[Shape]:
-    """Yield shapes with one cut at the next edge, or with one device passed to another group, taken up or dropped."""
-    cuts, widths = shape
-    place = {edge: at for at, edge in enumerate(edges)}
-    for index, cut in enumerate(cuts[:-1]):
-        for by in (-1, 1):
-            other = edges[place[cut] + by]
-            if (0, *cuts)[index] < other < cuts[index + 1]:
-                yield Shape((*cuts[:index], other, *cuts[index + 1 :]), widths)
-    for index, width in enumerate(widths):
-        for other in range(len(widths)):
-            if other != index and width > 1:
-                passed = list(widths)
-                passed[index], passed[other] = width - 1, widths[other] + 1
-                yield Shape(cuts, tuple(passed))
-        if idle:
-            yield Shape(cuts, (*widths[:index], width + 1, *widths[index + 1 :]))
-        if width > 1 and not all_used:
-            yield Shape(cuts, (*widths[:index], width - 1, *widths[index + 1 :]))

@@ -21,7 +21,8 @@ from autopar.planner.costs.levels import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.judge import Best
-from autopar.planner.shapes import Shape, balanced, moved, placed, widths_of
+from autopar.planner.search.moves import cuts_moved, devices_moved
+from autopar.planner.shapes import Shape, balanced, placed, widths_of
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -222,9 +223,12 @@ class Trials:
     def _beside(self, family: Family, shape: Shape) -> Iterator[Start]:
         edges = self._of(len(shape.cuts) // len(shape.widths)).edges(MOST_EDGES)
         idle = len(self.order) - sum(shape.widths)
-        for other in moved(shape, sorted({*edges, *shape.cuts}), idle, all_used=self.options.use_all):
-            if self._serves(family, other.widths):
-                yield family, other
+        cuts, widths = shape
+        for each in cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
+            yield family, Shape(each, widths)
+        for each in devices_moved(widths, idle, range(len(widths)), all_used=self.options.use_all):
+            if self._serves(family, each):
+                yield family, Shape(cuts, each)
         if self.options.micro_batches is None:
             batch = self.costs.batch
             counts = divisors(batch)

@@ -109,6 +109,8 @@ class Alternative(Record):
     """In the form that ``autopar plan --stages`` takes."""
     micro_batches: Count | None = None
     schedule: Name | None = None
+    excluded: Name | None = None
+    """The option that excludes it; none where it could have been chosen."""
 
     @model_validator(mode="after")
     def _one_outcome(self) -> Self:

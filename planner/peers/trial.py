@@ -17,8 +17,8 @@ from autopar.schedules import SCHEDULES
 
 __all__ = ["counts_of", "place", "planned_counts", "trial"]
 
-MOST_WORK = 5 * 10**9
-"""Array elements that a peer may take for all its proposals together: about ten seconds."""
+MOST_WORK = 10**9
+"""Array elements that a peer may take for all its proposals together: about two seconds."""
 
 
 def counts_of(batch: int, asked: int | None) -> list[int]:

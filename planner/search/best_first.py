@@ -31,8 +31,6 @@ from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Searched", "search", "tables_of"]
 
-MOST_APART = 10_000_000
-"""Stages in all states of the pool up to which each is told apart; above, similar ones are taken together."""
 MOST_BOUNDED = 100_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
@@ -216,7 +214,7 @@ class _Search:
     def _prepare(self, index: int) -> bool:
         """Make a family's tables; return whether its plans are to be looked through one by one."""
         family = self.families[index]
-        apart = self.options.gap == 0 or looked_at(self.costs, self.pool, family) <= MOST_APART
+        apart = self.options.gap == 0
         stages = StageTables(self.costs, self.pool, family, self.options, apart=apart)
         if apart:
             self.tables[index] = SuffixTables(stages, self.options)
@@ -292,7 +290,7 @@ def tables_of(
     most = looked_at(costs, pool, family)
     if most > MOST_BOUNDED:
         return None
-    stages = StageTables(costs, pool, family, options, apart=most <= MOST_APART, late=late)
+    stages = StageTables(costs, pool, family, options, apart=options.gap == 0, late=late)
     return SuffixTables(stages, options, Capped(stages, cap_s))
 
 

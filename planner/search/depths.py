@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import ceil, log, prod
 from typing import NamedTuple
 
-from autopar.planner.bounds.chain import round_trips
+from autopar.planner.bounds.chain import link_terms, round_trips
 from autopar.planner.candidate import Candidate, Family, Placed, with_depths
 from autopar.planner.costs.levels import Span
 from autopar.planner.costs.model import CostModel
@@ -18,6 +19,9 @@ MANY_SETS = 32
 MANY_STAGES = 32
 AHEAD = (1.0, 1.5, 2.0, 3.0)
 FINER = 1.02
+ROUNDS = 3
+LEAD = 3
+"""For how many more micro-batches than are in flight a gradient is on its way, while that is not known."""
 ROUNDING = 1e-9
 MOST_VECTORS = 20_000
 SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
@@ -41,6 +45,7 @@ def depth_choices(
     spans: Sequence[Span],
     *,
     exact: bool,
+    few: bool = False,
 ) -> DepthChoices:
     """Return the candidates whose stages keep at most their ``warmup`` in flight, and fit.
 
@@ -54,8 +59,13 @@ def depth_choices(
     elif exact and prod(most) <= MOST_VECTORS:
         vectors = list(_all(stages, family.micro_batches, most))
     else:
-        timed = _timed(costs, family, stages, spans)
-        usual = _preferred(stages, family.micro_batches, most) if len(stages) <= MANY_STAGES or not timed else []
+        paced = list(_Pacing(costs, family, stages, spans).vectors())
+        timed = paced if few and paced else list(dict.fromkeys((*_timed(costs, family, stages, spans), *paced)))
+        usual = (
+            _preferred(stages, family.micro_batches, most)
+            if (len(stages) <= MANY_STAGES and not few) or not timed
+            else []
+        )
         vectors = list(dict.fromkeys((*usual, *timed)))
         complete = prod(most) <= 1
     found: list[Candidate] = []
@@ -168,6 +178,108 @@ def _paced(
         behind = min(family.micro_batches, depth * stage.turning)
         ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
     return tuple(vector[::-1])
+
+
+class _Pacing:
+    """Stages that keep a pace: each has as many in flight as the pace needs, and recomputes as little as fits that."""
+
+    def __init__(self, costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]) -> None:
+        self.costs, self.family, self.stages, self.spans = costs, family, stages, spans
+        self.turns = [stage.turns(0, family.micro_batches) for stage in stages]
+        self.links_s = _links_s(costs, Candidate(*family, tuple(stages)))
+        self._fitted: dict[tuple[int, int], float | None] = {}
+
+    def vectors(self) -> Iterator[tuple[int, ...]]:
+        """Yield the depths of the quickest pace that can be kept, then deeper ones that still keep it."""
+        pace_s = self._quickest_s()
+        for more in AHEAD if pace_s is not None else ():
+            assert pace_s is not None
+            found = self._keeping(pace_s / more, pace_s)
+            if found is None:
+                return
+            yield found
+
+    def _quickest_s(self) -> float | None:
+        """Return the quickest pace that can be kept; None where no depths fit."""
+        free_s = [self._own_s(index, stage) for index, stage in enumerate(self.stages)]
+        low_s = max(self._paced_s(index, own_s) for index, own_s in enumerate(free_s))
+        if low_s <= 0:
+            return None
+        slowest_s = sum(free_s) + sum(link_s or 0.0 for link_s in self.links_s)
+        # Slower than one micro-batch after the other, with everything recomputed, is no pace.
+        count = 1 + int(log(max(1.0, 4 * slowest_s / low_s), FINER)) + 1
+        paces = [low_s * FINER**power for power in range(count)]
+        at = bisect_left(paces, True, key=lambda each: self._keeping(each, each) is not None)
+        return None if at == count else paces[at]
+
+    def _keeping(self, pace_s: float, most_s: float) -> tuple[int, ...] | None:
+        """Return depths with which stages keep a pace, each computing no longer than ``most_s``; None: they cannot.
+
+        From stage a, of k in flight, to stage b, of l: b begins the backward of a micro-batch behind the forward of the
+        one that is l - 1 later, which a has sent behind the backward of the one that is k earlier. A micro-batch's way
+        from a to b and back hence takes no more than k - l + 1 micro-batches' time.
+        """
+        vector: list[int] = []
+        behind, ahead, trip_s = 1, 0.0, 0.0
+        for index in reversed(range(len(self.stages))):
+            stage, link_s = self.stages[index], self.links_s[index]
+            around_s = 0.0 if link_s is None else link_s + trip_s
+            # How long the stage takes depends on what it recomputes, and that on its depth: a few rounds settle it.
+            own_s = self._own_s(index, stage)
+            for _ in range(ROUNDS):
+                deep = ceil(((own_s + around_s) / pace_s + ahead) * (1 - ROUNDING))
+                wanted = max(behind, min(self.family.micro_batches, deep))
+                depth = min(-(-wanted // stage.turning), self.turns[index])
+                fitted = self._fitting(index, depth)
+                if fitted is None or self._paced_s(index, fitted) > most_s * (1 + ROUNDING):
+                    return None
+                if fitted <= own_s:
+                    break
+                own_s = fitted
+            vector.append(depth)
+            trip_s = own_s + around_s
+            behind = min(self.family.micro_batches, depth * stage.turning)
+            ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
+        return tuple(vector[::-1])
+
+    def _fitting(self, index: int, depth: int) -> float | None:
+        """Return a stage's seconds with so many in flight, recomputing as little as fits; None where nothing fits."""
+        if depth > self.stages[index].warmup:
+            return None
+        key = index, depth
+        if key not in self._fitted:
+            self._fitted[key] = self._least_s(index, depth)
+        return self._fitted[key]
+
+    def _least_s(self, index: int, depth: int) -> float | None:
+        stage = self.stages[index]._replace(warmup=depth)
+        near = list(self.stages)
+        if index:
+            # How much the stage before leads is not known yet.
+            most = min(self.turns[index - 1], -(-(stage.in_flight + LEAD) // near[index - 1].turning))
+            near[index - 1] = near[index - 1]._replace(warmup=max(1, most))
+        sets = self.spans[index].within(stage.first, stage.stop)
+
+        def short(at: int) -> int:
+            near[index] = stage._replace(recompute=sets[at])
+            return self.costs.shortfall(Candidate(*self.family, tuple(near)), index)
+
+        return self._own_s(index, near[index]) if _first_fitting(short, len(sets)) <= 0 else None
+
+    def _own_s(self, index: int, stage: Placed) -> float:
+        return self.costs.forward_s(stage, 0) + self.costs.backward_s(stage, 0, self.turns[index])
+
+    def _paced_s(self, index: int, own_s: float) -> float:
+        return own_s * self.turns[index] / self.family.micro_batches
+
+
+def _links_s(costs: CostModel, candidate: Candidate) -> list[float | None]:
+    """Return the least seconds forth and back over the boundary behind each stage; None where no gradient returns."""
+    found: list[float | None] = []
+    for before, after in pairwise(candidate.stages):
+        link = link_terms(costs, before, after, candidate)
+        found.append(float(link.forth_s + link.back_s) if link.back else None)
+    return [*found, None]
 
 
 def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.planner.candidate import Candidate
+from autopar.formats.plan import SHARDS
+from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Best", "Found"]
+__all__ = ["EQUAL_WIDTHS", "Best", "Found", "Trait", "equal_widths"]
+
+NEAR, MOST_NEAR = 0.01, 10_000
+"""Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
+Trait = tuple[str, int]
+EQUAL_WIDTHS: Trait = ("equal widths", 1)
 
 
 class Found(NamedTuple):
@@ -20,13 +27,19 @@ class Found(NamedTuple):
 
 
 class Best:
-    """The best candidates simulated so far, at large and by number of stages; the first of equals stays."""
+    """The best candidates simulated so far; the first of equals stays.
+
+    At large, by number of stages, and by what else tells plans apart, which is what a plan's alternatives come from.
+    """
 
     def __init__(self, cap_s: float = float("inf")) -> None:
         """Begin with no candidate; only those quicker than ``cap_s`` are of interest."""
         self._cap_s = cap_s
         self.found: Found | None = None
         self.by_stages: dict[int, Found] = {}
+        self.by_trait: dict[Trait, Found] = {}
+        self.near: dict[Candidate, float] = {}
+        """Candidates about as fast as the best one was, and their seconds, or lower bounds of these."""
         self.closest: tuple[int, Candidate] | None = None
         """The least shortfall of memory among candidates that do not fit."""
 
@@ -57,9 +70,45 @@ class Best:
             self.closest = (short, candidate)
 
     def consider(self, found: Found) -> None:
-        """Keep a simulated candidate if it is the best, at large or of its number of stages."""
+        """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
         count = len(found.candidate.stages)
         if count not in self.by_stages or found.step_s < self.by_stages[count].step_s:
             self.by_stages[count] = found
+        for trait in traits_of(found.candidate):
+            if trait not in self.by_trait or found.step_s < self.by_trait[trait].step_s:
+                self.by_trait[trait] = found
         if found.step_s < self.step_s:
             self.found = found
+        if found.step_s <= self.step_s * (1 + NEAR):
+            self.near.setdefault(found.candidate, found.step_s)
+            if len(self.near) > MOST_NEAR:
+                self.near = {each: step_s for each, step_s in self.near.items() if step_s <= self.step_s * (1 + NEAR)}
+
+    @property
+    def equal(self) -> Found | None:
+        """The best candidate whose stages have as many replicas each, which run and shard alike."""
+        return self.by_trait.get(EQUAL_WIDTHS)
+
+
+def traits_of(candidate: Candidate) -> list[Trait]:
+    """Return what tells a candidate from others, beside the number of its stages."""
+    stages = candidate.stages
+    found: list[Trait] = [
+        ("micro_batches", candidate.micro_batches),
+        ("devices", sum(len(stage.devices) for stage in stages)),
+        ("recompute", any(stage.recompute for stage in stages)),
+        ("shard", max(SHARDS.index(stage.shard) for stage in stages)),
+    ]
+    return [*found, EQUAL_WIDTHS] if equal_widths(stages) else found
+
+
+def equal_widths(stages: Sequence[Placed]) -> bool:
+    """Whether all stages have as many replicas, with equal shares, that run and shard alike.
+
+    >>> from autopar.planner.candidate import Family, place
+    >>> [equal_widths(place(Family(2, 4, "1f1b"), (3, 5), widths)) for widths in ((2, 2), (2, 1), (3, 3))]
+    [True, False, False]
+    """
+    first = stages[0]
+    alike = {(len(stage.devices), stage.division, stage.shard, *stage.shares) for stage in stages}
+    return len(alike) == 1 and len(set(first.shares)) == 1

@@ -1,0 +1,139 @@
+"""Improve: good plans from several starts, and local moves from the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
+from itertools import accumulate
+from random import Random
+
+from autopar.formats.plan import Division
+from autopar.planner.candidate import Family
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.climb import Climb
+from autopar.planner.search.judge import Best
+from autopar.planner.search.moves import SINGLE, Layout, stages_of
+from autopar.planner.shapes import balanced
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules.route import even_shares
+
+__all__ = ["climbed", "even_layouts", "started"]
+
+START_WORK, CLIMB_WORK, EQUAL_WORK = 1_000_000.0, 3_000_000.0, 500_000.0
+"""Of even splits, of local moves, and of those that keep widths equal: about microseconds of a core."""
+SEEDS = 4
+"""Plans that local moves begin with: the fastest ones, of different numbers of stages."""
+FAR = 1.5
+"""Of the best step; slower plans are no seeds."""
+FEW_STAGES = 16
+"""Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
+JUDGED = 24
+"""Even splits that are simulated, the most promising ones."""
+ENOUGH = 0.05
+"""Gap to the lower bound at which local moves end, unless more effort is asked for."""
+
+
+def started(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
+    """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
+    climb = Climb(simulator, options, best, START_WORK * options.effort)
+    order = tuple(range(len(simulator.costs.devices)))
+    layouts = list(even_layouts(simulator, max(families)))
+    manners = climb.manners()
+    quick = sorted(
+        (_quick_s(simulator, family, layout, division), at, family, division)
+        for family in families
+        for division in dict.fromkeys(each for each, _ in manners)
+        for at, layout in enumerate(layouts)
+        if division == "split" or max(layout.widths) > 1
+    )
+    priced: list[tuple[float, int, Family, Layout]] = []
+    for quick_s, at, family, division in quick:
+        if climb.left <= 0 or quick_s >= FAR * best.step_s:
+            break
+        own = [manner for manner in manners if manner[0] == division]
+        for manner in own if max(layouts[at].widths) > 1 else own[:1]:
+            layout = layouts[at].run(manner)
+            score = climb.score(family, layout, order, _depths(family, layout))
+            priced.append((score, len(priced), family, layout))
+    for score, _, family, layout in nsmallest(JUDGED * options.effort, priced):
+        if score < FAR * best.step_s:
+            climb.judge(family, layout, order, float("inf"))
+
+
+def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
+    """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices."""
+    costs, devices = simulator.costs, len(simulator.costs.devices)
+    edges = list(range(costs.layer_count + 1))
+    for count in stage_counts(min(costs.layer_count, devices)):
+        widths = [(devices // count,) * count, even_shares(devices, count), even_shares(devices, count)[::-1]]
+        layers = even_shares(costs.layer_count, count)
+        alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
+        for each in dict.fromkeys(widths):
+            for cuts in dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike)):
+                yield Layout(cuts, each, (SINGLE,) * count)
+
+
+def _quick_s(simulator: Simulator, family: Family, layout: Layout, division: Division) -> float:
+    """Return about how long a step of a layout takes, were there no limit of memory; infinite where it cannot be."""
+    costs, loads, trips = simulator.costs, [], []
+    for first, stop, width, _ in stages_of(layout):
+        if width > (family.micro_batch_size if division == "split" else family.micro_batches) and not costs.divisible:
+            return float("inf")
+        rows = max(costs.shares(family.micro_batch_size, width, division))
+        own_s = sum(sums[stop] - sums[first] for sums in (costs.sums.forward(rows), costs.sums.backward(rows, 1.0)))
+        turns = 1.0 if division == "split" else -(-family.micro_batches // width) / family.micro_batches
+        loads.append(own_s * turns)
+        trips.append(own_s)
+    return (family.micro_batches - 1) * max(loads) + sum(trips)
+
+
+def _depths(family: Family, layout: Layout) -> list[int]:
+    """Return how many micro-batches `1f1b` keeps in flight at least not to wait, by layer."""
+    count = len(layout.cuts)
+    return [
+        min(family.micro_batches, count - at)
+        for at, (first, stop, _, _) in enumerate(stages_of(layout))
+        for _ in range(first, stop)
+    ]
+
+
+def stage_counts(most: int) -> list[int]:
+    """Return numbers of stages to try: all, but of many those that are about a sixteenth apart.
+
+    >>> stage_counts(5), stage_counts(40)[14:]
+    ([1, 2, 3, 4, 5], [15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26, 28, 30, 32, 34, 36, 38, 40])
+    """
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, found[-1] + max(1, found[-1] // FEW_STAGES)))
+    return found
+
+
+def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
+    """Make local moves from the best plans, until one is close enough to the lower bound or the work is done.
+
+    From the best one of equal widths, too, which stay equal.
+    """
+    if best.found is None:
+        return
+    gap = options.gap if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
+    enough_s = lower_bound_s * (1 + gap)
+    if best.equal is not None:
+        Climb(simulator, options, best, EQUAL_WORK * options.effort, equal=True).climb(best.equal, enough_s)
+    if options.equal_widths:
+        return
+    climb = Climb(simulator, options, best, CLIMB_WORK * options.effort)
+    done: set[int] = set()
+    draw = Random(0)
+    while climb.left > 0 and best.step_s > enough_s:
+        seeds = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
+        fast = (each for count, each in seeds[:SEEDS] if count not in done and each.step_s < FAR * best.step_s)
+        seed = next(fast, None)
+        if seed is not None:
+            done.add(len(seed.candidate.stages))
+            climb.climb(seed, enough_s)
+            continue
+        kicked = climb.kicked(best.found, draw)
+        if kicked is None:
+            break
+        climb.climb(kicked, enough_s)

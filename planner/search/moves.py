@@ -1,0 +1,151 @@
+"""Moves: from where stages end and how they are run to layouts beside it; every local search takes them from here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from autopar.formats.plan import Division, Shard
+from autopar.planner.candidate import Candidate
+
+__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "layout_of", "manners_changed"]
+
+Manner = tuple[Division, Shard]
+SINGLE: Manner = ("split", "none")
+
+
+class Layout(NamedTuple):
+    """Stages of a candidate without devices, what is in flight, and what is recomputed."""
+
+    cuts: tuple[int, ...]
+    """Layers before which the stages end."""
+    widths: tuple[int, ...]
+    """Replicas."""
+    manners: tuple[Manner, ...]
+    """How replicas divide micro-batches, and what they shard."""
+
+    def with_width(self, at: int, width: int, manner: Manner) -> Layout:
+        """Return the layout with another width of one stage, which is run in some manner where it has replicas."""
+        own = manner if width > 1 else SINGLE
+        return Layout(
+            self.cuts,
+            (*self.widths[:at], width, *self.widths[at + 1 :]),
+            (*self.manners[:at], own, *self.manners[at + 1 :]),
+        )
+
+    def run(self, manner: Manner) -> Layout:
+        """Return the layout with the replicas of all stages run in a manner."""
+        return self._replace(manners=tuple(manner if width > 1 else SINGLE for width in self.widths))
+
+    def manner_near(self, at: int) -> Manner:
+        """Return how a stage is run, or, where it has one replica, the nearest one that has more."""
+        every = sorted(range(len(self.widths)), key=lambda other: abs(other - at))
+        return next((self.manners[other] for other in every if self.widths[other] > 1), SINGLE)
+
+
+def layout_of(candidate: Candidate) -> Layout:
+    """Return the layout of a candidate.
+
+    >>> from autopar.planner.candidate import Family, place
+    >>> layout_of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), (2, 1))))
+    Layout(cuts=(3, 5), widths=(2, 1), manners=(('split', 'none'), ('split', 'none')))
+    """
+    stages = candidate.stages
+    return Layout(
+        tuple(stage.stop for stage in stages),
+        tuple(len(stage.devices) for stage in stages),
+        tuple((stage.division, stage.shard) for stage in stages),
+    )
+
+
+def cuts_moved(
+    cuts: Sequence[int], edges: Sequence[int], which: Iterable[int], reach: int = 1
+) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one of ``which`` moved, by up to ``reach`` of the edges where stages may end.
+
+    >>> list(cuts_moved((2, 4), (0, 1, 2, 3, 4), (0,)))
+    [(1, 4), (3, 4)]
+    """
+    for index in which:
+        low, high = (0, *cuts)[index], cuts[index + 1]
+        at = bisect_left(edges, cuts[index])
+        for by in (step * sign for step in range(1, reach + 1) for sign in (-1, 1)):
+            # The cut may lie between two edges, as a dictated one does.
+            place = at + by if at < len(edges) and edges[at] == cuts[index] else at + by - (by > 0)
+            if 0 <= place < len(edges) and low < edges[place] < high:
+                yield (*cuts[:index], edges[place], *cuts[index + 1 :])
+
+
+def devices_moved(
+    widths: Sequence[int], idle: int, takers: Iterable[int], *, all_used: bool
+) -> Iterator[tuple[int, ...]]:
+    """Yield the widths with one device passed to one of the ``takers``, taken up, or dropped.
+
+    >>> list(devices_moved((2, 1), 0, (1,), all_used=True)), list(devices_moved((1, 1), 1, (0,), all_used=False))
+    ([(1, 2)], [(2, 1)])
+    """
+    takers = tuple(takers)
+    for index, width in enumerate(widths):
+        for taker in takers if width > 1 else ():
+            if taker != index:
+                passed = list(widths)
+                passed[index], passed[taker] = width - 1, widths[taker] + 1
+                yield tuple(passed)
+        if width > 1 and not all_used:
+            yield (*widths[:index], width - 1, *widths[index + 1 :])
+    for taker in takers if idle else ():
+        yield (*widths[:taker], widths[taker] + 1, *widths[taker + 1 :])
+
+
+def joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
+    """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both.
+
+    >>> next(joined(Layout((2, 4), (1, 1), (SINGLE, SINGLE)), (0,)))
+    Layout(cuts=(4,), widths=(2,), manners=(('split', 'none'),))
+    """
+    cuts, widths, manners = layout
+    for index in which:
+        manner = max(manners[index : index + 2], key=lambda each: each != SINGLE)
+        yield Layout(
+            (*cuts[:index], *cuts[index + 1 :]),
+            (*widths[:index], widths[index] + widths[index + 1], *widths[index + 2 :]),
+            (*manners[:index], manner, *manners[index + 2 :]),
+        )
+
+
+def divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
+    """Yield the layout with a stage of ``which`` divided in two, about evenly by the running sums ``seconds``."""
+    for index in which:
+        first, stop = (0, *layout.cuts)[index], layout.cuts[index]
+        own = layout.widths[index] + (layout.widths[index] == 1 and idle > 0)
+        for width in sorted({1, own // 2, own - 1} - {0, own}):
+            aim = seconds[first] + (seconds[stop] - seconds[first]) * width / own
+            middle = bisect_left(seconds, aim, first + 1, max(first + 1, stop - 1))
+            for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
+                yield _divided(layout, index, cut, (width, own - width))
+
+
+def _divided(layout: Layout, index: int, cut: int, parts: tuple[int, int]) -> Layout:
+    cuts, widths, manners = layout
+    own = tuple(manners[index] if width > 1 else SINGLE for width in parts)
+    return Layout(
+        (*cuts[:index], cut, *cuts[index:]),
+        (*widths[:index], *parts, *widths[index + 1 :]),
+        (*manners[:index], *own, *manners[index + 1 :]),
+    )
+
+
+def manners_changed(layout: Layout, manners: Sequence[Manner], which: Iterable[int]) -> Iterator[Layout]:
+    """Yield the layout with all replicated stages run in another manner, and with each of ``which``."""
+    wide = [index for index, width in enumerate(layout.widths) if width > 1]
+    for manner in manners:
+        for some in (wide, *([index] for index in which if index in wide)):
+            changed = tuple(manner if index in some else each for index, each in enumerate(layout.manners))
+            if changed != layout.manners:
+                yield layout._replace(manners=changed)
+
+
+def stages_of(layout: Layout) -> Iterator[tuple[int, int, int, Manner]]:
+    """Yield every stage's first layer, stop, width and manner."""
+    return zip((0, *layout.cuts[:-1]), *layout, strict=True)
