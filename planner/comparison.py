@@ -9,14 +9,15 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.compared import Compared
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import Reference
+from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admitted
-from autopar.planner.peers import Peer
-from autopar.planner.planning import others_of, plan
+from autopar.planner.peers import Peer, peers
+from autopar.planner.planning import plan
 from autopar.planner.scheduled import otherwise
+from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Comparison", "compare"]
@@ -34,8 +35,8 @@ class Comparison(NamedTuple):
 def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
-    autopar's search starts from the peers' plans, so that it is never slower than one of them that the options admit;
-    virtual workers that cut the layers differently are no plan.
+    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
+    the layers differently are no plan.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -45,9 +46,9 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
-    known = others_of(profile, cluster, options)
-    rows = [_row(simulator, each) for each in known.peers]
-    own = plan(profile, cluster, options, known)
+    compared = references(simulator, runnable(costs, options), options)
+    rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
+    own = plan(profile, cluster, options)
     others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
     every = [_own(own, costs), *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)

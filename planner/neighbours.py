@@ -43,7 +43,7 @@ def _met(simulator: Simulator, best: Best, chosen: Candidate) -> Iterator[tuple[
     for count in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
         name = f"{count} micro-batch{'es' if count > 1 else ''}"
         yield name, best.by_trait.get(("micro_batches", count))
-    used = sum(len(stage.devices) for stage in chosen.stages)
+    used = len({device for stage in chosen.stages for device in stage.devices})
     fewer = max((count for kind, count in best.by_trait if kind == "devices" and count < used), default=0)
     yield f"{fewer} device{'s' if fewer > 1 else ''}", best.by_trait.get(("devices", fewer))
     if any(stage.recompute for stage in chosen.stages):

@@ -88,6 +88,12 @@ class PlanOptions:
             raise UsageError(f"--bandwidth must be positive, found {self.bytes_per_s}")
         if not 0 <= self.gap < float("inf"):
             raise UsageError(f"--gap must be 0 or more, found {self.gap}")
+        if self.equal_widths and (self.stages is not None or self.solver != "dp" or self.gap == 0):
+            other = "--stages" if self.stages is not None else "--gap 0" if self.gap == 0 else f"--solver {self.solver}"
+            raise UsageError(f"--equal-widths does not go with {other}; leave out one of them")
+        if self.effort > 1 and (self.gap == 0 or self.solver != "dp"):
+            other = "--gap 0" if self.gap == 0 else f"--solver {self.solver}"
+            raise UsageError(f"--effort does not go with {other}, which goes on until it is done; leave out --effort")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
         if self.schedule not in ("auto", *SCHEDULES):

@@ -43,7 +43,7 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
 
-__all__ = ["Others", "others_of", "plan", "simulate"]
+__all__ = ["others_of", "plan", "simulate"]
 
 _OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
     "throughput": throughput_plan,
@@ -61,16 +61,10 @@ class Others(NamedTuple):
     peers: list[Peer]
 
 
-def others_of(profile: Profile, cluster: Cluster, options: PlanOptions) -> Others:
-    """Return what others would run.
-
-    Raises:
-        UsageError: the options contradict the profile or each other.
-    """
-    costs = CostModel(profile, cluster, options)
-    simulator = Simulator(costs)
-    found = references(simulator, runnable(costs, options), options)
-    return Others(found, peers(simulator, options, found))
+def others_of(simulator: Simulator, every: Sequence[Family], options: PlanOptions) -> Others:
+    """Return what others would run, as far as that is soon known."""
+    found = references(simulator, every, options)
+    return Others(found, peers(simulator, options, found, quickly=True))
 
 
 def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, others: Others | None = None) -> Plan:
@@ -100,17 +94,13 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
-    others = others or Others(compared := references(simulator, every, options), peers(simulator, options, compared))
+    others = others_of(simulator, every, options)
     best, lower_bound_s, said = _search(simulator, every, options, others)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, others.references, best)
     if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
-    if options.equal_widths and best.equal is None:
-        raise InfeasibleError(
-            "no plan whose stages are equally wide fits the memory, but others do; leave out --equal-widths, or give "
-            "more --gpus or --memory"
-        )
+    _check_equal(options, best)
     return _explained(simulator, every, options, others, best, lower_bound_s, said)
 
 
@@ -134,7 +124,8 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
 
         bounds = stacked(costs, runnable(costs, options), bound_s, own.step_s)
         notes = ["the stages were dictated; the lower bound is that of these stages"]
-    found = own.found if dictated is not None or not options.simple else simplest(simulator, own)
+    _check_equal(options, own)
+    found = own.found if dictated is not None else _chosen(simulator, options, own)
     assert found is not None
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
     notes += _placement(costs, found.candidate, options)
@@ -173,6 +164,14 @@ def _explained(
 def _any_schedule(options: PlanOptions, costs: CostModel) -> bool:
     """Whether plans of schedules that are found by trying may be chosen."""
     return options.schedule == "auto" and options.solver == "dp" and not costs.divisible and not options.equal_widths
+
+
+def _check_equal(options: PlanOptions, best: Best) -> None:
+    if options.equal_widths and best.equal is None:
+        raise InfeasibleError(
+            "no plan was found whose stages are equally wide and fit the memory, but others do fit; leave out "
+            "--equal-widths"
+        )
 
 
 def _chosen(simulator: Simulator, options: PlanOptions, best: Best) -> Found:
@@ -417,7 +416,7 @@ def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> 
     if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
         remedy = "" if exact else "; --gap 0 leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
-    devices = [device for stage in candidate.stages for device in stage.devices]
+    devices = list(dict.fromkeys(device for stage in candidate.stages for device in stage.devices))
     nodes = {costs.devices[device].node for device in devices}
     if len(nodes) > 1 and devices != sorted(devices):
         notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")

@@ -7,7 +7,6 @@ A count of simulated actions ends it, so that the same question has the same ans
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from math import comb
@@ -246,21 +245,21 @@ class Trials:
         most = self._recomputing(frame, 1.0)
         if self.options.recompute == "full":
             return most
-        short = self.costs.shortfalls(frame)
-        chosen = list(frame.stages)
-        for chunks in groups(frame.stages):
-            if short[chunks[0]] <= 0:
-                continue
-            # More is recomputed on all stages of a rank, until it fits.
-            parts = [at / MOST_PARTS for at in range(1, MOST_PARTS + 1)]
-            tried = [self._recomputing(frame, part, chunks) for part in parts]
-            at = bisect_left(tried, True, hi=len(tried) - 1, key=lambda each: self._fits(each, chunks[0]))
-            for stage in chunks:
-                chosen[stage] = tried[at].stages[stage]
-        return frame._replace(stages=tuple(chosen))
+        # More is recomputed on all stages of a rank, until it fits; what a rank holds depends on its own stages only.
+        ranks = [chunks for chunks in groups(frame.stages) if self.costs.shortfalls(frame)[chunks[0]] > 0]
+        low, high = [0] * len(ranks), [MOST_PARTS] * len(ranks)
+        while any(each + 1 < most for each, most in zip(low, high, strict=True)):
+            middle = [(each + most) // 2 for each, most in zip(low, high, strict=True)]
+            short = self.costs.shortfalls(self._with_parts(frame, ranks, middle))
+            for at, chunks in enumerate(ranks):
+                (high if short[chunks[0]] <= 0 else low)[at] = middle[at]
+        return self._with_parts(frame, ranks, high)
 
-    def _fits(self, candidate: Candidate, stage: int) -> bool:
-        return self.costs.shortfall(candidate, stage) <= 0
+    def _with_parts(self, frame: Candidate, ranks: Sequence[Sequence[int]], parts: Sequence[int]) -> Candidate:
+        """Return a candidate of which some ranks recompute so many sixteenths of the layers that they may."""
+        for chunks, part in zip(ranks, parts, strict=True):
+            frame = self._recomputing(frame, part / MOST_PARTS, chunks)
+        return frame
 
     def _recomputing(self, frame: Candidate, part: float, some: Sequence[int] | None = None) -> Candidate:
         """Return a candidate some of whose stages recompute a part of the layers that they may."""

@@ -47,6 +47,22 @@ def command(
         ),
     ] = "step",
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
+    effort: Annotated[
+        int,
+        typer.Option(
+            help="Search so many times as much: a count of work and no clock, so that a question has one answer."
+        ),
+    ] = 1,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Take the fastest plan, instead of the simplest of those within 1 % of it."),
+    ] = False,
+    equal_widths: Annotated[
+        bool,
+        typer.Option(
+            "--equal-widths", help="As many replicas of every stage, run alike: what most other trainers can express."
+        ),
+    ] = False,
     divisible: Annotated[
         bool, typer.Option("--divisible", help="Price as papers do: micro-batches divide freely. Cannot be run.")
     ] = False,
@@ -58,7 +74,7 @@ def command(
         typer.Option(
             help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
         ),
-    ] = "none",
+    ] = "auto",
     replicate_state: Annotated[
         str | None,
         typer.Option(
@@ -117,6 +133,9 @@ def command(
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
         gap=gap,
+        effort=effort,
+        exact=exact,
+        equal_widths=equal_widths,
         replicate_state=replicate_state,  # type: ignore[arg-type]
         stages=stages,
         min_stages=min_stages,

@@ -31,6 +31,8 @@ from autopar.schedules.route import Route, shares_of
 __all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
+MOST_KEPT = 2**18
+"""Stages whose shortfall of memory is remembered."""
 MOST_BYTES = 2**60
 """Of all layers together; sums and differences of a few such numbers are exact in 64 bits."""
 
@@ -108,6 +110,8 @@ class CostModel:
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
         self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
         self._levels: dict[tuple[float, int], Levels] = {}
+        self._shortfalls: dict[tuple[Placed, int, int], int] = {}
+        """By stage, micro-batches, and what it leads by."""
         self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
@@ -373,8 +377,17 @@ class CostModel:
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
-        own = self._stage_peak(candidate, index) if plain(candidate.schedule) else self.peak_bytes(candidate)[index]
-        return own - self.limit_bytes(candidate.stages[index].devices)
+        if not plain(candidate.schedule):
+            return self.shortfalls(candidate)[index]
+        stage, count = candidate.stages[index], candidate.micro_batches
+        if self.flows.forked(stage.first, stage.stop):
+            return self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
+        key = stage, count, stage.lead(candidate.stages[index - 1], count) if index else 0
+        if key not in self._shortfalls:
+            if len(self._shortfalls) >= MOST_KEPT:
+                self._shortfalls.clear()
+            self._shortfalls[key] = self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
+        return self._shortfalls[key]
 
     def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""

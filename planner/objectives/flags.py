@@ -23,12 +23,15 @@ _FLAGS = {
     "divisible": "--divisible",
     "recompute": "--recompute",
     "shard": "--shard",
+    "effort": "--effort",
+    "exact": "--exact",
+    "equal_widths": "--equal-widths",
     "solver": "--solver",
     "solver_seconds": "--solver-seconds",
 }
 _KNOWN: dict[Objective, frozenset[str]] = {
     "step": frozenset(_FLAGS),
-    "cost": frozenset(_FLAGS) - {"stages", "solver", "solver_seconds"},
+    "cost": frozenset(_FLAGS) - {"stages", "solver", "solver_seconds", "effort", "exact", "equal_widths"},
     "throughput": frozenset({"batch", "memory_bytes", "use_all", "divisible", "recompute"}),
     "pipedream": frozenset(),
     "piper": frozenset({"batch", "memory_bytes"}),

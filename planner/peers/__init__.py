@@ -18,7 +18,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal
-from autopar.planner.peers.trial import counts_of, planned_counts, trial
+from autopar.planner.peers.trial import LITTLE_WORK, MOST_WORK, counts_of, planned_counts, trial
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
@@ -55,9 +55,12 @@ _PLANNERS = (
 )
 
 
-def peers(simulator: Simulator, options: PlanOptions, compared: Sequence[Reference] = ()) -> list[Peer]:
+def peers(
+    simulator: Simulator, options: PlanOptions, compared: Sequence[Reference] = (), *, quickly: bool = False
+) -> list[Peer]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
+    ``quickly`` leaves out planners that take more than about half a second, and virtual workers of one kind of device.
     None of the papers' planners chooses the micro-batch count: a peer is given the one that suits it best, as its user
     would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says. The references come first.
     """
@@ -65,11 +68,15 @@ def peers(simulator: Simulator, options: PlanOptions, compared: Sequence[Referen
     known = [Peer(each.name, None if each.found is None else each.found.candidate, each.reason) for each in compared]
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]
-    return [*known, *(_peer(simulator, planner, prices) for planner in _PLANNERS), _hetpipe(simulator, prices)]
+    most = LITTLE_WORK if quickly else MOST_WORK
+    found = [*known, *(_peer(simulator, planner, prices, most) for planner in _PLANNERS)]
+    if quickly and len(set(costs.kind_of)) == 1:
+        return found
+    return [*found, _hetpipe(simulator, prices)]
 
 
-def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices]) -> Peer:
-    planned = planned_counts(prices, planner.work)
+def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_work: int) -> Peer:
+    planned = planned_counts(prices, planner.work, most_work)
     if not planned:
         return Peer(planner.name, None, _too_long(prices[0]))
     proposals = dict.fromkeys(proposal for each in planned for proposal in planner.propose(each))

@@ -15,10 +15,10 @@ from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
-__all__ = ["counts_of", "place", "planned_counts", "trial"]
+__all__ = ["LITTLE_WORK", "MOST_WORK", "counts_of", "place", "planned_counts", "trial"]
 
-MOST_WORK = 10**9
-"""Array elements that a peer may take for all its proposals together: about two seconds."""
+MOST_WORK, LITTLE_WORK = 5 * 10**9, 2 * 10**8
+"""Array elements that a peer may take for all its proposals together: about ten seconds, and half a second."""
 
 
 def counts_of(batch: int, asked: int | None) -> list[int]:
@@ -30,12 +30,12 @@ def counts_of(batch: int, asked: int | None) -> list[int]:
     return [count for count in divisors(batch) if asked in (None, count) and (asked or count <= MOST_MICRO_BATCHES)]
 
 
-def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int]) -> list[Prices]:
+def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int], most_work: int = MOST_WORK) -> list[Prices]:
     """Return the micro-batch counts for which a peer's planner is run: all, or as many as time allows, evenly spaced.
 
     What it proposes for one count is tried with every other, too.
     """
-    most = min(len(prices), MOST_WORK // max(1, work(prices[0])))
+    most = min(len(prices), most_work // max(1, work(prices[0])))
     if most < 2:
         return list(prices[len(prices) // 2 :][:most])
     return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]

@@ -31,7 +31,7 @@ from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Searched", "search", "tables_of"]
 
-MOST_BOUNDED = 100_000_000
+MOST_BOUNDED = 5_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
 """Next stages that are kept where they are taken together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from itertools import accumulate
@@ -55,7 +56,13 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
             layout = layouts[at].run(manner)
             score = climb.score(family, layout, order, _depths(family, layout))
             priced.append((score, len(priced), family, layout))
-    for score, _, family, layout in nsmallest(JUDGED * options.effort, priced):
+    # Of every number of stages first the most promising one: local moves change these numbers slowly.
+    known: Counter[int] = Counter()
+    ranked = []
+    for score, at, family, layout in sorted(priced):
+        ranked.append((known[len(layout.cuts)], score, at, family, layout))
+        known[len(layout.cuts)] += 1
+    for _, score, _, family, layout in nsmallest(JUDGED * options.effort, ranked):
         if score < FAR * best.step_s:
             climb.judge(family, layout, order, float("inf"))
 

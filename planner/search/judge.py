@@ -95,7 +95,7 @@ def traits_of(candidate: Candidate) -> list[Trait]:
     stages = candidate.stages
     found: list[Trait] = [
         ("micro_batches", candidate.micro_batches),
-        ("devices", sum(len(stage.devices) for stage in stages)),
+        ("devices", len({device for stage in stages for device in stage.devices})),
         ("recompute", any(stage.recompute for stage in stages)),
         ("shard", max(SHARDS.index(stage.shard) for stage in stages)),
     ]

@@ -266,6 +266,11 @@ class StageTables:
         work = np.asarray(self._stages.work_s)
         for ways in alike.values():
             for at, other in permutations(ways, 2):
+                one, two = self.ways[at].choice, self.ways[other].choice
+                # What is run in one respect otherwise; of other pairs few are told.
+                apart = (one.division, one.shard) != (two.division, two.shard)
+                if apart and (one.part, one.parts) != (two.part, two.parts):
+                    continue
                 stages = ((np.asarray(each)[:, at], np.asarray(each)[:, other]) for each in self._stages)
                 links = (
                     (np.asarray(each)[:, self._key_of[at]], np.asarray(each)[:, self._key_of[other]])

@@ -21,6 +21,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything, exhaust
 from autopar.planner.neighbours import neighbours
 from autopar.planner.search.best_first import search
+from autopar.planner.search.improve import climbed
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
@@ -216,7 +217,8 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
         search(simulator, every, options, best)
         if best.found is None:
             continue
-        for each in neighbours(simulator, every, options, best):
+        climbed(simulator, options, best, 0.0)
+        for each in neighbours(simulator, best, best.found.candidate):
             assert each.found is None or _obeys(each.found.candidate, cluster, options), f"seed {seed}: {each.name}"
             near += each.found is not None
         assert _obeys(best.found.candidate, cluster, options), f"seed {seed}"

@@ -16,18 +16,12 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything, exhaust
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
-from autopar.planner.search import best_first
 from autopar.planner.search.best_first import Searched, search
 from autopar.planner.search.caps import Capped
 from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
 from autopar.planner.simulator.simulate import Simulator
-
-
-@pytest.fixture
-def taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best_first, "MOST_APART", 0)
 
 
 def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
@@ -45,7 +39,6 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
-@pytest.mark.usefixtures("taken_together")
 def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     ratios = []
     for seed in range(60):
@@ -113,7 +106,6 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
     assert compared >= 60
 
 
-@pytest.mark.usefixtures("taken_together")
 def test_a_gpt_taken_together_is_planned_as_well_as_one_told_apart() -> None:
     for devices in (4, 8):
         together, bounded = _search(gpt_profile(), local_cluster(devices), PlanOptions(gpus=devices))
