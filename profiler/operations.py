@@ -3,6 +3,9 @@
 Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
+What ranks on CPUs gather and scatter is a layer that they divide, as training does it (:mod:`autopar.profiler.divided`):
+after computing about as long, for ranks that compute arrive one after the other. Of each time the mean over the ranks
+counts, since whoever comes late has not waited.
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
 size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
 """
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.formats.cluster import CurveKind
+from autopar.profiler.divided import Computing, gathering, scattering
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 
@@ -27,6 +31,8 @@ __all__ = ["Operation", "Pace", "time_operation"]
 
 PAUSE_S = 2e-3
 """Long enough for a processor to idle."""
+LONGEST_S = 0.02
+"""Of computing before what is divided is gathered or scattered."""
 
 Work = Callable[[], object]
 
@@ -74,6 +80,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 
     Nothing, if it only answers.
     """
+    if operation.context.device.type == "cpu" and operation.kind in ("all_gather", "reduce_scatter"):
+        return _time_divided(operation, sizes, pace)
     works = [_work(operation, size) for size in sizes]
     # A round trip is two messages.
     trips = 2 if operation.kind == "p2p" else 1
@@ -84,6 +92,34 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     if operation.kind == "p2p" and not operation.begins:
         return None
     return [statistics.median(found) / trips for found in times]
+
+
+def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
+    made = gathering if operation.kind == "all_gather" else scattering
+    works = [made(size, operation.group) for size in sizes]
+    computing = Computing()
+    counts = [0 for _ in sizes]
+    times: list[list[float]] = [[] for _ in sizes]
+    started, warm = time.perf_counter(), min(pace.warm_up, 2)
+    for number in range(warm + pace.iterations):
+        for at, work in enumerate(works):
+            dist.barrier(operation.group)
+            computing(counts[at])
+            times[at].append(work())
+            if number < warm:
+                counts[at] = _agreed(computing.count(min(times[at][-1], LONGEST_S)), operation.group)
+        rounds = number + 1 - warm
+        if rounds >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
+            break
+    found = torch.tensor([each[warm:] for each in times], dtype=torch.float64)
+    dist.all_reduce(found, group=operation.group)
+    return [float(each) for each in (found / len(operation.ranks)).median(dim=1).values]
+
+
+def _agreed(count: int, group: dist.ProcessGroup) -> int:
+    most = torch.tensor([count])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int, pace: Pace) -> list[list[float]]:
