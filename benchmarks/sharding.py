@@ -4,17 +4,20 @@
 
 Two replicas of a model on two ranks of one thread each: whole ones, and such that divide the optimizer's state,
 gradients, or parameters too. All are in the same processes and make a step each in turn. In every round both ranks
-profile the model at once, and measure the links between them; a round's predictions come from these alone. Rows give a
-step's median, the median prediction, and the median of predicted over measured over rounds, for the step and for its
-kinds of actions; and whether the order of predictions is that of the medians.
+profile the model at once, and measure the links between them; a round's predictions come from these alone. Rounds in
+which other processes used more than `--quiet` cores do not count, and others are made for them, up to three times as
+many. Rows give a step's median, the median prediction, and the median of predicted over measured over rounds, for the
+step and for its kinds of actions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +26,7 @@ from typing import Any, TypedDict
 
 import torch
 from cut import cut
-from machine import Watch
+from machine import Watch, busy_s
 from race import apart
 
 from autopar.capture import load
@@ -38,15 +41,20 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
+from autopar.schedules.expand import expand
 
 MODELS = Path(__file__).parent / "models"
 RANKS = 2
+STEPS = 2
+"""Of everyone in a round."""
+MOST = 3
+"""Times as many rounds as are asked for."""
 # Model, micro-batches of a step, samples of one.
 CASES = {
     "transformer": (4, 8),
     "narrow_transformer": (4, 8),
     "small_layers": (4, 256),
-    "large_layers": (2, 256),
+    "large_layers": (2, 128),
 }
 Kinds = dict[str, float]
 """Seconds by kind of action; ``step``, of all."""
@@ -61,6 +69,7 @@ class Race(TypedDict):
     rounds: int
     warm_up: int
     budget_s: float
+    quiet: float
 
 
 class Round(TypedDict):
@@ -68,8 +77,10 @@ class Round(TypedDict):
 
     profile: str
     links: Measured
-    times: dict[str, list[tuple[float, float]]]
-    """By contestant, when every action of its step ran."""
+    times: dict[str, list[list[tuple[float, float]]]]
+    """By contestant and step, when every action ran."""
+    others: float
+    """How many cores other processes used."""
 
 
 def race(context: RankContext, field: Race) -> list[Round]:
@@ -83,21 +94,38 @@ def race(context: RankContext, field: Race) -> list[Round]:
     rows = next(iter(plans.values())).micro_batch_size // RANKS
     options = ProfileOptions(batch=rows, budget_s=field["budget_s"], threads=1)
     rounds: list[Round] = []
-    for number in range(field["warm_up"] + field["rounds"]):
+    for number in range(field["warm_up"] + MOST * field["rounds"]):
+        began = moment(), busy_s(), own_s(context)
         with apart(context):
             found = profile(user, options).dumps()
         links = probe.measure(context, Probe(quick=True).as_dict())
-        times: dict[str, list[tuple[float, float]]] = {}
-        order = sorted(jobs, key=lambda name: (list(jobs).index(name) - number) % len(jobs))
-        for name in order:
-            context.barrier()
-            times[name] = jobs[name].step(number).times_s
+        times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in jobs}
+        names = list(jobs)
+        for turn in range(STEPS):
+            first = (number + turn) % len(names)
+            for name in (*names[first:], *names[:first]):
+                context.barrier()
+                times[name].append(jobs[name].step(number).times_s)
+        ended = moment(), busy_s(), own_s(context)
+        others = (ended[1] - began[1] - ended[2] + began[2]) / (ended[0] - began[0])
         if number >= field["warm_up"]:
-            rounds.append(Round(profile=found, links=links, times=times))
+            rounds.append(Round(profile=found, links=links, times=times, others=others))
+        quiet = sum(each["others"] <= field["quiet"] for each in rounds)
         if context.rank == 0:
-            context.report({"round": number - field["warm_up"] + 1})
-    context.barrier()
+            context.report({"round": number - field["warm_up"] + 1, "others": round(others, 2), "quiet": quiet})
+        # Rank 0 decides: clocks differ.
+        if json.loads(context.gather(json.dumps(quiet))[0]) >= field["rounds"]:
+            break
     return rounds
+
+
+def moment() -> float:
+    return time.perf_counter()
+
+
+def own_s(context: RankContext) -> float:
+    """Return the processor seconds of all ranks."""
+    return float(sum(json.loads(each) for each in context.gather(json.dumps(time.process_time()))))
 
 
 def main() -> None:
@@ -114,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds of a profile")
+    parser.add_argument("--quiet", type=float, default=0.2, help="most cores that others may use in a round")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -135,9 +164,17 @@ def _case(case: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "rounds": arguments.rounds,
             "warm_up": arguments.warm_up,
             "budget_s": arguments.budget,
+            "quiet": arguments.quiet,
         }
-        told: Any = pool.run("sharding:race", field, on_message=lambda rank, said: sys.stderr.write(f"{case}: {said}\n"))
-    return _rows(case, plans, list(zip(*told, strict=True)))
+        told: Any = pool.run("sharding:race", field, on_message=lambda rank, said: _say(case, said))
+    rounds: list[Sequence[Round]] = list(zip(*told, strict=True))
+    rounds.sort(key=lambda ranks: ranks[0]["others"])
+    return _rows(case, plans, rounds[: arguments.rounds])
+
+
+def _say(case: str, said: Mapping[str, object]) -> None:
+    if "round" in said:
+        sys.stderr.write(f"{case}: {said}\n")
 
 
 def _rows(case: str, plans: Mapping[str, Plan], rounds: Sequence[Sequence[Round]]) -> list[dict[str, Any]]:
@@ -147,15 +184,17 @@ def _rows(case: str, plans: Mapping[str, Plan], rounds: Sequence[Sequence[Round]
         profiles = [Profile.parse(each["profile"], Path("profile.json")) for each in ranks]
         links = local_cluster(ranks[0]["links"], profiles[0].device, RANKS)
         for name, plan in plans.items():
-            measured[name].append(_measured(plan, [each["times"][name] for each in ranks]))
+            steps = [_measured(plan, step) for step in zip(*(each["times"][name] for each in ranks), strict=True)]
+            measured[name].append({kind: fmean(step[kind] for step in steps) for kind in steps[0]})
             predicted[name].append(_predicted(plan, profiles, links))
-    found = {name: _row(case, name, measured[name], predicted[name]) for name in plans}
+    others = median(ranks[0]["others"] for ranks in rounds)
+    found = {name: _row(case, name, measured[name], predicted[name], others) for name in plans}
     by_step, by_prediction = (sorted(found, key=lambda name: found[name][key]) for key in ("step_s", "predicted_s"))
     sys.stderr.write(f"{case}: measured {' < '.join(by_step)}; predicted {' < '.join(by_prediction)}\n")
     return list(found.values())
 
 
-def _row(case: str, name: str, measured: Sequence[Kinds], predicted: Sequence[Kinds]) -> dict[str, Any]:
+def _row(case: str, name: str, measured: Sequence[Kinds], predicted: Sequence[Kinds], others: float) -> dict[str, Any]:
     kinds = {
         kind: round(median(one[kind] / other[kind] for one, other in zip(predicted, measured, strict=True)), 3)
         for kind in measured[0]
@@ -164,6 +203,8 @@ def _row(case: str, name: str, measured: Sequence[Kinds], predicted: Sequence[Ki
     row = {
         "case": case,
         "shard": name,
+        "rounds": len(measured),
+        "cores_used_by_others": round(others, 2),
         "step_s": round(median(each["step"] for each in measured), 4),
         "predicted_s": round(median(each["step"] for each in predicted), 4),
         "predicted_over_measured": kinds.pop("step"),
@@ -176,8 +217,6 @@ def _row(case: str, name: str, measured: Sequence[Kinds], predicted: Sequence[Ki
 
 def _measured(plan: Plan, ranks: Sequence[Sequence[tuple[float, float]]]) -> Kinds:
     """Return the mean over ranks of the seconds of every kind of action, and those of the longest step."""
-    from autopar.schedules.expand import expand
-
     program = expand(plan)
     found: Kinds = defaultdict(float)
     for actions, times in zip(program.ranks, ranks, strict=True):

@@ -59,18 +59,23 @@ def gathering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
 
 
 def scattering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
-    """Return what reduces a layer's gradients, each rank to its part, and returns its seconds."""
+    """Return what reduces a layer's gradients, each rank to its part, and returns its seconds.
+
+    They are those of a forward and a backward of a layer that computes nothing, less the making of the gradients: what
+    ``fully_shard`` does around either is theirs, too.
+    """
     layer = _divided(size_bytes, group)
-    # What it is about begins when the gradients are there; whether parameters are gathered before makes no difference.
+    # Gathered once, the parameters stay.
     layer.set_reshard_after_backward(False)
 
     def scatter() -> float:
         made: list[float] = []
+        started = time.perf_counter()
         layer(made).backward()
-        ended = time.perf_counter()
+        seconds = time.perf_counter() - started - sum(made)
         for part in layer.parameters():
             part.grad = None
-        return ended - made[0]
+        return seconds
 
     return scatter
 
@@ -100,7 +105,7 @@ class _Layer(nn.Module):
 
 
 class _Gradients(torch.autograd.Function):
-    """Makes gradients of parameters, and notes when they are there."""
+    """Makes gradients of parameters, and notes its seconds."""
 
     @staticmethod
     def forward(ctx: Any, made: list[float], *weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -109,6 +114,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
-        made = [torch.ones(shape) for shape in ctx.shapes]
-        ctx.made.append(time.perf_counter())
-        return None, *made
+        started = time.perf_counter()
+        gradients = tuple(torch.ones(shape) for shape in ctx.shapes)
+        ctx.made.append(time.perf_counter() - started)
+        return None, *gradients

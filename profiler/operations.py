@@ -97,6 +97,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
     made = gathering if operation.kind == "all_gather" else scattering
     works = [made(size, operation.group) for size in sizes]
+    for work in works:
+        work()
     computing = Computing()
     counts = [0 for _ in sizes]
     times: list[list[float]] = [[] for _ in sizes]
