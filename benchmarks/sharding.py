@@ -45,8 +45,6 @@ from autopar.schedules.expand import expand
 
 MODELS = Path(__file__).parent / "models"
 RANKS = 2
-STEPS = 2
-"""Of everyone in a round."""
 MOST = 3
 """Times as many rounds as are asked for."""
 # Model, micro-batches of a step, samples of one.
@@ -70,6 +68,7 @@ class Race(TypedDict):
     warm_up: int
     budget_s: float
     quiet: float
+    steps: int
 
 
 class Round(TypedDict):
@@ -88,9 +87,7 @@ def race(context: RankContext, field: Race) -> list[Round]:
     torch.set_num_threads(1)
     user, workspace = load(field["model"]), Workspace(Path(field["workspace"]))
     plans = {name: Plan.parse(text, Path("plan.json")) for name, text in field["plans"].items()}
-    jobs = {
-        name: build(context, plan, user, workspace.graph(user, plan), workspace) for name, plan in plans.items()
-    }
+    jobs = {name: build(context, plan, user, workspace.graph(user, plan), workspace) for name, plan in plans.items()}
     rows = next(iter(plans.values())).micro_batch_size // RANKS
     options = ProfileOptions(batch=rows, budget_s=field["budget_s"], threads=1)
     rounds: list[Round] = []
@@ -101,7 +98,7 @@ def race(context: RankContext, field: Race) -> list[Round]:
         links = probe.measure(context, Probe(quick=True).as_dict())
         times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in jobs}
         names = list(jobs)
-        for turn in range(STEPS):
+        for turn in range(field["steps"]):
             first = (number + turn) % len(names)
             for name in (*names[first:], *names[:first]):
                 context.barrier()
@@ -143,6 +140,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds of a profile")
     parser.add_argument("--quiet", type=float, default=0.2, help="most cores that others may use in a round")
+    parser.add_argument("--steps", type=int, default=2, help="of everyone in a round")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -165,6 +163,7 @@ def _case(case: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "warm_up": arguments.warm_up,
             "budget_s": arguments.budget,
             "quiet": arguments.quiet,
+            "steps": arguments.steps,
         }
         told: Any = pool.run("sharding:race", field, on_message=lambda rank, said: _say(case, said))
     rounds: list[Sequence[Round]] = list(zip(*told, strict=True))

@@ -3,7 +3,7 @@
 Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
-What ranks on CPUs gather and scatter is a layer that they divide, as training does it (:mod:`autopar.profiler.divided`):
+What ranks on CPUs gather and scatter is a layer that they divide, as in training (:mod:`autopar.profiler.divided`):
 after computing about as long, for ranks that compute arrive one after the other. Of each time the mean over the ranks
 counts, since whoever comes late has not waited.
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
@@ -97,31 +97,28 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
     made = gathering if operation.kind == "all_gather" else scattering
     works = [made(size, operation.group) for size in sizes]
-    for work in works:
-        work()
     computing = Computing()
-    counts = [0 for _ in sizes]
+    # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
+    alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
+    counts = [_agreed(computing.count(min(seconds, LONGEST_S)), operation.group) for seconds in alone]
     times: list[list[float]] = [[] for _ in sizes]
-    started, warm = time.perf_counter(), min(pace.warm_up, 2)
-    for number in range(warm + pace.iterations):
-        for at, work in enumerate(works):
+    started = time.perf_counter()
+    for number in range(pace.iterations):
+        for work, count, found in zip(works, counts, times, strict=True):
             dist.barrier(operation.group)
-            computing(counts[at])
-            times[at].append(work())
-            if number < warm:
-                counts[at] = _agreed(computing.count(min(times[at][-1], LONGEST_S)), operation.group)
-        rounds = number + 1 - warm
-        if rounds >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
+            computing(count)
+            found.append(work())
+        if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
             break
-    found = torch.tensor([each[warm:] for each in times], dtype=torch.float64)
-    dist.all_reduce(found, group=operation.group)
-    return [float(each) for each in (found / len(operation.ranks)).median(dim=1).values]
+    every = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(every, group=operation.group)
+    return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]
 
 
 def _agreed(count: int, group: dist.ProcessGroup) -> int:
-    most = torch.tensor([count])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return int(most)
+    least = torch.tensor([count])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least)
 
 
 def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int, pace: Pace) -> list[list[float]]:

@@ -139,9 +139,7 @@ class StageSums:
         """Return the seconds of reducing every layer's gradients, each rank to its part."""
         return self._moved("reduce_scatter", ranks, level, kind)
 
-    def in_turn_s(
-        self, operation: Collective, first: int, stop: int, ranks: int, level: Level, kind: int = 0
-    ) -> float:
+    def in_turn_s(self, operation: Collective, first: int, stop: int, ranks: int, level: Level, kind: int = 0) -> float:
         """Return the seconds of gathering or scattering layers ``first:stop`` one by one."""
         key = ("in turn", operation, ranks, level, kind)
         if key not in self._sums:
