@@ -91,7 +91,10 @@ def race(context: RankContext, field: Race) -> list[Round]:
     rows = next(iter(plans.values())).micro_batch_size // RANKS
     options = ProfileOptions(batch=rows, budget_s=field["budget_s"], threads=1)
     rounds: list[Round] = []
-    for number in range(field["warm_up"] + MOST * field["rounds"]):
+    for number in range(field["warm_up"]):
+        for job in jobs.values():
+            job.step(number)
+    for number in range(MOST * field["rounds"]):
         began = moment(), busy_s(), own_s(context)
         with apart(context):
             found = profile(user, options).dumps()
@@ -105,11 +108,10 @@ def race(context: RankContext, field: Race) -> list[Round]:
                 times[name].append(jobs[name].step(number).times_s)
         ended = moment(), busy_s(), own_s(context)
         others = (ended[1] - began[1] - ended[2] + began[2]) / (ended[0] - began[0])
-        if number >= field["warm_up"]:
-            rounds.append(Round(profile=found, links=links, times=times, others=others))
+        rounds.append(Round(profile=found, links=links, times=times, others=others))
         quiet = sum(each["others"] <= field["quiet"] for each in rounds)
         if context.rank == 0:
-            context.report({"round": number - field["warm_up"] + 1, "others": round(others, 2), "quiet": quiet})
+            context.report({"round": number + 1, "others": round(others, 2), "quiet": quiet})
         # Rank 0 decides: clocks differ.
         if json.loads(context.gather(json.dumps(quiet))[0]) >= field["rounds"]:
             break
@@ -137,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help="models, by commas")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds before them")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of everyone before them")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds of a profile")
     parser.add_argument("--quiet", type=float, default=0.2, help="most cores that others may use in a round")
     parser.add_argument("--steps", type=int, default=2, help="of everyone in a round")
