@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "busy_s"]
 
 
 class Watch:
     """Describes the machine, and how many of its cores other processes used since creation (Linux)."""
 
     def __init__(self) -> None:
-        self._began_s, self._before_s = time.monotonic(), _busy_s()
+        self._began_s, self._before_s = time.monotonic(), busy_s()
 
     def record(self, found: Mapping[str, object], path: Path | None) -> None:
         """Print what a benchmark found, as JSON behind where and when it ran, and write it to a file if one is named.
@@ -35,7 +35,7 @@ class Watch:
     def _describe(self) -> dict[str, object]:
         times = os.times()
         own_s = times.user + times.system + times.children_user + times.children_system
-        others_s = _busy_s() - self._before_s - own_s
+        others_s = busy_s() - self._before_s - own_s
         return {
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -45,6 +45,7 @@ class Watch:
         }
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
+    """Return the seconds that the machine's cores have been busy (Linux)."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")

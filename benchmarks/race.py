@@ -37,7 +37,7 @@ from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
-__all__ = ["Field", "Lap", "Real", "alone", "emulated", "real"]
+__all__ = ["Field", "Lap", "Real", "alone", "apart", "emulated", "real"]
 
 STRIDE = 5
 """Steps of a lap on a device that is behind the host, which is waited for after them."""
@@ -147,7 +147,7 @@ def real(context: RankContext, field: Field) -> Real:
     profiles: list[str] = []
 
     def measure(number: int) -> None:
-        with _apart(context):
+        with apart(context):
             profiles.append(profile(user, ProfileOptions(batch=field["rows"], budget_s=BUDGET_S, threads=1)).dumps())
 
     contestants = [Contestant("profile", measure)] if field["predicted"] else []
@@ -166,7 +166,7 @@ def real(context: RankContext, field: Field) -> Real:
 
 
 @contextlib.contextmanager
-def _apart(context: RankContext) -> Iterator[None]:
+def apart(context: RankContext) -> Iterator[None]:
     """Keep the ranks of a block on different cores, where profilers that begin at once may choose the same."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < context.size:

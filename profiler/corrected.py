@@ -55,6 +55,9 @@ def corrected(
             kind = _kind_of(plan.stages[index], profile)
             if kind is not None and plan.stages[index].shard not in SCATTERING:
                 ratios = _ratios(index, rank, measured, predicted)
+                if plan.stages[index].shard != "none":
+                    # Predicted with the gathering behind it, which a run does in the next step's first forward.
+                    ratios = ratios._replace(update=1.0)
                 for name, factors in _parted(profile, plan, rank, index, kind, ratios, layers_s).items():
                     found[kind][name].append(factors)
     rows = frozenset(row for stage in plan.stages for row in stage.rows)

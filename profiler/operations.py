@@ -3,6 +3,9 @@
 Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
+What ranks on CPUs gather and scatter is a layer that they divide, as in training (:mod:`autopar.profiler.divided`):
+after computing about as long, for ranks that compute arrive one after the other. Of each time the mean over the ranks
+counts, since whoever comes late has not waited.
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
 size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
 """
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.formats.cluster import CurveKind
+from autopar.profiler.divided import Computing, gathering, scattering
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 
@@ -27,6 +31,8 @@ __all__ = ["Operation", "Pace", "time_operation"]
 
 PAUSE_S = 2e-3
 """Long enough for a processor to idle."""
+LONGEST_S = 0.02
+"""Of computing before what is divided is gathered or scattered."""
 
 Work = Callable[[], object]
 
@@ -74,6 +80,8 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 
     Nothing, if it only answers.
     """
+    if operation.context.device.type == "cpu" and operation.kind in ("all_gather", "reduce_scatter"):
+        return _time_divided(operation, sizes, pace)
     works = [_work(operation, size) for size in sizes]
     # A round trip is two messages.
     trips = 2 if operation.kind == "p2p" else 1
@@ -84,6 +92,33 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     if operation.kind == "p2p" and not operation.begins:
         return None
     return [statistics.median(found) / trips for found in times]
+
+
+def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
+    made = gathering if operation.kind == "all_gather" else scattering
+    works = [made(size, operation.group) for size in sizes]
+    computing = Computing()
+    # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
+    alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
+    counts = [_agreed(computing.count(min(seconds, LONGEST_S)), operation.group) for seconds in alone]
+    times: list[list[float]] = [[] for _ in sizes]
+    started = time.perf_counter()
+    for number in range(pace.iterations):
+        for work, count, found in zip(works, counts, times, strict=True):
+            dist.barrier(operation.group)
+            computing(count)
+            found.append(work())
+        if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
+            break
+    every = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(every, group=operation.group)
+    return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]
+
+
+def _agreed(count: int, group: dist.ProcessGroup) -> int:
+    least = torch.tensor([count])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least)
 
 
 def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int, pace: Pace) -> list[list[float]]:

@@ -78,6 +78,7 @@ class LinkModel:
             latencies: whether a link that has no curve has its latency.
         """
         self.topology = Topology(cluster, devices)
+        self._free = bytes_per_s == float("inf")
         self._ways: dict[Level, list[_Way]] = {}
         self._lines: dict[tuple[str, int, Level], _Line] = {}
         for link in cluster.links:
@@ -178,6 +179,10 @@ class LinkModel:
         bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
         scaled: Numbers = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
         return scaled
+
+    def copied(self, kind: Collective, level: Level) -> bool:
+        """Whether a collective's seconds hold what copying takes: measured ones do; all, if links take no time."""
+        return self._free or self._nearest(kind, 2, level) is not None
 
     def collective_note(self, kind: Collective, ranks: int, level: Level) -> str | None:
         """Return what is estimated about a collective, or None where it was measured."""

@@ -103,10 +103,10 @@ class CostModel:
         )
 
     def _forget(self) -> None:
-        # Where the cluster does not say, a CPU's ranks communicate on the cores that they compute on.
+        # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
         slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
-        alone = self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, alone=alone)
+        waits = self.profile.device.type == "cpu"
+        self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, waits=waits)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
         self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
         self._levels: dict[tuple[float, int], Levels] = {}
@@ -282,9 +282,14 @@ class CostModel:
         seconds = self._own_update_s(first, stop, kind)
         if shard == "none":
             return seconds
+        return seconds / ranks + (0.0 if shard == "parameters" else self._gather_s(first, stop, ranks, level, kind))
+
+    def _gather_s(self, first: int, stop: int, ranks: int, level: Level, kind: int) -> float:
+        """Return the seconds of gathering, once a step, what the replicas of a stage have updated."""
+        if self.sums.waits:
+            return self.sums.in_turn_s("all_gather", first, stop, ranks, level, kind)
         gathered = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
-        gather_s = 0.0 if shard == "parameters" else self.links.collective_s("all_gather", gathered, ranks, level)
-        return seconds / ranks + gather_s
+        return self.links.collective_s("all_gather", gathered, ranks, level)
 
     def _own_update_s(self, first: int, stop: int, kind: int) -> float:
         sums = self.layers[kind].update_sums
@@ -301,10 +306,23 @@ class CostModel:
     def reduce_s(self, stage: Placed) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
         ranks, level = len(stage.devices), self._level(stage)
+        if self.sums.waits and stage.shard != "none":
+            kinds = {self.kind_of[device] for device in stage.devices}
+            return max(self._left_s(stage.first, stage.stop, ranks, level, stage.shard, kind) for kind in kinds)
         if stage.shard in SCATTERING:
             return self.sums.scatters(ranks, level)[stage.first]
-        kind: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
-        return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, kind))
+        operation: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
+        return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, operation))
+
+    def _left_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int) -> float:
+        """Return what a device that waits for every scatter does after a step's last backward.
+
+        Of gradients that every backward reduces, nothing; else all of it, although the last backward does it layer by
+        layer.
+        """
+        if shard in SCATTERING:
+            return 0.0
+        return self.sums.in_turn_s("reduce_scatter", first, stop, ranks, level, kind)
 
     def replica_exposed_s(self, stage: Placed, replica: int, *, split: bool = False) -> float:
         """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
@@ -326,7 +344,7 @@ class CostModel:
         """Return :meth:`replica_exposed_s` of layers ``first:stop``.
 
         Buckets are reduced one after the other, each from the moment when the backward has left its layers; sharded
-        gradients layer by layer in every backward, so that those of the first layer are left.
+        gradients layer by layer in every backward, so that those of the first layer are left, unless the device waits.
         """
         if ranks == 1:
             return 0.0
@@ -338,6 +356,8 @@ class CostModel:
     def _exposed_s(
         self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
     ) -> float:
+        if self.sums.waits and shard != "none":
+            return self._left_s(first, stop, ranks, level, shard, kind)
         if shard in SCATTERING:
             return self.sums.scatters(ranks, level)[first]
         sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)

@@ -240,3 +240,15 @@ def test_a_run_that_was_all_sharded_corrects_no_layer() -> None:
     predicted = own_times(simulate(run, known, links))
     measured = {key: 2 * seconds for key, seconds in predicted.items()}
     assert corrected(known, run, measured, predicted, [], 0.0) == known.model_copy(update={"step_overhead_s": 0.0})
+
+
+def test_updates_of_stages_that_divide_the_optimizer_correct_no_layer() -> None:
+    known, links = profile(random.Random(7)), gathering(1.0)
+    options = PlanOptions(stages="0-7:2", micro_batches=3, schedule="gpipe", shard="optimizer")
+    run = plan(known, links, options)
+    predicted = own_times(simulate(run, known, links))
+    # The gather that is predicted behind an update is in the next step's first forward.
+    measured = {key: seconds / 9 if key[1].kind == "U" else 2 * seconds for key, seconds in predicted.items()}
+    made = corrected(known, run, measured, predicted, layers_of(known, run), 0.0)
+    assert [layer.update_s for layer in made.layers] == [layer.update_s for layer in known.layers]
+    assert made.layers[0].costs[0].forward_s == pytest.approx(2 * known.layers[0].costs[0].forward_s)

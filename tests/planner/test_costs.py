@@ -9,7 +9,7 @@ import pytest
 from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
-from autopar.formats.profile import Layer, Line, Tensor, Tied
+from autopar.formats.profile import Layer, Line, Profile, Tensor, Tied
 from autopar.planner import plan
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, families
@@ -262,19 +262,72 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
     ring = 1e-3
     assert costs.reduce_s(by_shard["none"]) == pytest.approx(2 * ring + 1500 / 1e6)
-    assert costs.reduce_s(by_shard["optimizer"]) == pytest.approx(ring + 750 / 1e6)
-    assert costs.update_s(by_shard["optimizer"]) == pytest.approx(ring + 750 / 1e6)
+    # A CPU waits for one layer after the other; the third has nothing to move.
+    assert costs.reduce_s(by_shard["optimizer"]) == pytest.approx(2 * ring + 750 / 1e6)
+    assert costs.replica_exposed_s(by_shard["optimizer"], 0) == costs.reduce_s(by_shard["optimizer"])
+    assert costs.update_s(by_shard["optimizer"]) == pytest.approx(2 * ring + 750 / 1e6)
     assert costs.update_s(by_shard["parameters"]) == 0.0
+    # In every backward they are reduced, and none is left after the last one.
+    assert [costs.replica_exposed_s(by_shard[shard], 0) for shard in ("gradients", "parameters")] == [0.0, 0.0]
     # Half of 1000 and of 500 bytes are gathered, at 100 bytes a second: on a CPU, in turn with a second of computing.
     slow = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions(bytes_per_s=100.0))
     assert slow.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
     assert slow.backward_s(by_shard["gradients"], 0, 4) == pytest.approx(3 + 5.001 + 2.501)
     assert slow.backward_s(by_shard["parameters"], 0, 4) == pytest.approx(3 + 10.002 + 5.002)
+    # Whatever overlaps, fully_shard waits for gloo.
+    overlap = Overlap(level="node", compute=1.25, communication=2.0)
+    shared = _cluster().model_copy(update={"overlaps": (overlap,)})
+    waiting = CostModel(profile_of(layers, [], 4), shared, PlanOptions(bytes_per_s=100.0))
+    assert waiting.forward_s(by_shard["parameters"], 0) == slow.forward_s(by_shard["parameters"], 0)
+
+
+def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    known = _gpu(profile_of(layers, [], 4))
+    by_shard = {shard: _replicas(shard) for shard in ("optimizer", "gradients", "parameters")}
     # Where both slow each other to 0.8 and 0.5 of their speeds, a second of computing lasts 1.25 with the gathering.
     overlap = Overlap(level="node", compute=1.25, communication=2.0)
     shared = _cluster().model_copy(update={"overlaps": (overlap,)})
-    both = CostModel(profile_of(layers, [], 4), shared, PlanOptions(bytes_per_s=100.0))
+    both = CostModel(known, shared, PlanOptions(bytes_per_s=100.0))
     assert both.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 0.625 + 2.501 + 0.625 + 1.0)
+    # Without overlaps, the longer one; the first layer's scatter ends after the backward; buckets go together.
+    apart = CostModel(known, _cluster(), PlanOptions(bytes_per_s=100.0))
+    assert apart.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 2.501 + 1.0)
+    assert apart.replica_exposed_s(by_shard["gradients"], 0) == pytest.approx(5.001)
+    assert apart.reduce_s(by_shard["optimizer"]) == pytest.approx(7.501)
+    assert apart.update_s(by_shard["optimizer"]) == pytest.approx(7.501)
+
+
+def test_replicas_add_up_the_parts_of_sharded_gradients_only() -> None:
+    layers = [each.model_copy(update={"accumulate_s": 0.5}) for each in (_layer("a", 1.0, 8), _layer("b", 1.0, 8))]
+    for known in (profile_of(layers, [], 4), _gpu(profile_of(layers, [], 4))):
+        costs = CostModel(known, _cluster(), PlanOptions()).without(links=True)
+        placed = [Placed(0, 2, (0, 1), (1, 1), 1, (), shard) for shard in ("none", "optimizer", "gradients")]
+        assert [costs.backward_s(each, 0, 4) for each in placed] == pytest.approx([3.0, 3.0, 2.5])
+
+
+def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
+    layers = [each.model_copy(update={"accumulate_s": 3e-3}) for each in layers]
+    frozen = layers[0].model_copy(update={"parameters_bytes": 2000})
+    kinds = ("all_gather", "reduce_scatter")
+    curves = [Curve(kind=kind, ranks=2, level="node", sizes=(500, 2000), seconds=(0.01, 0.04)) for kind in kinds]
+    known, options = profile_of([frozen, layers[1]], [], 4), PlanOptions()
+    estimated, measured = (CostModel(known, _cluster(*each), options).sums for each in ([], curves))
+    # Adding reads two numbers and writes one, a copy reads and writes one; half is copied into what is gathered.
+    assert estimated.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3])
+    assert estimated.scatters(2, "node") == pytest.approx([1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3])
+    assert measured.gathers(2, "node") == pytest.approx([0.04, 0.01])
+    assert measured.scatters(2, "node") == pytest.approx([0.02, 0.01])
+    on_gpus = CostModel(_gpu(known), _cluster(), options).sums
+    assert on_gpus.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
+    assert estimated.gathers(1, "node") == [0.0, 0.0]
+    free = CostModel(known, _cluster(), options).without(links=True)
+    assert free.sums.gathers(2, "node") == free.sums.scatters(2, "node") == [0.0, 0.0]
+
+
+def _gpu(known: Profile) -> Profile:
+    return known.model_copy(update={"device": known.device.model_copy(update={"type": "cuda"})})
 
 
 def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() -> None:
