@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.screen import say, screen
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ def list_known(
     as_json: Annotated[bool, typer.Option("--json", help="Put the GPUs, or the cluster, on stdout as JSON.")] = False,
 ) -> None:
     """List the known GPUs, with the sources of their numbers, and examples of clusters; or show one cluster."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = screen()
     if cluster is not None:
         _show(cluster, console, as_json)
         return
@@ -151,8 +150,8 @@ def list_known(
     render(GPUS, console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
-    console.print(title, style="bold", markup=False, highlight=False)
-    console.print(f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one", markup=False, highlight=False)
+    say(console, title, "bold")
+    say(console, f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one")
     if as_json:
         sys.stdout.write(json.dumps([asdict(gpu) for gpu in GPUS], indent=1) + "\n")
 
@@ -168,13 +167,11 @@ def _show(text: str, console: Console, as_json: bool) -> None:
 
 
 def _deliver(cluster: Cluster, output: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from autopar.report.cluster import render
 
     cluster.save(output)
-    console = Console(stderr=True)
+    console = screen()
     render(cluster, console, sizes=True)
-    console.print(f"Written: {output}; `autopar plan --cluster {output}` plans with it", highlight=False, markup=False)
+    say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
     if as_json:
         sys.stdout.write(cluster.dumps())

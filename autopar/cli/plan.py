@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.screen import say, screen
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -160,16 +161,14 @@ def _cluster(
 
 
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from autopar.formats.profile import is_model
     from autopar.report.plan import render
 
     plan.save(output)
-    console = Console(stderr=True)
+    console = screen()
     render(plan, console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
-    console.print(f"Written: {output}; {then}", highlight=False, markup=False)
+    say(console, f"Written: {output}; {then}")
     if as_json:
         sys.stdout.write(plan.dumps())

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from autopar.cli.screen import screen
 
 __all__ = ["phases", "steps_progress"]
 
@@ -25,7 +26,7 @@ def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callab
         yield lambda step, loss: None
     elif sys.stderr.isatty():
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, TimeRemainingColumn(), console=screen(), transient=True) as bar:
             task = bar.add_task("starting ranks", total=steps)
             yield lambda step, loss: bar.update(task, completed=step + 1, description=f"loss {loss:.4f}")
     else:
@@ -51,7 +52,7 @@ def phases() -> Iterator[Callable[[str, float], None]]:
     """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=screen(), transient=True) as bar:
             task = bar.add_task("loading the model", total=1.0)
             yield lambda what, share: bar.update(task, description=what, completed=share)
         return
