@@ -16,6 +16,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
+from autopar.planner.progress import Progress, untold
 from autopar.planner.scheduled import otherwise
 from autopar.planner.simulator.simulate import Simulator
 
@@ -31,11 +32,13 @@ class Comparison(NamedTuple):
     """autopar's own."""
 
 
-def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
+def compare(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold
+) -> Comparison:
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
     autopar's search starts from the peers' plans, so that it is never slower than one of them that the options admit;
-    virtual workers that cut the layers differently are no plan.
+    virtual workers that cut the layers differently are no plan. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -44,12 +47,15 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     options = admitted(options or PlanOptions(), profile)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
-    simulator = Simulator(costs)
+    simulator = Simulator(costs, progress=progress)
+    progress("trying usual plans", 0.0)
     compared = references(simulator, families(costs.batch, options), options)
+    progress("planning as others do", 0.05)
     found = peers(simulator, options, compared)
     rows = [_row(simulator, each) for each in found]
     known = [each.candidate for each in found if each.candidate and not each.reason]
-    own = plan(profile, cluster, options, known, compared)
+    own = plan(profile, cluster, options, known, compared, lambda what, share: progress(what, 0.2 + 0.7 * share))
+    progress("running its stages under other schedules", 0.9)
     others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
     every = [_own(own, costs), *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)

@@ -29,6 +29,7 @@ from autopar.planner.objectives.others import planned_by_pipedream, planned_by_p
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.placement.grouping import pool_of
+from autopar.planner.progress import Progress, untold
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import bounds_of, dictated_best, improve, listed, shape_of, tried_best, usual
 from autopar.planner.search.best_first import search
@@ -55,11 +56,12 @@ def plan(
     options: PlanOptions | None = None,
     known: Sequence[Candidate] = (),
     compared: Sequence[Reference] | None = None,
+    progress: Progress = untold,
 ) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
     The search starts from the ``known`` candidates. ``compared`` are the references of the same question, where they
-    have been tried. Pure: the same arguments give the same plan, on any machine.
+    have been tried. Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -74,7 +76,7 @@ def plan(
     options = options if dictated is None else _fitting(dictated, options)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
-    simulator = Simulator(costs)
+    simulator = Simulator(costs, progress=progress)
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
         return _scheduled(simulator, options, dictated, known)
@@ -82,6 +84,7 @@ def plan(
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
+    progress("trying usual plans", 0.05)
     compared = references(simulator, every, options) if compared is None else compared
     best, lower_bound_s, said = _search(simulator, every, options, compared, known)
     if dictated is not None and own is not None:
@@ -101,6 +104,7 @@ def _scheduled(
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, compared, known)
     if own is None or dictated is None:
+        simulator.progress(f"trying plans of {options.schedule}", 0.4)
         own = tried_best(simulator, options, best)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
@@ -130,13 +134,16 @@ def _explained(
 ) -> Plan:
     """Return the best plan of all, or a neighbour that is faster, with what bounds it and what stands near it."""
     costs = simulator.costs
+    simulator.progress("trying neighbours of the best plan", 0.5)
     near = neighbours(simulator, every, options, best)
     assert best.found is not None
+    simulator.progress("bounding plans from below", 0.6)
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
     notes, faster = [*said], list[str]()
     found = best.found
     if options.schedule == "auto" and options.solver == "dp" and not costs.divisible:
+        simulator.progress("trying zero-bubble schedules", 0.7)
         better = improve(simulator, options, best)
         if better is not None and better.found is not None:
             near.append(Reference(found.candidate.schedule, found, None))
@@ -144,6 +151,7 @@ def _explained(
             others = bounds_of(costs, replace(options, schedule=found.candidate.schedule), found.step_s)
             bounds = Bounds(**{name: min(each, getattr(others, name)) for name, each in bounds})
             lower_bound_s = min(lower_bound_s, others.linked_s)
+        simulator.progress("trying several stages on every device", 0.85)
         near += (quicker := listed(simulator, options, best, found.step_s))
         faster = [_faster(each, found.step_s) for each in quicker]
     notes += [
@@ -240,6 +248,7 @@ def _search(
 
     Returns the best candidates, a lower bound of the step, and what is to be noted.
     """
+    simulator.progress(f"searching {len(every)} families of plans", 0.15)
     best = Best()
     constraints = Constraints.of(simulator.costs, options)
     for candidate in known:

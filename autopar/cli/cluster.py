@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import completion
+from autopar.cli.commands import add, examples
 from autopar.cli.screen import say, screen
 from autopar.errors import UsageError
 
@@ -29,12 +31,12 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     help="Measure the links of a cluster, or list known GPUs and clusters.",
+    epilog=examples("autopar cluster list"),
     no_args_is_help=True,
     context_settings=_HELP,
 )
 
 
-@app.command("probe")
 def probe(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks to start; default: the number of GPUs, or 2. Not under torchrun.")
@@ -131,10 +133,13 @@ def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluste
     return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), PROBED)
 
 
-@app.command("list")
 def list_known(
     cluster: Annotated[
-        str | None, typer.Argument(help="A name, such as 4x8xA100-80G:200Gbps, or a .json or .toml file, to be shown.")
+        str | None,
+        typer.Argument(
+            help="A name, such as 4x8xA100-80G:200Gbps, or a .json or .toml file, to be shown.",
+            autocompletion=completion.clusters,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the GPUs, or the cluster, on stdout as JSON.")] = False,
 ) -> None:
@@ -175,3 +180,7 @@ def _deliver(cluster: Cluster, output: Path, as_json: bool) -> None:
     say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
     if as_json:
         sys.stdout.write(cluster.dumps())
+
+
+add(app, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json")
+add(app, "list", list_known, "autopar cluster list", "autopar cluster list 4x8xA100-80G:200Gbps --json")

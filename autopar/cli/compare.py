@@ -34,6 +34,7 @@ def command(
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
     from autopar.cli.machines import described_in, machines
     from autopar.cli.profiles import read_profile
+    from autopar.cli.progress import slow_phases
     from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.planner import PlanOptions
     from autopar.planner.comparison import compare
@@ -48,7 +49,8 @@ def command(
     )
     measured = read_profile(profile)
     planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
-    found = compare(measured, planned_for, options)
+    with slow_phases("planning") as progress:
+        found = compare(measured, planned_for, options, progress)
     console = screen()
     own_step_s = found.plan.predicted.step_s
     render(found.rows, own_step_s, console)

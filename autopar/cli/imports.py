@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import completion
 from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 
@@ -28,6 +29,7 @@ def command(
             metavar="FORMAT",
             help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
             "one model on several kinds of devices.",
+            autocompletion=completion.formats,
         ),
     ],
     files: Annotated[

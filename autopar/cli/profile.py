@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from autopar.cli import completion
 from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
@@ -37,7 +38,8 @@ def command(
         str,
         typer.Option(
             help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds "
-            "of GPUs, such as H100,A100-80G or cuda,A100-80G."
+            "of GPUs, such as H100,A100-80G or cuda,A100-80G.",
+            autocompletion=completion.devices,
         ),
     ] = "auto",
     ranks: Annotated[

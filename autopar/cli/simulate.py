@@ -86,9 +86,12 @@ def predict(plan: Path, profile: Path | None = None, cluster: str | None = None)
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         UsageError: the program is too long to be listed action by action.
     """
+    from autopar.cli.progress import slow_phases
     from autopar.planner import simulate
 
-    return simulate(*read_inputs(plan, profile, cluster))
+    inputs = read_inputs(plan, profile, cluster)
+    with slow_phases("simulating"):
+        return simulate(*inputs)
 
 
 def read_inputs(plan: Path, profile: Path | None = None, cluster: str | None = None) -> tuple[Plan, Profile, Cluster]:
@@ -118,7 +121,7 @@ def _check_length(planned: Plan, plan: Path) -> None:
             f"predicted of the step (`autopar show {plan}`), and one of fewer --micro-batches or --gpus can be listed"
         )
     if count > MANY_ACTIONS:
-        screen().print(f"Simulating {size}, one by one ...", highlight=False, markup=False)
+        say(screen(), f"Simulating {size}, one by one ...")
 
 
 def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:
