@@ -50,7 +50,6 @@ def compare(
     simulator = Simulator(costs, progress=progress)
     progress("trying usual plans", 0.0)
     compared = references(simulator, families(costs.batch, options), options)
-    progress("planning as others do", 0.05)
     found = peers(simulator, options, compared)
     rows = [_row(simulator, each) for each in found]
     known = [each.candidate for each in found if each.candidate and not each.reason]
