@@ -70,7 +70,9 @@ class UserModel:
         torch.manual_seed(seed)
         built = self._build_hollow() if hollow else self._call("model", self.factory)
         if not isinstance(built, nn.Module):
-            end = f"write `return {built.__name__}()`" if inspect.isclass(built) else "it must return a torch.nn.Module"
+            end = "it must return a torch.nn.Module"
+            if built is None or inspect.isclass(built):
+                end += f": write `return {built.__name__ if built else 'Net'}()`"
             raise ModelError(f"{self.path}: model() returned {a(built)}; {end}")
         return built
 
