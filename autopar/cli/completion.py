@@ -8,14 +8,14 @@ __all__ = ["clusters", "devices", "formats", "objectives", "recomputations", "sc
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.casefold().startswith(incomplete.casefold())]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def schedules(incomplete: str) -> list[str]:
     """Return the schedules that ``--schedule`` takes; torch's names where one is begun.
 
-    >>> schedules("zb"), schedules("Inter"), schedules("dualpipev")
-    (['zb-h1', 'zb-h2', 'zb-v'], ['interleaved'], ['DualPipeV'])
+    >>> schedules("zb"), schedules("Inter")
+    (['zb-h1', 'zb-h2', 'zb-v'], ['Interleaved1F1B'])
     """
     from autopar.schedules import SCHEDULES
     from autopar.schedules.spelling import TORCH_NAMES

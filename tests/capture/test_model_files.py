@@ -206,7 +206,7 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
         ("loss = nn.CrossEntropyLoss()", "loss(output, batch) is given the whole batch; its target is batch[1]"),
         ("def dataset(): return TensorDataset(*[torch.ones(4, 2)] * 3)", "items of a sample but the last, the target"),
         (
-            "def dataset(): return [{'y': torch.ones(2), 'x1': torch.ones(2)}] * 4\nNet.forward = lambda self, x1, x2: x1",
+            "def dataset(): return [{'y': torch.ones(2), 'x1': torch.ones(2)}] * 4\nNet.forward = lambda s, x1, x2: x1",
             "missing a required argument: 'x2', and the batch has the keys y, x1; let dataset() or collate() give it",
         ),
         (
@@ -265,9 +265,9 @@ def test_from_python_a_class_and_a_wrong_loss_are_told(tmp_path):
         ModelError, match=r"model is the class Linear, where a torch.nn.Module is needed: pass Linear\("
     ):
         autopar.profile(torch.nn.Linear, batch)
+
+    def loss(output):
+        return output
+
     with pytest.raises(ModelError, match=r"loss\(output\) is called as loss\(output, batch\): too many positional"):
-
-        def loss(output):
-            return output
-
         autopar.profile(torch.nn.Linear(2, 1), batch, loss=loss)
