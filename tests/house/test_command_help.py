@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import typer
@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
 from instances import gpt_profile, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUP: Any = typer.main.get_command(app)
+Command: TypeAlias = Any  # typer's own, whose classes it does not export
+GROUP: Command = typer.main.get_command(app)
 Run = Callable[..., tuple[int, str, str]]
 
 
-def _commands(group: Any = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _commands(group: Command = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
     yield words, group
     for name, command in getattr(group, "commands", {}).items():
         yield from _commands(command, (*words, name))
@@ -37,7 +38,7 @@ def _commands(group: Any = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple
 COMMANDS = dict(_commands())
 
 
-def _examples(command: Any) -> list[str]:
+def _examples(command: Command) -> list[str]:
     return [line for line in (command.epilog or "").split("\n\n") if line.startswith("autopar")]
 
 
@@ -103,7 +104,7 @@ def test_a_quiet_command_says_only_its_result_and_errors(files: Path, command: R
     assert "Planners" in command("compare")[2]
 
 
-def test_version_names_autopar_and_torch_and_imports_neither_torch_nor_rich() -> None:
+def test_version_names_autopar_and_torch_without_importing_torch() -> None:
     script = (
         "import sys; sys.argv = ['autopar', '--version']\n"
         "from autopar.cli import main\n"
@@ -133,7 +134,7 @@ def _completed(line: str) -> list[str]:
     [
         ("autopar pl", ["plan"]),
         ("autopar plan --schedule zb", ["zb-h1", "zb-h2", "zb-v"]),
-        ("autopar plan --schedule Inter", ["interleaved"]),
+        ("autopar plan --schedule Inter", ["Interleaved1F1B"]),
         ("autopar plan --shard g", ["gradients"]),
         ("autopar plan --objective p", ["pipedream", "piper"]),
         ("autopar plan --cluster 8xH100+", ["8xH100+8xA100-80G:200Gbps"]),
