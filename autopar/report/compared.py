@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.compared import Compared, VirtualWorkers
 from autopar.report.plan import few_stages
-from autopar.report.quantity import duration, percentage, size
+from autopar.report.quantity import duration, figure, percentage, size
 from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> Non
 def _workers(name: str, found: VirtualWorkers) -> Table:
     """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
     each = f"{found.in_flight} micro-batch{'es' if found.in_flight > 1 else ''} in flight"
-    title = f"{name}'s virtual workers ({found.policy}, {each}, {found.samples_per_s:.4g} samples per second at most)"
+    title = (
+        f"{name}'s virtual workers ({found.policy}, {each}, {figure(found.samples_per_s)} samples per second at most)"
+    )
     columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in flight", ">stage time", ">peak memory")
     table = Table(title, columns)
     groups: dict[object, list[int]] = {}
@@ -64,7 +66,7 @@ def _workers(name: str, found: VirtualWorkers) -> Table:
         for at, stage in enumerate(found.workers[members[0]].stages):
             devices = ", ".join(str(found.workers[member].stages[at].device) for member in members)
             first = (
-                (", ".join(map(str, members)), f"{found.workers[members[0]].samples_per_s:.4g}") if not at else ("", "")
+                (", ".join(map(str, members)), figure(found.workers[members[0]].samples_per_s)) if not at else ("", "")
             )
             times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
             table.add_row(*first, str(at), stage.layers, f"{devices} ({stage.type})", *times)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
 from autopar.report.bounds import binding_text, bound_rows, share_text
-from autopar.report.quantity import duration, percentage, size
+from autopar.report.quantity import duration, figure, percentage, size
 from autopar.report.table import Table, fill, say
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _prediction(plan: Plan) -> Table:
         unit = {"pipedream": "PipeDream's, per mini-batch", "piper": "Piper's, per micro-batch"}
         table.add_row(f"slowest stage ({unit.get(plan.objective, plan.objective)})", duration(predicted.objective_s))
     if predicted.step_s > 0:
-        table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
+        table.add_row("samples per second", figure(plan.batch / predicted.step_s))
     if predicted.price is not None:
         _add_price(table, predicted.price)
     elif predicted.lower_bound_s > 0 or plan.objective == "step":
@@ -166,10 +166,10 @@ def _prediction(plan: Plan) -> Table:
 
 
 def _add_price(table: Table, price: Price) -> None:
-    table.add_row("price of its devices per hour", f"{price.per_hour:.4g}")
-    table.add_row("cost of a step", f"{price.per_step:.4g}")
-    table.add_row("cost of a million samples", f"{price.per_million_samples:.4g}")
-    table.add_row("least that a step may cost", f"{price.lower_bound_per_step:.4g}")
+    table.add_row("price of its devices per hour", figure(price.per_hour))
+    table.add_row("cost of a step", figure(price.per_step))
+    table.add_row("cost of a million samples", figure(price.per_million_samples))
+    table.add_row("least that a step may cost", figure(price.lower_bound_per_step))
     if price.lower_bound_per_step > 0:
         table.add_row("gap to it", percentage(price.per_step / price.lower_bound_per_step - 1))
 

@@ -15,7 +15,7 @@ from autopar.formats.program import (
     UPDATE,
     WEIGHT_BACKWARD,
 )
-from autopar.report.quantity import duration, percentage, size
+from autopar.report.quantity import duration, figure, percentage, size
 from autopar.report.table import Table, fill, say
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def render(report: Report, console: Console) -> None:
 def _loss(report: Report) -> Table:
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
     table = Table("Loss", ("step", *(f">{index + 1}" for index in shown)))
-    table.add_row("loss", *(f"{report.loss[index]:.4g}" for index in shown))
+    table.add_row("loss", *(figure(report.loss[index]) for index in shown))
     if report.gradient_norm:
         norms = (report.gradient_norm[index] for index in shown)
-        table.add_row("gradient norm", *("overflow" if norm is None else f"{norm:.4g}" for norm in norms))
+        table.add_row("gradient norm", *("overflow" if norm is None else figure(norm) for norm in norms))
     return table
 
 
@@ -78,7 +78,7 @@ def _times(report: Report) -> Table:
         table.add_row("first step (left out), longest of the others", outer)
     table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
     table.add_row("error", percentage(report.error, signed=True))
-    table.add_row("samples per second", f"{report.samples_per_s:.4g}")
+    table.add_row("samples per second", figure(report.samples_per_s))
     if report.flops_utilisation is not None:
         table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
     table.add_row("bubble", percentage(report.bubble))
