@@ -30,3 +30,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "autopar.interface")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -127,11 +127,12 @@ def profile(
 
     from autopar.capture.batch import named_tensors, row_count
     from autopar.capture.copied import copied
-    from autopar.capture.given import given_model
+    from autopar.capture.given import check_module, given_model
     from autopar.capture.losses import counted_loss, counts_labels
     from autopar.profiler import ProfileOptions
     from autopar.profiler import profile as measure
 
+    check_module(model)
     own = copied(model)
     counts = loss is None and counts_labels(own.train(), batch)
     counted = counted_loss(own) if counts else loss

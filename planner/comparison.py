@@ -16,6 +16,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
+from autopar.planner.progress import Progress, untold
 from autopar.planner.scheduled import otherwise
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
@@ -32,11 +33,13 @@ class Comparison(NamedTuple):
     """autopar's own."""
 
 
-def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = None) -> Comparison:
+def compare(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold
+) -> Comparison:
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
     autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
-    the layers differently are no plan.
+    the layers differently are no plan. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -45,10 +48,12 @@ def compare(profile: Profile, cluster: Cluster, options: PlanOptions | None = No
     options = admitted(options or PlanOptions(), profile)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
-    simulator = Simulator(costs)
+    simulator = Simulator(costs, progress=progress)
+    progress("trying usual plans", 0.0)
     compared = references(simulator, runnable(costs, options), options)
     rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
-    own = plan(profile, cluster, options)
+    own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
+    progress("running its stages under other schedules", 0.9)
     others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
     every = [_own(own, costs), *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)

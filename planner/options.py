@@ -11,6 +11,7 @@ from autopar.formats.layout import layout_of
 from autopar.formats.plan import Objective, ReplicatedState, Shard
 from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
+from autopar.schedules.spelling import schedule_named
 
 __all__ = ["PLANNED", "PlanOptions", "admitted"]
 
@@ -38,6 +39,7 @@ class PlanOptions:
     bytes_per_s: float | None = None
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
     schedule: str = "auto"
+    """A name of :data:`autopar.schedules.SCHEDULES`, or torch's for it; autopar's from then on."""
     chunks: int | None = None
     """Stages that every device runs in turn, of ``interleaved``; none: what is quickest of a few."""
     micro_batches: int | None = None
@@ -96,8 +98,7 @@ class PlanOptions:
             raise UsageError(f"--effort does not go with {other}, which goes on until it is done; leave out --effort")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
-        if self.schedule not in ("auto", *SCHEDULES):
-            raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {self.schedule!r}")
+        object.__setattr__(self, "schedule", schedule_named(self.schedule))
         if self.chunks is not None and (self.chunks < 2 or layout_of(self.schedule) != "loop"):
             wanted = "at least 2" if layout_of(self.schedule) == "loop" else "left out but with --schedule interleaved"
             raise UsageError(f"--chunks must be {wanted}, found {self.chunks}")

@@ -31,6 +31,7 @@ from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.grouping import pool_of
+from autopar.planner.progress import Progress, untold
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import bounds_of, dictated_best, improve, shape_of, tried_beside, tried_best, usual
 from autopar.planner.search.best_first import search
@@ -67,11 +68,10 @@ def others_of(simulator: Simulator, every: Sequence[Family], options: PlanOption
     return Others(found, peers(simulator, options, found, quickly=True))
 
 
-def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, others: Others | None = None) -> Plan:
+def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
-    ``others`` are those of the same question, where they are known. Pure: the same arguments give the same plan, on any
-    machine.
+    Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -86,7 +86,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     options = options if dictated is None else _fitting(dictated, options)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
-    simulator = Simulator(costs)
+    simulator = Simulator(costs, progress=progress)
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
         return _scheduled(simulator, options, dictated)
@@ -94,6 +94,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
+    progress("trying usual plans", 0.05)
     others = others_of(simulator, every, options)
     best, lower_bound_s, said = _search(simulator, every, options, others)
     if dictated is not None and own is not None:
@@ -112,6 +113,7 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, Others(compared, []))
     if own is None or dictated is None:
+        simulator.progress(f"trying plans of {options.schedule}", 0.4)
         own = tried_best(simulator, options, best)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
@@ -143,9 +145,11 @@ def _explained(
 ) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     costs = simulator.costs
+    simulator.progress("bounding plans from below", 0.8)
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     lower_bound_s = max(lower_bound_s, bounds.linked_s)
     if _any_schedule(options, costs):
+        simulator.progress("trying other schedules", 0.9)
         improve(simulator, options, best)
         for schedule in tried_beside(costs):
             own = bounds_of(costs, replace(options, schedule=schedule, chunks=None), best.step_s)
@@ -284,9 +288,12 @@ def _search(
         solved = programmed(simulator, every, options, best)
         return best, solved.lower_bound_s, solved.notes
     if options.gap > 0:
+        simulator.progress("trying even splits", 0.1)
         started(simulator, every, options, best)
+    simulator.progress(f"searching {len(every)} families of plans", 0.2)
     found = search(simulator, every, options, best)
     if options.gap > 0:
+        simulator.progress("moving on from the best plans", 0.6)
         climbed(simulator, options, best, found.lower_bound_s)
     return best, min(found.lower_bound_s, best.step_s), ()
 

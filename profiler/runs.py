@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, read_text
+from autopar.schedules.spelling import canonical
 
 __all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
 
@@ -107,7 +108,7 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
         devices=cell("devices", _devices, f"a whole number from 1 to {MOST_RANKS}", 1),
         stages=cells.get("stages") or "1",
         micro_batches=cell("micro_batches", _count, count, 1),
-        schedule=cell("schedule", _one_of(*PRICED), f"one of {names}", "1f1b"),
+        schedule=cell("schedule", _schedule, f"one of {names}", "1f1b"),
         recompute=cell("recompute", _one_of("none", "full"), "one of none, full", "none") == "full",
         cluster=cells.get("cluster") or None,
     )
@@ -135,6 +136,10 @@ def _devices(text: str) -> int:
     if found > MOST_RANKS:
         raise ValueError(text)
     return found
+
+
+def _schedule(text: str) -> str:
+    return _one_of(*PRICED)(canonical(text) or text)
 
 
 def _one_of(*values: str) -> Callable[[str], str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.given import check_module
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
@@ -60,8 +61,9 @@ def materialize(
         UsageError: the plan cannot be carried out here, or ranks have different ones.
         FileError: the model is not the one that was planned for.
         CaptureError: it cannot be captured.
-        ModelError: its loss depends on how a mini-batch is divided.
+        ModelError: its loss depends on how a mini-batch is divided, or it is no model.
     """
+    check_module(model)
     check_scope(plan)
     check(expand(plan), plan)
     if share_gpus:

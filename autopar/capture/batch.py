@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.hooks import LOSS, unlike
 from autopar.capture.state import roots_of, tensors_reached
 from autopar.errors import ModelError
 
@@ -106,7 +107,7 @@ def loss_outputs(value: object, from_loss: bool) -> tuple[torch.Tensor, ...]:
     elif not from_loss and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
         value = value.loss
     if not isinstance(value, torch.Tensor):
-        wanted = "a scalar tensor or (sum, count)" if from_loss else "a scalar or carry .loss, or define loss()"
+        wanted = "a scalar tensor or (sum, count)" if from_loss else f"a scalar or carry .loss, {_OR_LOSS}"
         raise ModelError(f"{source} returned a {type(value).__name__}; it must return {wanted}")
     return (_scalar(value, f"{source} returned a tensor that"),)
 
@@ -115,9 +116,12 @@ def _scalar(value: object, what: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ModelError(f"{what} is a {type(value).__name__}; it must be a scalar tensor")
     if value.dim() != 0:
-        hint = "" if what.startswith("loss()") else " (or define loss(output, batch))"
+        hint = "" if what.startswith("loss()") else f", {_OR_LOSS}"
         raise ModelError(f"{what} has shape {tuple(value.shape)}; it must be a scalar{hint}")
     return value
+
+
+_OR_LOSS = f"or define loss(output, batch): write {LOSS} into the model file"
 
 
 def named_outputs(value: object) -> dict[str, torch.Tensor]:
@@ -160,10 +164,29 @@ class StepModule(nn.Module):
         positional, named = model_arguments(self.model, batch, loss is not None)
         before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
-        result = loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        result = loss_outputs(_loss_of(loss, output, batch) if loss else output, loss is not None)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
         self.replaced.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return result
+
+
+def _loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:
+    """Return what a loss makes of a batch; where it fails as if it were given something else, note what it is given."""
+    try:
+        return loss(output, batch)
+    except (TypeError, AttributeError) as error:
+        if not isinstance(batch, torch.Tensor):
+            error.add_note(_given(batch))
+        raise
+
+
+def _given(batch: object) -> str:
+    if isinstance(batch, Mapping):
+        keys = ", ".join(map(str, batch))
+        return f"loss(output, batch) is given the whole batch, a dict of {keys}; take what it needs"
+    last = len(batch) - 1 if isinstance(batch, (tuple, list)) else -1
+    written = LOSS.replace("[1]", f"[{last}]")
+    return f"loss(output, batch) is given the whole batch; its target is batch[{last}]: {written}"
 
 
 class Opaque:
@@ -189,12 +212,40 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
             raise ModelError(
                 f"no key of the batch ({', '.join(batch)}) is a parameter of forward({', '.join(accepted)})"
             )
+        if wrong := unlike(model, (), named):
+            raise ModelError(
+                f"{_place(model)}: forward({', '.join(accepted)}): {wrong}, and the batch has the keys "
+                f"{', '.join(batch)}; let dataset() or collate() give it, or give the parameter a default"
+            )
         return (), named
     if isinstance(batch, (tuple, list)):
         if has_loss and len(batch) < 2:
             raise ModelError("a tuple sample has inputs and, last, the target; this one has a single item")
-        return (batch[:-1] if has_loss else batch), {}
+        inputs = batch[:-1] if has_loss else batch
+        if wrong := unlike(model, inputs):
+            raise ModelError(f"{_place(model)}: {_refused(model, batch, wrong, has_loss)}")
+        return inputs, {}
     return (batch,), {}
+
+
+def _refused(model: nn.Module, batch: Sequence[Any], wrong: str, has_loss: bool) -> str:
+    """Say why a tuple's items are not what ``forward`` takes, and what to write."""
+    taken = f"forward{inspect.signature(model.forward)} is given"
+    if has_loss:
+        return (
+            f"{taken} all {len(batch)} items of a sample but the last, the target: {wrong}; let dataset() give as many "
+            "inputs before the target as forward takes"
+        )
+    remedy = "let dataset() give as many items as forward takes"
+    if not unlike(model, batch[:-1]):
+        remedy = f"if the last one is the target, write {LOSS} into the model file"
+    return f"{taken} all {len(batch)} items of a sample, for there is no loss(): {wrong}; {remedy}"
+
+
+def _place(model: nn.Module) -> str:
+    """Return the file and line of a model's ``forward``."""
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    return f"{type(model).__name__}" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

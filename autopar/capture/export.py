@@ -245,7 +245,8 @@ def told_apart(what: str) -> Iterator[None]:
         if _reads_values(error):
             raise CaptureError(_explain(error)) from error
         line, _ = user_line(error.__traceback__)
-        raise ModelError(f"{line}: {what} raised {type(error).__name__}: {_first_line(error)}") from error
+        raised = "; ".join((f"{type(error).__name__}: {_first_line(error)}", *getattr(error, "__notes__", ())))
+        raise ModelError(f"{line}: {what} raised {raised}") from error
 
 
 def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import named_tensors, rebuild, row_count
+from autopar.capture.hooks import HOOKS, a, check_hook
 from autopar.capture.source import UserModel
+from autopar.errors import ModelError
 
-__all__ = ["given_model", "structure_of"]
+__all__ = ["check_module", "given_model", "structure_of"]
 
 
 def given_model(model: nn.Module, batch: object, **functions: Callable[..., Any] | None) -> UserModel:
@@ -25,17 +27,35 @@ def given_model(model: nn.Module, batch: object, **functions: Callable[..., Any]
         functions: ``loss``, ``optimizer``, ``scheduler`` and ``layers``, those that are not None.
 
     Raises:
-        ModelError: the batch holds something else than tensors, or tensors of different lengths.
+        ModelError: the batch holds something else than tensors, or tensors of different lengths; or a function cannot
+            be called as it will be.
     """
+    check_module(model)
     tensors = named_tensors(batch)
 
     def collate(rows: Sequence[int]) -> object:
         return rebuild(batch, {name: tensor[torch.tensor(rows)] for name, tensor in tensors.items()})
 
-    given = {name: function for name, function in functions.items() if function is not None}
+    path = Path(type(model).__name__)
+    given = {
+        name: check_hook(path, b"", name, function, HOOKS[name])
+        for name, function in functions.items()
+        if function is not None
+    }
     data: dict[str, Callable[..., Any]] = {"dataset": lambda: range(row_count(tensors)), "collate": collate}
-    name = type(model).__name__
-    return UserModel(name, Path(name), structure_of(model), lambda: model, {**given, **data})
+    return UserModel(path.name, path, structure_of(model), lambda: model, {**given, **data})
+
+
+def check_module(model: object) -> None:
+    """Refuse what is not a model.
+
+    Raises:
+        ModelError: it is something else; says what to pass.
+    """
+    if isinstance(model, nn.Module):
+        return
+    built = f": pass {model.__name__}(...)" if callable(model) and hasattr(model, "__name__") else ""
+    raise ModelError(f"model is {a(model)}, where a torch.nn.Module is needed{built}")
 
 
 def structure_of(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.configured import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.hollow import hollow_parameters
+from autopar.capture.hooks import HOOKS, a, check_hook, given_to, missing_model
 from autopar.capture.own_code import Code, check_code, code_of_file, code_of_module
 from autopar.capture.traps import user_line
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
@@ -69,7 +70,10 @@ class UserModel:
         torch.manual_seed(seed)
         built = self._build_hollow() if hollow else self._call("model", self.factory)
         if not isinstance(built, nn.Module):
-            raise ModelError(f"{self.path}: model() returned {_a(built)}; it must return a torch.nn.Module")
+            end = "it must return a torch.nn.Module"
+            if built is None or inspect.isclass(built):
+                end += f": write `return {built.__name__ if built else 'Net'}()`"
+            raise ModelError(f"{self.path}: model() returned {a(built)}; {end}")
         return built
 
     def _build_hollow(self) -> object:
@@ -94,11 +98,15 @@ class UserModel:
         """
         if "dataset" not in self.functions:
             where = self._file_of("dataset")
-            raise ModelError(f"{where}: defines no dataset(); add a function that returns a map-style dataset")
+            raise ModelError(
+                f"{where}: defines no dataset(); add a function that returns a map-style dataset: write "
+                f"{HOOKS['dataset'].written('dataset')}"
+            )
         found = self._call("dataset", self.functions["dataset"])
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
             raise ModelError(
-                f"{self._file_of('dataset')}: dataset() returned {_a(found)}; it needs __len__ and __getitem__"
+                f"{self._file_of('dataset')}: dataset() returned {a(found)}; it needs __len__ and __getitem__: return "
+                "a list of samples, or a torch.utils.data.Dataset"
             )
         return cast("Dataset[Any]", found)
 
@@ -134,7 +142,7 @@ class UserModel:
         made = self._call("optimizer", function, pairs if _wants_names(function) else parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise ModelError(
-                f"{self._file_of('optimizer')}: optimizer() returned {_a(made)}; it must return a torch.optim.Optimizer"
+                f"{self._file_of('optimizer')}: optimizer() returned {a(made)}; it must return a torch.optim.Optimizer"
             )
         return made
 
@@ -145,7 +153,7 @@ class UserModel:
         made = self._call("scheduler", self.functions["scheduler"], optimizer)
         if not isinstance(made, torch.optim.lr_scheduler.LRScheduler):
             raise ModelError(
-                f"{self._file_of('scheduler')}: scheduler() returned {_a(made)}; it must return a torch LRScheduler"
+                f"{self._file_of('scheduler')}: scheduler() returned {a(made)}; it must return a torch LRScheduler"
             )
         return made
 
@@ -172,14 +180,11 @@ class UserModel:
         return self._call(f"dataset()[{index}]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        with user_code(self._file_of(name), f"{name} raised"):
+        with user_code(self._file_of(name), f"{name} raised", given_to(name)):
             return function(*arguments)
 
     def _file_of(self, name: str) -> Path:
         return self.path if self.data is None or name == "model" else self.data
-
-
-_OPTIONAL = ("dataset", "loss", "optimizer", "scheduler", "collate", "layers")
 
 
 def load(spec: str, data: str | Path | None = None, recorded: ModelSource | None = None) -> UserModel:
@@ -222,7 +227,7 @@ def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None)
         ignored: tuple[str, ...] = ()
     else:
         module = _execute(code.path, code.source)
-        functions |= _functions(code.path, module)
+        functions |= _functions(code, module)
         notes, ignored = found.notes, _ignored_state(code.path, module)
     known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
     return UserModel(*known, imports=imports)
@@ -278,33 +283,34 @@ def _import_folder(folder: str) -> Iterator[None]:
 
 def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserModel:
     path, model = code.path, getattr(module, factory, None)
-    if not callable(model):
-        raise ModelError(f"{path}: defines no {factory}(); add a function that returns a torch.nn.Module")
-    functions, ignored = _functions(path, module), _ignored_state(path, module)
+    if model is None:
+        raise missing_model(path, factory, module)
+    model = check_hook(path, code.source, factory, model, HOOKS["model"])
+    functions, ignored = _functions(code, module), _ignored_state(path, module)
     return UserModel(spec, path, code.sha256, model, functions, ignored_state=ignored, imports=code.imports)
 
 
-def _functions(path: Path, module: ModuleType) -> dict[str, Callable[..., Any]]:
-    functions = {}
-    for name in _OPTIONAL:
-        function = getattr(module, name, None)
-        if function is not None and not callable(function):
-            raise ModelError(f"{path}: {name} is {_a(function)}; it must be a function")
-        if function is not None:
-            functions[name] = function
-    return functions
+def _functions(code: Code, module: ModuleType) -> dict[str, Callable[..., Any]]:
+    found = {name: getattr(module, name, None) for name in HOOKS if name != "model"}
+    return {
+        name: check_hook(code.path, code.source, name, value, HOOKS[name])
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _ignored_state(path: Path, module: ModuleType) -> tuple[str, ...]:
     found = getattr(module, "ignored_state", ())
     if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name for name in found):
-        raise ModelError(f'{path}: ignored_state is {_a(found)}; it must be a list of paths, such as ["Net.calls"]')
+        raise ModelError(f'{path}: ignored_state is {a(found)}; it must be a list of paths, such as ["Net.calls"]')
     return tuple(found)
 
 
 @contextlib.contextmanager
-def user_code(path: Path, what: str) -> Iterator[None]:
+def user_code(path: Path, what: str, given: str = "") -> Iterator[None]:
     """Run the user's code: standard output goes to standard error, exceptions become a ModelError with the line.
+
+    Those that other arguments may have avoided say what was ``given``.
 
     Raises:
         ModelError: the code raised, or called ``sys.exit``.
@@ -319,7 +325,9 @@ def user_code(path: Path, what: str) -> Iterator[None]:
     except SyntaxError as error:
         raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
-        raise ModelError(f"{_where(error, path)}: {what} {type(error).__name__}: {_first_line(error)}") from error
+        remedy = given if isinstance(error, (TypeError, AttributeError)) else ""
+        raised = f"{type(error).__name__}: {_first_line(error)}"
+        raise ModelError(f"{_where(error, path)}: {what} {raised}{remedy}") from error
 
 
 def _wants_names(function: Callable[..., Any]) -> bool:
@@ -339,7 +347,3 @@ def _where(error: BaseException, path: Path) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["(no message)"])[0]
-
-
-def _a(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -12,8 +12,11 @@ import typer
 from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
+from autopar.cli.commands import Quiet, add, examples
 from autopar.cli.interrupt import INTERRUPTED, Terminated, ended_by, interrupts_noted, termination_unwinds
+from autopar.cli.screen import quietly
 from autopar.cli.standard_output import results_only
+from autopar.cli.versions import version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.paths import trusting
 
@@ -23,21 +26,34 @@ app = typer.Typer(
     name="autopar",
     help="Measure a PyTorch model, plan the fastest way to train it on your machines, and train it that way.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=examples("autopar profile gpt.py", "autopar plan --gpus 8", "autopar run", "autopar --quiet plan --json"),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _versions(asked: bool) -> None:
+    if asked:
+        typer.echo(f"autopar {version_of('autopar')}, torch {version_of('torch')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _settings(
     context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Say which version this is, and torch's.", callback=_versions, is_eager=True),
+    ] = False,
+    quiet: Quiet = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     trust_paths: Annotated[
         bool,
         typer.Option("--trust-paths", help="Open what a plan names outside of its folder and the working folder, too."),
     ] = False,
 ) -> None:
+    if quiet:
+        context.with_resource(quietly())
     if trust_paths:
         context.with_resource(trusting())
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
@@ -47,18 +63,36 @@ def _settings(
         context.with_resource(termination_unwinds(context.obj))
 
 
-app.command("profile")(profile.command)
-app.command("plan")(plan.command)
-app.command("simulate")(simulate.command)
-app.command("compare")(compare.command)
-app.command("rehearse")(rehearse.command)
-app.command("verify")(verify.command)
-app.command("run")(run.command)
-app.command("worker")(worker.command)
+add(app, "profile", profile.command, "autopar profile gpt.py --batch 64", "autopar profile gpt.py --device H100")
+add(
+    app,
+    "plan",
+    plan.command,
+    "autopar plan --gpus 8",
+    "autopar plan --cluster 4x8xA100-80G:200Gbps --schedule 1f1b --shard auto",
+)
+add(app, "simulate", simulate.command, "autopar simulate plan.json --trace trace.json")
+add(app, "compare", compare.command, "autopar compare --gpus 8 --batch 256")
+add(app, "rehearse", rehearse.command, "autopar rehearse plan.json")
+add(app, "verify", verify.command, "autopar verify plan.json --steps 3")
+add(
+    app,
+    "run",
+    run.command,
+    "autopar run plan.json --steps 100 --trace trace.json",
+    "autopar run --epochs 2 --save weights",
+)
+add(app, "worker", worker.command, "autopar worker plan.json --steps 100")
 app.add_typer(cluster.app, name="cluster")
-app.command("demo")(demo.command)
-app.command("show")(show.command)
-app.command("import")(imports.command)
+add(app, "demo", demo.command, "autopar demo --folder autopar-demo")
+add(app, "show", show.command, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
+add(
+    app,
+    "import",
+    imports.command,
+    "autopar import pipedream graph.txt --profiled-batch 32",
+    "autopar import profiles h100.json a100.json -o both.json",
+)
 
 
 def main() -> None:
@@ -66,7 +100,7 @@ def main() -> None:
     asked: list[int] = []
     try:
         with interrupts_noted(asked), results_only():
-            code = app(standalone_mode=False, obj=asked)
+            code = app(standalone_mode=False, obj=asked, prog_name="autopar")
         if code == INTERRUPTED:
             _say("interrupted")
     except (KeyboardInterrupt, typer.Abort):

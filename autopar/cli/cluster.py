@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import completion
+from autopar.cli.commands import add, examples
+from autopar.cli.screen import say, screen
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,12 +31,12 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     help="Measure the links of a cluster, or list known GPUs and clusters.",
+    epilog=examples("autopar cluster list"),
     no_args_is_help=True,
     context_settings=_HELP,
 )
 
 
-@app.command("probe")
 def probe(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks to start; default: the number of GPUs, or 2. Not under torchrun.")
@@ -130,17 +133,18 @@ def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluste
     return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), PROBED)
 
 
-@app.command("list")
 def list_known(
     cluster: Annotated[
-        str | None, typer.Argument(help="A name, such as 4x8xA100-80G:200Gbps, or a .json or .toml file, to be shown.")
+        str | None,
+        typer.Argument(
+            help="A name, such as 4x8xA100-80G:200Gbps, or a .json or .toml file, to be shown.",
+            autocompletion=completion.clusters,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the GPUs, or the cluster, on stdout as JSON.")] = False,
 ) -> None:
     """List the known GPUs, with the sources of their numbers, and examples of clusters; or show one cluster."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = screen()
     if cluster is not None:
         _show(cluster, console, as_json)
         return
@@ -151,8 +155,8 @@ def list_known(
     render(GPUS, console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
-    console.print(title, style="bold", markup=False, highlight=False)
-    console.print(f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one", markup=False, highlight=False)
+    say(console, title, "bold")
+    say(console, f"{examples}; `autopar cluster list {EXAMPLES[0]}` shows one")
     if as_json:
         sys.stdout.write(json.dumps([asdict(gpu) for gpu in GPUS], indent=1) + "\n")
 
@@ -168,13 +172,15 @@ def _show(text: str, console: Console, as_json: bool) -> None:
 
 
 def _deliver(cluster: Cluster, output: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from autopar.report.cluster import render
 
     cluster.save(output)
-    console = Console(stderr=True)
+    console = screen()
     render(cluster, console, sizes=True)
-    console.print(f"Written: {output}; `autopar plan --cluster {output}` plans with it", highlight=False, markup=False)
+    say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
     if as_json:
         sys.stdout.write(cluster.dumps())
+
+
+add(app, "probe", probe, "autopar cluster probe --ranks 4 -o cluster.json")
+add(app, "list", list_known, "autopar cluster list", "autopar cluster list 4x8xA100-80G:200Gbps --json")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.screen import say, screen
 
 if TYPE_CHECKING:
     from autopar.formats.compared import Compared
@@ -31,10 +32,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
-    from rich.console import Console
-
     from autopar.cli.machines import described_in, machines
     from autopar.cli.profiles import read_profile
+    from autopar.cli.progress import slow_phases
     from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.planner import PlanOptions
     from autopar.planner.comparison import compare
@@ -49,12 +49,13 @@ def command(
     )
     measured = read_profile(profile)
     planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
-    found = compare(measured, planned_for, options)
-    console = Console(stderr=True)
+    with slow_phases("planning") as progress:
+        found = compare(measured, planned_for, options, progress)
+    console = screen()
     own_step_s = found.plan.predicted.step_s
     render(found.rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
     if as_json:
         rows = [_fields(row, own_step_s) for row in found.rows]
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.screen import screen
 from autopar.cli.training import AsJson
 from autopar.errors import UsageError
 from autopar.formats.document import write_bytes
@@ -27,8 +28,6 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Profile, plan and run the bundled GPT in about a minute: pipelined over processes of this machine."""
-    from rich.console import Console
-
     from autopar.cli import plan as plan_command
     from autopar.cli import profile as profile_command
     from autopar.cli import run as run_command
@@ -38,7 +37,7 @@ def command(
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --folder takes a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
+    console = screen()
     files = {name: folder / name for name in ("profile.json", "plan.json", "report.json")}
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
     picture = folder / "timeline.png"
@@ -78,11 +77,11 @@ def _conclude(console: Console, files: dict[str, Path], picture: Path) -> None:
     from autopar.formats.plan import Plan
     from autopar.formats.report import Report
     from autopar.report.quantity import duration, percentage
-    from autopar.report.table import new_table
+    from autopar.report.table import Table
 
     plan, report = Plan.load(files["plan.json"]), Report.load(files["report.json"])
     widths = " + ".join(str(stage.replicas) for stage in plan.stages)
-    table = new_table("What happened", ("", ""), folded="")
+    table = Table("What happened", ("", ""))
     table.add_row(
         "pipeline",
         f"{len(plan.stages)} stages on {widths} ranks, {plan.schedule}, {plan.micro_batches} x "

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import completion
+from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def command(
             metavar="FORMAT",
             help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
             "one model on several kinds of devices.",
+            autocompletion=completion.formats,
         ),
     ],
     files: Annotated[
@@ -42,8 +45,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
     """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
-    from rich.console import Console
-
     from autopar.cli.references import check_output, rebased
 
     if system not in _FORMATS:
@@ -59,12 +60,10 @@ def command(
     read = _read(system, files, profiled_batch)
     profile = read.model_copy(update={"model": rebased(read.model, files[0], output)})
     profile.save(output)
-    console = Console(stderr=True)
+    console = screen()
     for note in profile.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False)
-    console.print(
-        f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it", highlight=False, markup=False
-    )
+        say(console, f"Note: {note}")
+    say(console, f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it")
     if as_json:
         sys.stdout.write(profile.dumps())
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import completion
 from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.screen import say, screen
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -31,7 +33,8 @@ def command(
         str,
         typer.Option(
             help="auto, gpipe, 1f1b; interleaved, zb-v or dualpipe-v (several stages on every device); zb-h1 or zb-h2. "
-            "The zb ones and dualpipe-v have backwards in two halves."
+            "The zb ones and dualpipe-v have backwards in two halves. torch's names do, too, such as Interleaved1F1B.",
+            autocompletion=completion.schedules,
         ),
     ] = "auto",
     chunks: Annotated[
@@ -43,7 +46,8 @@ def command(
         str,
         typer.Option(
             help="step: least seconds per step; cost: cheapest training (the cluster prices its devices); throughput: "
-            "quickest asynchronous pipeline; pipedream, piper: what those planners call best."
+            "quickest asynchronous pipeline; pipedream, piper: what those planners call best.",
+            autocompletion=completion.objectives,
         ),
     ] = "step",
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
@@ -67,12 +71,17 @@ def command(
         bool, typer.Option("--divisible", help="Price as papers do: micro-batches divide freely. Cannot be run.")
     ] = False,
     recompute: Annotated[
-        str, typer.Option(help="Layers that run forward again to save memory: auto (as far as needed), none or full.")
+        str,
+        typer.Option(
+            help="Layers that run forward again to save memory: auto (as far as needed), none or full.",
+            autocompletion=completion.recomputations,
+        ),
     ] = "auto",
     shard: Annotated[
         str,
         typer.Option(
-            help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest)."
+            help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest).",
+            autocompletion=completion.shards,
         ),
     ] = "auto",
     replicate_state: Annotated[
@@ -104,7 +113,10 @@ def command(
     use_all: Annotated[bool, typer.Option("--use-all", help="Leave no device idle.")] = False,
     solver: Annotated[
         str,
-        typer.Option(help="dp, milp (the same question as a mixed-integer program), or exhaustive, if it is small."),
+        typer.Option(
+            help="dp, milp (the same question as a mixed-integer program), or exhaustive, if it is small.",
+            autocompletion=completion.solvers,
+        ),
     ] = "dp",
     solver_seconds: Annotated[
         float, typer.Option(help="What milp's solver may take, by its own clock; then dp takes over.")
@@ -117,6 +129,7 @@ def command(
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
     from autopar.cli.machines import described_in
     from autopar.cli.profiles import connected
+    from autopar.cli.progress import slow_phases
     from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
@@ -155,7 +168,8 @@ def command(
     text = read_text(profile, Profile.KIND)
     measured = connected(Profile.parse(text, profile), profile)
     machines, record = _cluster(cluster, links, output, measured, options)
-    found = plan(measured, machines, options)
+    with slow_phases("planning") as progress:
+        found = plan(measured, machines, options, progress=progress)
     update = {
         "model": rebased(measured.model, profile, output),
         "profile": reference(profile, text, output),
@@ -179,16 +193,14 @@ def _cluster(
 
 
 def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from autopar.formats.profile import is_model
     from autopar.report.plan import render
 
     plan.save(output)
-    console = Console(stderr=True)
+    console = screen()
     render(plan, console)
     runs = is_model(plan.model.source) and plan.refusal is None and not plan.divisible
     then = f"`autopar run {output}` carries it out" if runs else "it can be looked at, but not run"
-    console.print(f"Written: {output}; {then}", highlight=False, markup=False)
+    say(console, f"Written: {output}; {then}")
     if as_json:
         sys.stdout.write(plan.dumps())

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli import completion
+
 __all__ = ["Bandwidth", "Batch", "ClusterName", "Gpus", "Memory", "ProfileFile"]
 
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
@@ -17,6 +19,7 @@ ClusterName = Annotated[
         "--cluster",
         help="Devices and links: a .json or .toml file, or a name such as 4x8xA100-80G:200Gbps "
         "(`autopar cluster list`); default: cluster.json beside the profile, else estimated.",
+        autocompletion=completion.clusters,
     ),
 ]
 Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, such as 16GiB.")]

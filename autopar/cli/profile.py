@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from autopar.cli import completion
+from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
 
@@ -36,7 +38,8 @@ def command(
         str,
         typer.Option(
             help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds "
-            "of GPUs, such as H100,A100-80G or cuda,A100-80G."
+            "of GPUs, such as H100,A100-80G or cuda,A100-80G.",
+            autocompletion=completion.devices,
         ),
     ] = "auto",
     ranks: Annotated[
@@ -233,11 +236,9 @@ def _probed(path: Path) -> Cluster | None:
 
 
 def _show(profile: Profile, output: Path, links: Path, kept: Cluster | None, *, written: bool) -> None:
-    from rich.console import Console
-
     from autopar.report.profile import render
 
-    console = Console(stderr=True)
+    console = screen()
     render(profile, console)
     files = f"{output} and {links}" if written else str(output)
     lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if written else 'it'}"]
@@ -252,7 +253,7 @@ def _show(profile: Profile, output: Path, links: Path, kept: Cluster | None, *, 
             "plan with --cluster"
         )
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        say(console, line)
 
 
 def _other(cluster: Cluster, profile: Profile) -> str:

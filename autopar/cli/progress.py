@@ -1,18 +1,22 @@
-"""Progress on standard error: a bar on a terminal, lines elsewhere."""
+"""Progress on standard error: a bar on a terminal, lines elsewhere; none where a command is quiet."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["phases", "steps_progress"]
+from autopar.cli.screen import is_quiet, screen
+
+__all__ = ["phases", "slow_phases", "steps_progress"]
 
 LINE_EVERY_S = 2.0
+SLOW_S = 1.0
+"""What takes longer shows how far it is."""
 
 
 @contextmanager
@@ -21,11 +25,11 @@ def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callab
 
     How many steps there are may not be known.
     """
-    if quiet:
+    if quiet or is_quiet():
         yield lambda step, loss: None
     elif sys.stderr.isatty():
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, TimeRemainingColumn(), console=screen(), transient=True) as bar:
             task = bar.add_task("starting ranks", total=steps)
             yield lambda step, loss: bar.update(task, completed=step + 1, description=f"loss {loss:.4f}")
     else:
@@ -49,12 +53,22 @@ def _lines(steps: int | None) -> Callable[[int, float], None]:
 @contextmanager
 def phases() -> Iterator[Callable[[str, float], None]]:
     """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere."""
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    if is_quiet():
+        yield lambda what, share: None
+    elif sys.stderr.isatty():
+        with _bar() as bar:
             task = bar.add_task("loading the model", total=1.0)
             yield lambda what, share: bar.update(task, description=what, completed=share)
-        return
+    else:
+        yield _named()
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=screen(), transient=True)
+
+
+def _named() -> Callable[[str, float], None]:
     said = ""
 
     def say(what: str, share: float) -> None:
@@ -63,4 +77,35 @@ def phases() -> Iterator[Callable[[str, float], None]]:
             said = what
             sys.stderr.write(f"{what}\n")
 
-    yield say
+    return say
+
+
+@contextmanager
+def slow_phases(begin: str) -> Iterator[Callable[[str, float], None]]:
+    """Yield what to call as that of :func:`phases`; a bar appears on a terminal after a second, and nothing elsewhere.
+
+    What is done stands still while its share is 0: then the bar says only that something goes on.
+    """
+    if is_quiet() or not sys.stderr.isatty():
+        yield lambda what, share: None
+        return
+    bar = _bar()
+    task = bar.add_task(begin, total=None)
+    # The one thread calls, the other begins to draw; whoever comes first, a bar that has ended is not begun.
+    lock, ended = threading.Lock(), False
+
+    def draw() -> None:
+        with lock:
+            if not ended:
+                bar.start()
+
+    timer = threading.Timer(SLOW_S, draw)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda what, share: bar.update(task, description=what, completed=share, total=1.0 if share else None)
+    finally:
+        with lock:
+            ended = True
+        timer.cancel()
+        bar.stop()

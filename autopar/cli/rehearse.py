@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.screen import say, screen
 from autopar.errors import InfeasibleError
 
 __all__ = ["command"]
@@ -29,8 +30,6 @@ def command(
     Operators are the CPU's: of a plan for GPUs, what attention, dropout and autocast keep is counted as a CPU keeps it.
     Exits with 3 if a stage holds more than its devices have.
     """
-    from rich.console import Console
-
     from autopar.cli.progress import phases
     from autopar.cli.training import data_of, model_of, read_plan
     from autopar.report.memory import render
@@ -42,10 +41,10 @@ def command(
 
     with phases() as progress:
         peaks = rehearse_model(chosen, model, data_of(chosen, plan), lambda what: progress(what, 0.0))
-    console = Console(stderr=True)
+    console = screen()
     render(chosen, peaks, console)
     if chosen.device_type == "cuda":
-        console.print(_CPU_COUNTED, highlight=False, markup=False)
+        say(console, _CPU_COUNTED)
     limits = chosen.predicted.limit_bytes
     if as_json:
         sys.stdout.write(json.dumps({"peak_bytes": peaks, "limit_bytes": limits or None}, indent=1) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from autopar.cli.screen import say, screen
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,11 +44,9 @@ def command(
     ] = False,
 ) -> None:
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
-    from rich.console import Console
-
     from autopar.formats.kind import kind_of
 
-    console = Console(stderr=True)
+    console = screen()
     kind = kind_of(file)
     inputs = (file,) if over is None else (file, over)
     for path, flag in ((png, "png"), (html, "html")):
@@ -203,7 +202,7 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
     content = io.BytesIO()
     figure.savefig(content, format="png")
     write_bytes(path, content.getvalue(), overwrite=overwrite)
-    console.print(f"Written: {path}", highlight=False, markup=False)
+    say(console, f"Written: {path}")
 
 
 def _save_page(shown: _Shown, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
@@ -211,4 +210,4 @@ def _save_page(shown: _Shown, figures: list[Figure], path: Path, overwrite: bool
     from autopar.report.page import page
 
     write_text(path, page(shown.title, shown.render, figures), overwrite=overwrite)
-    console.print(f"Written: {path}", highlight=False, markup=False)
+    say(console, f"Written: {path}")

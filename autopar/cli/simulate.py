@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
@@ -41,20 +40,18 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
 ) -> None:
     """Predict when every action of a step runs."""
-    from rich.console import Console
-
     from autopar.report.timeline import render
 
     _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
     timeline = predict(plan, profile, cluster)
-    console = Console(stderr=True)
+    console = screen()
     render(timeline, console)
     if program is not None:
         _write_program(plan, program)
-        _say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
+        say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
     if trace is not None:
         timeline.save(trace)
-        _say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
+        say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
     if as_json:
         figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
@@ -82,10 +79,6 @@ def _write_program(plan: Path, path: Path) -> None:
     expand(Plan.load(plan)).save(path)
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False)
-
-
 def predict(plan: Path, profile: Path | None = None, cluster: str | None = None) -> Timeline:
     """Return the predicted timeline of a plan file; what is not given is what the plan records.
 
@@ -93,9 +86,12 @@ def predict(plan: Path, profile: Path | None = None, cluster: str | None = None)
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         UsageError: the program is too long to be listed action by action.
     """
+    from autopar.cli.progress import slow_phases
     from autopar.planner import simulate
 
-    return simulate(*read_inputs(plan, profile, cluster))
+    inputs = read_inputs(plan, profile, cluster)
+    with slow_phases("simulating"):
+        return simulate(*inputs)
 
 
 def read_inputs(plan: Path, profile: Path | None = None, cluster: str | None = None) -> tuple[Plan, Profile, Cluster]:
@@ -115,8 +111,6 @@ def read_inputs(plan: Path, profile: Path | None = None, cluster: str | None = N
 
 def _check_length(planned: Plan, plan: Path) -> None:
     """Refuse a program whose timeline fits no ordinary memory; say so where it takes a while."""
-    from rich.console import Console
-
     from autopar.schedules.expand import action_count
 
     count = action_count(planned)
@@ -127,7 +121,7 @@ def _check_length(planned: Plan, plan: Path) -> None:
             f"predicted of the step (`autopar show {plan}`), and one of fewer --micro-batches or --gpus can be listed"
         )
     if count > MANY_ACTIONS:
-        Console(stderr=True).print(f"Simulating {size}, one by one ...", highlight=False, markup=False)
+        say(screen(), f"Simulating {size}, one by one ...")
 
 
 def _profile(planned: Plan, plan: Path, given: Path | None) -> Profile:

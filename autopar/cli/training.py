@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 import typer
 
 from autopar.cli.references import check_output, recorded
+from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.paths import named_file
 from autopar.formats.plan import Plan
@@ -271,8 +272,6 @@ def data_of(plan: Plan, path: Path) -> Path | None:
 
 def conclude(asked: Training, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
-    from rich.console import Console
-
     from autopar.cli.comparing import over_predicted
     from autopar.cli.updating import write_update
     from autopar.report.report import render
@@ -280,12 +279,12 @@ def conclude(asked: Training, outcome: Outcome) -> None:
     reports, report = asked.reports, over_predicted(outcome, asked.plan)
     reports.write(report, outcome.timeline)
     updated = write_update(asked.plan, asked.output, outcome) if asked.update_profile else ()
-    console = Console(stderr=True)
+    console = screen()
     render(report, console)
     written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
-    console.print(f"Written: {', '.join(written)}", highlight=False, markup=False)
+    say(console, f"Written: {', '.join(written)}")
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
-        console.print(text, highlight=False, markup=False)
+        say(console, text)
     if asked.as_json:
         sys.stdout.write(report.dumps())

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.screen import screen
 from autopar.errors import TrainingError
 
 __all__ = ["command"]
@@ -27,8 +28,6 @@ def command(
     Both compute in float64 where the model can, on CPUs, whatever the plan is for. Losses, the first step's gradients,
     parameters and buffers are compared. Exits with 5 if they differ by more than docs/promises.md allows.
     """
-    from rich.console import Console
-
     from autopar.cli.progress import phases
     from autopar.cli.training import data_of, model_of, read_plan
     from autopar.report.verified import render
@@ -40,7 +39,7 @@ def command(
 
     with phases() as progress:
         found = verify(chosen, model, data_of(chosen, plan), steps, timeout_s, lambda what: progress(what, 0.0))
-    render(found, Console(stderr=True))
+    render(found, screen())
     if as_json:
         sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")
     worst = next((each for each in found.differences if not each.equal), None)

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autopar.hardware.collectives import moved
 from autopar.report.quantity import bandwidth, duration, size
-from autopar.report.table import new_table
+from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from autopar.formats.cluster import Cluster, Curve
 
@@ -31,7 +28,7 @@ _Nodes = tuple[tuple[tuple[tuple[_Make, int], ...], int], ...]
 def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
     """Print a cluster's devices, links and curves; with ``sizes``, curves at every size and not their ends alone."""
     title = f"cluster {cluster.name}: {len(cluster.devices)} devices, backend {cluster.backend}"
-    console.print(title, highlight=False, markup=False)
+    say(console, title)
     console.print(_devices(cluster))
     console.print(_links(cluster))
     if cluster.curves:
@@ -39,18 +36,18 @@ def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
     if cluster.overlaps:
         console.print(_overlaps(cluster))
     for note in cluster.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
 
 
 def _devices(cluster: Cluster) -> Table:
     racked = any(link.level == "rack" for link in cluster.links)
     columns = (">nodes", ">devices each", "type", ">memory each", ">price per hour")
-    table = new_table("Devices", (">racks", *columns) if racked else columns, folded="type")
+    table = Table("Devices", (">racks", *columns) if racked else columns)
     for racks, alike in _by_rack(cluster, racked):
         for kinds, count in alike:
             for (kind, memory, price), devices in kinds:
                 dear = "" if price is None else f"{price:g}"
-                row = (str(count), str(devices), escape(kind), size(memory), dear)
+                row = (str(count), str(devices), kind, size(memory), dear)
                 table.add_row(*((str(racks), *row) if racked else row))
     return table
 
@@ -69,7 +66,7 @@ def _by_rack(cluster: Cluster, racked: bool) -> list[tuple[int, _Nodes]]:
 
 
 def _links(cluster: Cluster) -> Table:
-    table = new_table("Links", ("level", ">latency", ">bandwidth", "duplex", ">shared by", "known"))
+    table = Table("Links", ("level", ">latency", ">bandwidth", "duplex", ">shared by", "known"))
     for link in cluster.links:
         numbers = (duration(link.latency_s), bandwidth(link.bytes_per_s))
         table.add_row(link.level, *numbers, link.duplex, str(link.shared_by), link.provenance)
@@ -81,7 +78,7 @@ def _curves(cluster: Cluster) -> Table:
     known = {curve.provenance for curve in cluster.curves}
     title = f"Curves from {' or '.join(ends)}{'' if len(known) > 1 else f' ({min(known)})'}"
     columns = ("operation", ">ranks", "level", ">smallest", ">largest", ">algbw", ">busbw")
-    table = new_table(title, (*columns, *(("known",) if len(known) > 1 else ())))
+    table = Table(title, (*columns, *(("known",) if len(known) > 1 else ())))
     for curve in cluster.curves:
         times = (duration(curve.seconds[0]), duration(curve.seconds[-1]))
         row = (*_operation(curve), *times, *_bandwidths(curve, -1), curve.provenance)
@@ -92,7 +89,7 @@ def _curves(cluster: Cluster) -> Table:
 def _points(cluster: Cluster) -> Table:
     known = ", ".join(dict.fromkeys(curve.provenance for curve in cluster.curves))
     columns = ("operation", ">ranks", "level", ">size", ">time", ">algbw", ">busbw")
-    table = new_table(f"Curves ({known})", columns)
+    table = Table(f"Curves ({known})", columns)
     for curve in cluster.curves:
         for at, (count, seconds) in enumerate(zip(curve.sizes, curve.seconds, strict=True)):
             numbers = (size(count), duration(seconds), *_bandwidths(curve, at))
@@ -101,7 +98,7 @@ def _points(cluster: Cluster) -> Table:
 
 
 def _overlaps(cluster: Cluster) -> Table:
-    table = new_table("Computing while communicating", ("level", ">computing takes", ">communicating takes", "known"))
+    table = Table("Computing while communicating", ("level", ">computing takes", ">communicating takes", "known"))
     for each in cluster.overlaps:
         table.add_row(each.level, f"{each.compute:.2f} x", f"{each.communication:.2f} x", each.provenance)
     return table

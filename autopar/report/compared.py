@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autopar.formats.compared import Compared, VirtualWorkers
-from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import new_table
+from autopar.report.plan import few_stages
+from autopar.report.quantity import duration, figure, percentage, size
+from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 __all__ = ["render"]
 
@@ -28,32 +26,39 @@ def render(rows: Sequence[Compared], own_step_s: float, console: Console) -> Non
     columns = (
         "planner",
         ">step",
-        ">over\nautopar",
+        ">over autopar",
         "schedule",
-        ">micro-\nbatches",
-        ">peak\nmemory",
+        ">micro-batches",
+        ">peak memory",
         "stages, or why not",
     )
-    table = new_table("Planners", columns, folded="stages, or why not")
+    table = Table("Planners", columns)
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        ending = (row.schedule or "", count, peak, row.infeasible or row.stages or "cut differently, see below")
-        table.add_row(*map(escape, (row.name, *_times(row, own_step_s), *ending)))
+        ending = (
+            row.schedule or "",
+            count,
+            peak,
+            row.infeasible or few_stages(row.stages or "cut differently, see below"),
+        )
+        table.add_row(row.name, *_times(row, own_step_s), *ending)
     console.print(table)
     for row in rows:
         if row.virtual_workers is not None:
             console.print(_workers(row.name, row.virtual_workers))
             if row.stages is None:
-                console.print(_ESTIMATE, highlight=False, markup=False)
+                say(console, _ESTIMATE)
 
 
 def _workers(name: str, found: VirtualWorkers) -> Table:
     """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
     each = f"{found.in_flight} micro-batch{'es' if found.in_flight > 1 else ''} in flight"
-    title = f"{name}'s virtual workers ({found.policy}, {each}, {found.samples_per_s:.4g} samples per second at most)"
-    columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in\nflight", ">stage\ntime", ">peak\nmemory")
-    table = new_table(title, columns, folded="devices")
+    title = (
+        f"{name}'s virtual workers ({found.policy}, {each}, {figure(found.samples_per_s)} samples per second at most)"
+    )
+    columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in flight", ">stage time", ">peak memory")
+    table = Table(title, columns)
     groups: dict[object, list[int]] = {}
     for index, worker in enumerate(found.workers):
         groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
@@ -61,10 +66,10 @@ def _workers(name: str, found: VirtualWorkers) -> Table:
         for at, stage in enumerate(found.workers[members[0]].stages):
             devices = ", ".join(str(found.workers[member].stages[at].device) for member in members)
             first = (
-                (", ".join(map(str, members)), f"{found.workers[members[0]].samples_per_s:.4g}") if not at else ("", "")
+                (", ".join(map(str, members)), figure(found.workers[members[0]].samples_per_s)) if not at else ("", "")
             )
             times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
-            table.add_row(*first, str(at), stage.layers, escape(f"{devices} ({stage.type})"), *times)
+            table.add_row(*first, str(at), stage.layers, f"{devices} ({stage.type})", *times)
     return table
 
 

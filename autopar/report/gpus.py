@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar.report.table import new_table
+from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ __all__ = ["render"]
 def render(gpus: Iterable[Gpu], console: Console) -> None:
     """Print what is known of GPUs, and below it where that is from."""
     columns = ("name", ">fp32", ">bf16", ">fp16", ">memory", ">its rate", ">NVLink", ">PCIe", ">NCCL bus")
-    table = new_table("GPUs (dense TFLOP/s, GB, and GB/s in one direction)", columns)
+    table = Table("GPUs (dense TFLOP/s, GB, and GB/s in one direction)", columns)
     listed = list(gpus)
     for gpu in listed:
         flops = (gpu.fp32_flops_per_s, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s)
@@ -27,9 +27,9 @@ def render(gpus: Iterable[Gpu], console: Console) -> None:
         numbers = (*(_in(1e12, each) for each in flops), *(_in(1e9, each) for each in (gpu.memory_bytes, *links)))
         table.add_row(gpu.name, *numbers)
     console.print(table)
-    console.print("Sources", style="bold")
+    say(console, "Sources", "bold")
     for gpu in listed:
-        console.print(f"{gpu.name}: {gpu.source}", highlight=False, markup=False)
+        say(console, f"{gpu.name}: {gpu.source}")
 
 
 def _in(unit: float, value: float | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.report.quantity import percentage, size
-from autopar.report.table import new_table
+from autopar.report.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,8 +21,8 @@ _USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
 
 def render(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:
     """Print every stage's predicted peak beside the bytes that it was found to hold."""
-    columns = (">stage", ">predicted", ">rehearsed", ">predicted over\nrehearsed", ">device\nmemory")
-    table = new_table("Memory (largest replica of each stage)", columns)
+    columns = (">stage", ">predicted", ">rehearsed", ">predicted over rehearsed", ">device memory")
+    table = Table("Memory (largest replica of each stage)", columns)
     limits = plan.predicted.limit_bytes
     for index, (peak, held) in enumerate(zip(plan.predicted.peak_bytes, held_bytes, strict=True)):
         error = percentage(peak / held - 1, signed=True) if held else ""

@@ -5,24 +5,21 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autopar.formats.document import least_certain
 from autopar.report.bounds import binding_text, bound_rows, share_text
-from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import fill, new_table
+from autopar.report.quantity import duration, figure, percentage, size
+from autopar.report.table import Table, fill, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from autopar.formats.plan import Plan, Stage
 from autopar.formats.predicted import Price
 
-__all__ = ["explained", "render"]
+__all__ = ["explained", "few_stages", "render"]
 
 WIDTH = 120
-MOST_STAGES = 24
+MOST_STAGES = 48
 """Of an alternative, in full."""
 
 
@@ -47,20 +44,20 @@ def render(plan: Plan, console: Console) -> None:
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{_policy(plan)}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
     )
-    console.print(title, highlight=False, markup=False)
+    say(console, title)
     console.print(_stages(plan))
     if chunks > 1:
-        console.print("peak memory is that of all stages of a device", highlight=False)
+        say(console, "peak memory is that of all stages of a device")
     if any(stage.types for stage in plan.stages):
-        console.print(_kinds(plan), highlight=False, markup=False)
+        say(console, _kinds(plan))
     console.print(_prediction(plan))
     for name, text in (("what binds", binding_text(plan)), ("ranks' time", share_text(plan))):
         if text:
-            console.print(f"{name}: {text}", highlight=False, markup=False)
+            say(console, f"{name}: {text}")
     if plan.alternatives:
         console.print(_alternatives(plan))
     for note in (*plan.caveats, *plan.notes):
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
 
 
 def _policy(plan: Plan) -> str:
@@ -70,10 +67,10 @@ def _policy(plan: Plan) -> str:
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
     computed = (">forward", ">backward")
-    columns = (">stage", "layers", "devices", "shares", ">in\nflight", *computed, ">peak\nmemory", ">headroom")
+    columns = (">stage", "layers", "devices", "shares", ">in flight", *computed, ">peak memory", ">headroom")
     known = set(predicted.compute)
     title = f"Stages (times of one micro-batch{f', {min(known)}' if len(known) == 1 else ''})"
-    table = new_table(title, (*columns, "known") if len(known) > 1 else columns, folded="layers")
+    table = Table(title, (*columns, "known") if len(known) > 1 else columns)
     rows: list[tuple[str, ...]] = []
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
@@ -81,7 +78,7 @@ def _stages(plan: Plan) -> Table:
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
         numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
         numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
-        row = (str(index), escape(_layers(stage)), *numbers, *times, size(peak), headroom)
+        row = (str(index), _layers(stage), *numbers, *times, size(peak), headroom)
         rows.append((*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
     fill(table, rows)
     return table
@@ -132,10 +129,10 @@ def _layers(stage: Stage) -> str:
     return f"{stage.layers[0]} .. {stage.layers[-1]}"
 
 
-def _few(stages: str) -> str:
-    """Return an alternative's stages; of many the first and the last ones.
+def few_stages(stages: str) -> str:
+    """Return stages as they are; of more than :data:`MOST_STAGES` the first and the last ones.
 
-    >>> _few("0-1:1,2:4"), _few(",".join(f"{layer}:1" for layer in range(100)))
+    >>> few_stages("0-1:1,2:4"), few_stages(",".join(f"{layer}:1" for layer in range(100)))
     ('0-1:1,2:4', '0:1,1:1,2:1, ... 94 more ..., 97:1,98:1,99:1')
     """
     each = stages.split(",")
@@ -147,13 +144,13 @@ def _few(stages: str) -> str:
 
 def _prediction(plan: Plan) -> Table:
     predicted = plan.predicted
-    table = new_table("Predicted", ("", ""))
+    table = Table("Predicted", ("", ""))
     table.add_row("step" if plan.weight_policy == "sync" else "per mini-batch", duration(predicted.step_s))
     if predicted.objective_s is not None:
         unit = {"pipedream": "PipeDream's, per mini-batch", "piper": "Piper's, per micro-batch"}
         table.add_row(f"slowest stage ({unit.get(plan.objective, plan.objective)})", duration(predicted.objective_s))
     if predicted.step_s > 0:
-        table.add_row("samples per second", f"{plan.batch / predicted.step_s:.4g}")
+        table.add_row("samples per second", figure(plan.batch / predicted.step_s))
     if predicted.price is not None:
         _add_price(table, predicted.price)
     elif predicted.lower_bound_s > 0 or plan.objective == "step":
@@ -169,23 +166,23 @@ def _prediction(plan: Plan) -> Table:
 
 
 def _add_price(table: Table, price: Price) -> None:
-    table.add_row("price of its devices per hour", f"{price.per_hour:.4g}")
-    table.add_row("cost of a step", f"{price.per_step:.4g}")
-    table.add_row("cost of a million samples", f"{price.per_million_samples:.4g}")
-    table.add_row("least that a step may cost", f"{price.lower_bound_per_step:.4g}")
+    table.add_row("price of its devices per hour", figure(price.per_hour))
+    table.add_row("cost of a step", figure(price.per_step))
+    table.add_row("cost of a million samples", figure(price.per_million_samples))
+    table.add_row("least that a step may cost", figure(price.lower_bound_per_step))
     if price.lower_bound_per_step > 0:
         table.add_row("gap to it", percentage(price.per_step / price.lower_bound_per_step - 1))
 
 
 def _alternatives(plan: Plan) -> Table:
-    columns = ("alternative", ">step", ">against\nplan", "schedule", ">micro-\nbatches", "stages, or why not")
-    table = new_table("Alternatives", columns, folded="stages, or why not")
+    columns = ("alternative", ">step", ">against plan", "schedule", ">micro-batches", "stages, or why not")
+    table = Table("Alternatives", columns)
     for each in plan.alternatives:
         if each.step_s is None:
-            table.add_row(escape(each.name), "", "", "", "", escape(each.infeasible or ""))
+            table.add_row(each.name, "", "", "", "", each.infeasible or "")
             continue
         slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
         count = "" if each.micro_batches is None else str(each.micro_batches)
-        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, _few(each.stages or ""))
-        table.add_row(*map(escape, row))
+        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, few_stages(each.stages or ""))
+        table.add_row(*row)
     return table

@@ -6,15 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autopar.formats.document import least_certain
 from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import new_table
+from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from autopar.formats.profile import Cost, Layer, Line, Profile
 
@@ -25,7 +22,7 @@ _SHOWN_KINDS = 8
 
 def render(profile: Profile, console: Console) -> None:
     """Print a profile's layers at the largest size that is known, totals, how sure its times are, and notes."""
-    console.print(title_of(profile), highlight=False, markup=False)
+    say(console, title_of(profile))
     console.print(_layers(profile))
     if profile.others:
         console.print(_kinds(profile))
@@ -33,16 +30,16 @@ def render(profile: Profile, console: Console) -> None:
         console.print(_parts(profile))
     console.print(_shares(profile))
     for line in (*_certainty(profile), *_totals_in_words(profile)):
-        console.print(line, highlight=False, markup=False)
+        say(console, line)
     for tied in profile.tied:
-        console.print(f"tied: {tied.parameter} in {', '.join(tied.layers)}", highlight=False, markup=False)
+        say(console, f"tied: {tied.parameter} in {', '.join(tied.layers)}")
     if profile.ignored_state:
-        console.print(f"ignored state: {', '.join(profile.ignored_state)}", highlight=False, markup=False)
+        say(console, f"ignored state: {', '.join(profile.ignored_state)}")
     if profile.loss_difference is not None:
         difference = f"{profile.loss_difference:.2g}, as accepted: results depend on micro-batches and shares"
-        console.print(f"loss of a mini-batch against its parts': {difference}", highlight=False, markup=False)
+        say(console, f"loss of a mini-batch against its parts': {difference}")
     for note in profile.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
 
 
 def title_of(profile: Profile) -> str:
@@ -60,7 +57,7 @@ def _layers(profile: Profile) -> Table:
     columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
     where = f" on {profile.device.name}" if profile.others else ""
     title = f"Layers (micro-batch of {rows}, each){where}"
-    table = new_table(title, (*columns, "known") if mixed else columns, folded="layer", footer=True)
+    table = Table(title, (*columns, "known") if mixed else columns)
     crossing = profile.crossing_bytes()
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
@@ -75,15 +72,14 @@ def _layers(profile: Profile) -> Table:
             cost.provenance,
         )
         table.add_row(*row[: len(table.columns)])
-    for column, footer in zip(table.columns, _totals(profile), strict=False):
-        column.footer = footer
+    table.footer = _totals(profile)
     return table
 
 
 def _kinds(profile: Profile) -> Table:
     """Return what all layers take on every kind of device."""
-    columns = ("device", ">memory", ">micro-\nbatch", ">forward", ">backward", ">times\nas long", "known")
-    table = new_table("All layers by kind of device", columns, folded="device")
+    columns = ("device", ">memory", ">micro-batch", ">forward", ">backward", ">times as long", "known")
+    table = Table("All layers by kind of device", columns)
     first_s = sum(map(_seconds, profile.layers))
     for device, layers in (
         (profile.device, profile.layers),
@@ -91,30 +87,28 @@ def _kinds(profile: Profile) -> Table:
     ):
         costs = [layer.costs[-1] for layer in layers]
         table.add_row(
-            escape(device.name),
+            device.name,
             size(device.memory_bytes),
             str(costs[0].micro_batch),
             duration(sum(cost.forward_s for cost in costs)),
             duration(sum(cost.backward_s for cost in costs)),
             f"{sum(map(_seconds, layers)) / first_s:.2f}" if first_s else "",
-            least_certain(cost.provenance for cost in costs),
+            least_certain(cost.provenance for cost in costs) or "",
         )
     return table
 
 
 def _names(layer: Layer, first: int, last: int) -> tuple[str, str]:
     if last > first:
-        return f"{first}-{last}", f"{escape(layer.name)} .."
-    return str(first), escape(layer.name)
+        return f"{first}-{last}", f"{layer.name} .."
+    return str(first), layer.name
 
 
 def _parts(profile: Profile) -> Table:
     """Return what a backward takes in halves or with the forward run again, where that is known."""
     columns = ("index", "layer", ">backward", ">for inputs", ">for weights", ">recompute", ">update")
     rows = profile.layers[0].costs[-1].micro_batch
-    table = new_table(
-        f"Backwards split or recomputed, and updates (micro-batch of {rows}, each)", columns, folded="layer"
-    )
+    table = Table(f"Backwards split or recomputed, and updates (micro-batch of {rows}, each)", columns)
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
         halves = (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s)
@@ -138,14 +132,14 @@ def _shares(profile: Profile) -> Table:
     time, parameters = sum(map(_seconds, profile.layers)), _parameters(profile.layers)
     kept = sum(layer.costs[-1].saved_bytes for layer in profile.layers)
     columns = ("layers like", ">layers", ">time", ">parameters", ">saved")
-    table = new_table("Where time and memory are (forward and backward)", columns, folded="layers like")
+    table = Table("Where time and memory are (forward and backward)", columns)
     for name, layers in groups:
         shares = (
             _share(sum(map(_seconds, layers)), time),
             _share(_parameters(tuple(layers)), parameters),
             _share(sum(layer.costs[-1].saved_bytes for layer in layers), kept),
         )
-        table.add_row(escape(name), str(len(layers)), *shares)
+        table.add_row(name, str(len(layers)), *shares)
     return table
 
 

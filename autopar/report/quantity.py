@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bandwidth", "duration", "percentage", "size"]
+__all__ = ["bandwidth", "duration", "figure", "percentage", "size"]
 
 
 def duration(seconds: float) -> str:
@@ -52,6 +52,15 @@ def percentage(share: float, *, signed: bool = False) -> str:
     ('25.6 %', '+3.1 %')
     """
     return f"{share:{'+' if signed else ''}.1%}".replace("%", " %")
+
+
+def figure(value: float) -> str:
+    """Return a number without a unit, in four digits or, where it has more before its point, in all of them.
+
+    >>> figure(58.4912), figure(32123.456), figure(0.5), figure(1.5e-05)
+    ('58.49', '32,123', '0.5', '1.5e-05')
+    """
+    return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:,.0f}"
 
 
 def _three_digits(value: float) -> str:

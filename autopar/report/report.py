@@ -15,12 +15,11 @@ from autopar.formats.program import (
     UPDATE,
     WEIGHT_BACKWARD,
 )
-from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import fill, new_table
+from autopar.report.quantity import duration, figure, percentage, size
+from autopar.report.table import Table, fill, say
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from autopar.formats.report import Report
 
@@ -48,30 +47,30 @@ _COMPARABLE = {
 def render(report: Report, console: Console) -> None:
     """Print a report's loss, step times and ranks."""
     where = f"{report.ranks} ranks on {report.device} with {report.backend}, torch {report.torch}"
-    console.print(f"{report.model}: {report.steps} steps by {where}", highlight=False, markup=False)
+    say(console, f"{report.model}: {report.steps} steps by {where}")
     console.print(_loss(report))
     console.print(_times(report))
     if report.kinds:
         console.print(_kinds(report))
     console.print(_ranks(report))
     console.print(_memory(report))
-    console.print(f"initial weights: {report.initial_weights}", highlight=False, markup=False)
+    say(console, f"initial weights: {report.initial_weights}")
     for note in report.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
 
 
 def _loss(report: Report) -> Table:
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
-    table = new_table("Loss", ("step", *(f">{index + 1}" for index in shown)))
-    table.add_row("loss", *(f"{report.loss[index]:.4g}" for index in shown))
+    table = Table("Loss", ("step", *(f">{index + 1}" for index in shown)))
+    table.add_row("loss", *(figure(report.loss[index]) for index in shown))
     if report.gradient_norm:
         norms = (report.gradient_norm[index] for index in shown)
-        table.add_row("gradient norm", *("overflow" if norm is None else f"{norm:.4g}" for norm in norms))
+        table.add_row("gradient norm", *("overflow" if norm is None else figure(norm) for norm in norms))
     return table
 
 
 def _times(report: Report) -> Table:
-    table = new_table("Prediction and measurement", ("", ""))
+    table = Table("Prediction and measurement", ("", ""))
     spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
     table.add_row("measured step (median)", f"{duration(report.step_s.median)} {spread}")
     if report.step_s.longest is not None and report.step_s.first is not None:
@@ -79,7 +78,7 @@ def _times(report: Report) -> Table:
         table.add_row("first step (left out), longest of the others", outer)
     table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
     table.add_row("error", percentage(report.error, signed=True))
-    table.add_row("samples per second", f"{report.samples_per_s:.4g}")
+    table.add_row("samples per second", figure(report.samples_per_s))
     if report.flops_utilisation is not None:
         table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
     table.add_row("bubble", percentage(report.bubble))
@@ -95,7 +94,7 @@ def _known(report: Report) -> str:
 
 def _kinds(report: Report) -> Table:
     heads = ("action", ">actions", ">measured", ">predicted", ">measured over predicted")
-    table = new_table("Actions by themselves (medians)", heads)
+    table = Table("Actions by themselves (medians)", heads)
     for each in report.kinds:
         times = duration(each.measured_s), duration(each.predicted_s)
         table.add_row(f"{each.kind} {_KINDS[each.kind]}", str(each.actions), *times, f"{each.ratio:.3g} x")
@@ -104,7 +103,7 @@ def _kinds(report: Report) -> Table:
 
 def _ranks(report: Report) -> Table:
     heads = (">rank", ">stage", ">replica", *(f">{name}" for name in _SPENT))
-    table = new_table("Where the ranks' time went, in a step of median length", heads)
+    table = Table("Where the ranks' time went, in a step of median length", heads)
     rows = []
     for times in report.rank_times:
         spent = [duration(getattr(times, f"{name}_s")) for name in _SPENT]
@@ -116,7 +115,7 @@ def _ranks(report: Report) -> Table:
 def _memory(report: Report) -> Table:
     """Return every rank's peak beside the predicted one, and its micro-batches in flight."""
     heads = (">rank", f">peak ({report.peak_kind})", ">predicted", ">in flight", ">predicted")
-    table = new_table("Memory", heads)
+    table = Table("Memory", heads, _COMPARABLE[report.peak_kind] if report.predicted_peak_bytes else "")
     rows = []
     for times in report.rank_times:
         peaks = [
@@ -125,8 +124,6 @@ def _memory(report: Report) -> Table:
         flights = [", ".join(map(str, depths)) for depths in (times.in_flight, times.predicted_in_flight)]
         rows.append((str(times.rank), *([size(peak) for peak in peaks] + ["", ""])[:2], *flights))
     fill(table, rows)
-    if report.predicted_peak_bytes:
-        table.caption, table.caption_justify = _COMPARABLE[report.peak_kind], "left"
     return table
 
 

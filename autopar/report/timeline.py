@@ -13,7 +13,7 @@ from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD
 from autopar.formats.spent import spent
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.report.quantity import duration, percentage
-from autopar.report.table import fill, new_table
+from autopar.report.table import Table, fill, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,7 @@ def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
 def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step."""
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
-    table = new_table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
+    table = Table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
     rows = []
     for row, where in zip(_rows([timeline], [""]), spent(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
@@ -115,7 +115,7 @@ def render(timeline: Timeline, console: Console) -> None:
         rows.append((str(row.rank), _listed(row.events), *times))
     fill(table, rows)
     console.print(table)
-    console.print(f"bubble: {percentage(timeline.bubble())} of the ranks' time", highlight=False)
+    say(console, f"bubble: {percentage(timeline.bubble())} of the ranks' time")
 
 
 def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:

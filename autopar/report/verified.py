@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autopar.formats.verified import Difference, Verified
-from autopar.report.table import new_table
+from autopar.report.table import Table, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,19 +17,19 @@ def render(found: Verified, console: Console) -> None:
     """Print the largest difference of every kind beside what is allowed, and what differs by choice."""
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''} of {found.ranks} ranks"
     title = f"{steps} and of the plain loop, in {found.computed}"
-    columns = ("", ">compared", ">largest\ndifference", ">allowed", "where")
-    table = new_table(title, columns, folded="where")
+    columns = ("", ">compared", ">largest difference", ">allowed", "where")
+    table = Table(title, columns)
     for each in found.differences:
         row = (each.what, str(each.compared), _number(each), f"{each.allowed:.2g}", each.where)
-        table.add_row(*map(escape, row), style=None if each.equal else "bold red")
+        table.add_row(*row, style="" if each.equal else "bold red")
     console.print(table)
     units = "; ".join(f"{each.what} by {each.unit}" for each in found.differences)
-    console.print(f"differences are divided: {units}", highlight=False, markup=False)
-    console.print(f"allowed: {found.rounding}", highlight=False, markup=False)
+    say(console, f"differences are divided: {units}")
+    say(console, f"allowed: {found.rounding}")
     for choice in found.by_choice:
-        console.print(f"by choice: {choice}", highlight=False, markup=False)
+        say(console, f"by choice: {choice}")
     for note in found.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(console, f"note: {note}")
 
 
 def _number(each: Difference) -> str:

@@ -76,6 +76,7 @@ def peers(
 
 
 def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_work: int) -> Peer:
+    simulator.progress(f"planning as {planner.name} does", 0.05 + 0.1 * _PLANNERS.index(planner) / len(_PLANNERS))
     planned = planned_counts(prices, planner.work, most_work)
     if not planned:
         return Peer(planner.name, None, _too_long(prices[0]))
@@ -88,6 +89,7 @@ def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_wo
 def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
     name = "HetPipe"
+    simulator.progress(f"planning as {name} does", 0.15)
     costs = simulator.costs
     if costs.single and len(costs.devices) > 1:
         # Of virtual workers that train the same layers, each has a replica.

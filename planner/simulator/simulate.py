@@ -14,6 +14,7 @@ from autopar.planner.chunks import chunked, groups, plain
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.sharing import Sharing, Traffic
+from autopar.planner.progress import Progress, untold
 from autopar.planner.simulator.awaited import awaited
 from autopar.planner.simulator.beats import beats_of, march
 from autopar.planner.simulator.contention import Contended
@@ -203,9 +204,11 @@ class Simulator:
     or computing and communicating slow each other, a program is interpreted event by event.
     """
 
-    def __init__(self, costs: CostModel, sharing: Sharing | None = None) -> None:
+    def __init__(self, costs: CostModel, sharing: Sharing | None = None, progress: Progress = untold) -> None:
         """Judge by a cost model; ``sharing`` takes the place of what its cluster says of shared links and overlap."""
         self.costs = costs
+        self.progress = progress
+        """For whoever searches with this simulator to say how far they are."""
         self.sharing = costs.sharing if sharing is None else sharing
         self._rows: dict[object, Rows] = {}
         self._kept = 0

@@ -90,3 +90,184 @@ def test_a_factory_is_found_by_its_module(tmp_path, monkeypatch):
     assert len(capture(user, user.build()).layers) == 1
     with pytest.raises(AutoparError, match=r"defines no model\(\)"):
         load("capture_factory:model")
+
+
+HOOKED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+    def forward(self, x):
+        return self.linear(x)
+class Wide(Net):
+    def __init__(self, width):
+        super().__init__()
+def model(): return Net()
+def dataset(): return TensorDataset(torch.ones(4, 2), torch.ones(4, dtype=torch.long))
+def loss(output, batch): return nn.functional.cross_entropy(output, batch[1])
+def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)
+"""
+END = HOOKED.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "model = Net()",
+            "model is a module, a Net, and not a function that builds one; write `def model(): return Net()`",
+        ),
+        ("model = nn.Sequential(Net(), nn.ReLU())", "write `def model(): return nn.Sequential(Net(), nn.ReLU())`"),
+        ("if True:\n    model = Net()", "write `def model(): return Net()`"),
+        ("model = Wide", "missing a required argument: 'width'; write `def model(): return Wide(width=...)`"),
+        (
+            "def model(width): ...",
+            "model(width) is called as model(): missing a required argument: 'width'; give width a",
+        ),
+        ("def model(*, width: int): ...", "model(*, width) is called as model(): missing a required"),
+        ("model = 'gpt2'", "model is a str; it must be a function: write `def model(): return Net()`"),
+        ("async def model(): return Net()", "model is an async function; write `def model():` without async"),
+        (
+            "def loss(output): ...",
+            "loss(output) is called as loss(output, batch): too many positional arguments; write `",
+        ),
+        (
+            "def loss(output, x, y): ...",
+            "called as loss(output, batch): missing a required argument: 'y'; write `def loss",
+        ),
+        ("def loss(*, output, batch): ...", "loss(*, output, batch) is called as loss(output, batch): too many"),
+        ("loss = nn.CrossEntropyLoss", "loss is the class CrossEntropyLoss, which takes no outputs; write `def loss"),
+        (
+            "def dataset(split): ...",
+            "dataset(split) is called as dataset(): missing a required argument: 'split'; give split",
+        ),
+        (
+            "dataset = TensorDataset(torch.ones(4, 2))",
+            "it must be a function: write `def dataset(): return TensorDataset(",
+        ),
+        (
+            "def optimizer(): ...",
+            "optimizer() is called as optimizer(parameters): too many positional arguments; write `def",
+        ),
+        (
+            "optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)",
+            "write `def optimizer(parameters): return SGD(param",
+        ),
+        ("def scheduler(): ...", "scheduler() is called as scheduler(optimizer): too many"),
+        ("def collate(a, b): ...", "collate(a, b) is called as collate(samples): missing a required argument: 'b'"),
+        (
+            "def layers(): ...",
+            "layers() is called as layers(model): too many positional arguments; write `def layers(model)",
+        ),
+    ],
+)
+def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_write(text, said, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(f"{HOOKED}{text}\n")
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    line = END + text.startswith("if")
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = Net",
+        "optimizer = torch.optim.SGD",
+        "def loss(output, batch, weight=1.0): return output.mean()",
+        "def loss(*arguments): return arguments[0].mean()",
+        "import functools\ndef _build(width): return Net()\nmodel = functools.partial(_build, 3)",
+        "class _Loss(nn.Module):\n    def forward(self, output, batch): return output.mean()\nloss = _Loss()",
+    ],
+)
+def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(f"{HOOKED}{text}\n")
+    user = load(str(path))
+    assert len(capture(user, user.build()).layers) == 1
+    assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("del loss", "forward(self, x) is given all 2 items of a sample, for there is no loss(): too many positional"),
+        (
+            "def loss(output, target): return nn.functional.cross_entropy(output, target)",
+            "its target is batch[1]: `def",
+        ),
+        ("loss = nn.CrossEntropyLoss()", "loss(output, batch) is given the whole batch; its target is batch[1]"),
+        ("def dataset(): return TensorDataset(*[torch.ones(4, 2)] * 3)", "items of a sample but the last, the target"),
+        (
+            "def dataset(): return [{'y': torch.ones(2), 'x1': torch.ones(2)}] * 4\nNet.forward = lambda s, x1, x2: x1",
+            "missing a required argument: 'x2', and the batch has the keys y, x1; let dataset() or collate() give it",
+        ),
+        (
+            "def loss(output, batch): return nn.functional.cross_entropy(output, batch)\n"
+            "def dataset(): return [{'x': torch.ones(2), 'y': torch.tensor(1)}] * 4",
+            "the whole batch, a dict of x, y",
+        ),
+        ("def model(): Net()", "model() returned None; it must return a torch.nn.Module: write `return Net()`"),
+        (
+            "def model(): return Wide",
+            "model() returned the class Wide; it must return a torch.nn.Module: write `return Wide",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_told_with_what_to_write(text, said, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(f"{HOOKED}{text}\n")
+    with pytest.raises(ModelError) as caught:
+        _captured(path)
+    assert said.replace("(self, x)", "(x)") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (
+            "def model(): return Net()",
+            "defines no model(); add a function that returns a torch.nn.Module: write `def model()",
+        ),
+        ("def model()", "write `model = build_model`"),
+    ],
+)
+def test_a_file_without_a_model_is_told_what_it_could_use(cut, said, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(HOOKED.replace(cut, "def build_model()" if cut.endswith(")") and "return" not in cut else ""))
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    assert said in str(caught.value)
+
+
+def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n")
+    user = load(str(path))
+    with pytest.raises(
+        ModelError, match=r"optimizer raised AttributeError: .*; optimizer\(parameters\) is given a list"
+    ):
+        user.make_optimizer(user.build().named_parameters())
+
+
+def test_from_python_a_class_and_a_wrong_loss_are_told(tmp_path):
+    import autopar
+
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    with pytest.raises(
+        ModelError, match=r"model is the class Linear, where a torch.nn.Module is needed: pass Linear\("
+    ):
+        autopar.profile(torch.nn.Linear, batch)
+
+    def loss(output):
+        return output
+
+    with pytest.raises(ModelError, match=r"loss\(output\) is called as loss\(output, batch\): too many positional"):
+        autopar.profile(torch.nn.Linear(2, 1), batch, loss=loss)

@@ -75,3 +75,12 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     found = _python("-m", "autopar", "conquer")
     assert found.returncode == 2
     assert "conquer" in found.stderr
+
+
+def test_the_modules_names_are_listed_without_importing_anything_heavy() -> None:
+    script = (
+        "import autopar, sys; print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules, len(sys.modules))"
+    )
+    same, torch, count = _python("-c", script).stdout.split()
+    assert (same, torch) == ("True", "False")
+    assert int(count) < 100

@@ -11,6 +11,7 @@ import autopar
 from autopar.errors import UsageError
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
+from autopar.planner.comparison import compare
 
 
 def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Path) -> None:
@@ -39,3 +40,17 @@ def test_an_option_that_is_not_one_is_refused_and_a_cluster_has_a_name() -> None
     assert len(cluster.devices) == 8
     with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'plans'"):
         autopar.plans  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "Interleaved1F1B"}, {"stages": "0-2:1,3-5:1"}], ids=str)
+def test_progress_ascends_and_changes_nothing(options: dict[str, str]) -> None:
+    profile, cluster, asked = gpt_profile(blocks=4), local_cluster(2), PlanOptions(gpus=2, **options)  # type: ignore[arg-type]
+    told: list[tuple[str, float]] = []
+    made = search(profile, cluster, asked, progress=lambda what, share: told.append((what, share)))
+    assert made.dumps() == search(profile, cluster, asked).dumps()
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert all(what and 0 <= share < 1 for what, share in told)
+    told.clear()
+    compare(profile, cluster, PlanOptions(gpus=2), lambda what, share: told.append((what, share)))
+    assert len(told) > 5
+    assert [share for _, share in told] == sorted(share for _, share in told)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster

@@ -121,7 +121,7 @@ def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path)
     path = _written(
         tmp_path,
         "\ufeffbatch, step_s ,devices,stages,micro_batches,schedule,recompute,model,cluster",
-        "32,0.25,8,4,8,gpipe,full,big.py,1x8xA100",
+        "32,0.25,8,4,8,ScheduleGPipe,full,big.py,1x8xA100",
         "16,1e-2,,,,,,,",
     )
     first, second = read_runs(path)

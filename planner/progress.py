@@ -1,0 +1,14 @@
+"""Progress: how the planner tells what it is at. It counts no clock and nothing depends on what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Progress", "untold"]
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done, and about which share of it all lies behind; 0 where nobody knows."""
+
+
+def untold(what: str, share: float) -> None:
+    """Tell nobody."""

@@ -1,0 +1,161 @@
+"""Tables show every cell whole, at every width."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from autopar.report.table import LEAST_FOLDED, MOST_ROWS, Table, fill, fold, say
+
+WIDTHS = (80, 100, 120)
+MEASURES = ("ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB", "TiB", "GB/s", "%", "x")
+
+numbers = st.builds(
+    "{}{:.4g} {}".format, st.sampled_from(("", "+", "-")), st.floats(0.001, 9e5), st.sampled_from(MEASURES)
+)
+paths = st.lists(
+    st.sampled_from(("model", "layers", "0", "17", "self_attn", "q_proj", "transformer")), min_size=1, max_size=7
+).map(".".join)
+stages = st.integers(1, 60).map(lambda count: ",".join(f"{3 * at}-{3 * at + 2}:{at % 4 + 1}" for at in range(count)))
+devices = st.integers(1, 40).map(lambda count: ", ".join(str(7 * at) for at in range(count)))
+prose = st.lists(
+    st.one_of(paths, numbers, st.sampled_from(("stage", "needs", "of", "a", "no", "3,145,728", "batch,"))), max_size=30
+).map(" ".join)
+texts = st.one_of(st.just(""), paths, stages, devices, prose, st.sampled_from(("1f1b", "measured", "数据并行")))
+NAMES = ("stage", "layers", "measured over predicted", "micro-batches", "peak memory", "known")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Table, list[list[str]]]:
+    kinds = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    headed = draw(st.booleans())
+    names = [f"{'>' if number else ''}{draw(st.sampled_from(NAMES)) if headed else ''}" for number in kinds]
+    cells = [st.one_of(st.just(""), numbers, devices) if number else texts for number in kinds]
+    rows = draw(st.lists(st.tuples(*cells).map(list), min_size=1, max_size=5))
+    table = Table("Drawn", names)
+    for row in rows:
+        table.add_row(*row)
+    if draw(st.booleans()):
+        table.footer = tuple(rows[0])
+        rows.append(rows[0])
+    return table, rows
+
+
+def printed(table: object, width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(table)
+    return stream.getvalue().splitlines()
+
+
+def split(text: str) -> Counter[str]:
+    return Counter(word for word in re.split(r"[\s,]+", text) if word)
+
+
+@given(tables(), st.sampled_from(WIDTHS))
+def test_no_cell_loses_a_character_and_no_word_is_broken(drawn: tuple[Table, list[list[str]]], width: int) -> None:
+    table, rows = drawn
+    lines = printed(table, width)
+    assert all(cell_len(line) <= width for line in lines)
+    shown, wanted = split("\n".join(lines)), split("\n".join(cell for row in rows for cell in row))
+    assert not wanted - shown
+    text = "\n".join(lines)
+    for row in rows:
+        for cell in row:
+            for number in re.findall(rf"[\d.e+-]+ (?:{'|'.join(map(re.escape, MEASURES))})(?![\w/])", cell):
+                assert number in text, "a number is apart from its unit"
+    assert "…" not in text
+
+
+@given(tables(), st.sampled_from(WIDTHS))
+def test_folded_columns_are_wide_enough_to_be_read(drawn: tuple[Table, list[list[str]]], width: int) -> None:
+    table, rows = drawn
+    layout = table._layout(width)
+    if layout is not None:
+        for at, wide in layout.widths.items():
+            assert wide >= min(max(cell_len(row[at]) for row in rows), LEAST_FOLDED)
+
+
+@given(st.one_of(prose, stages, devices, paths, st.text(max_size=80)), st.integers(1, 60), st.booleans())
+def test_folding_leaves_out_nothing_but_spaces(text: str, width: int, numbers: bool) -> None:
+    assert "".join("".join(fold(text, width, numbers=numbers)).split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("needs 16.5 GiB", 12, ["needs", "16.5 GiB"]),
+        ("4 x 64 x 8 samples", 12, ["4 x 64 x 8", "samples"]),
+        ("of 1,234,567 actions", 10, ["of", "1,234,567", "actions"]),
+        ("0-9:2,100-110:1", 10, ["0-9:2,", "100-110:1"]),
+        ("0, 1, 100, 2", 8, ["0, 1,", "100, 2"]),
+        ("+3.1 % over", 7, ["+3.1 %", "over"]),
+        ("", 5, [""]),
+    ],
+)
+def test_lines_end_where_a_reader_expects_it(text: str, width: int, lines: list[str]) -> None:
+    assert fold(text, width) == lines
+
+
+def test_long_text_stands_below_its_row_and_short_text_beside() -> None:
+    stages = ",".join(f"{at}:1" for at in range(39))
+    table = Table("Plans", ("planner", ">step", "stages"))
+    table.add_row("equal split", "12.5 ms", stages)
+    narrow, wide = printed(table, 80), printed(table, 300)
+    assert narrow[2:4] == ["planner         step", "  stages"]
+    assert narrow[5] == "equal split  12.5 ms"
+    assert "".join(line.strip() for line in narrow[6:]) == stages
+    assert wide[4] == f"equal split  12.5 ms  {stages}"
+
+
+def test_columns_that_cannot_stand_beside_each_other_become_records() -> None:
+    table = Table("Numbers", [f">number {at}" for at in range(20)])
+    table.add_row(*(f"{at}.5 GiB" for at in range(20)))
+    table.add_row(*(f"{at}.25 MiB" for at in range(20)))
+    lines = printed(table, 80)
+    assert lines[2:4] == ["number 0   0.5 GiB", "number 1   1.5 GiB"]
+    assert "number 19  19.25 MiB" in lines
+
+
+def test_what_a_file_brings_along_cannot_steer_the_terminal() -> None:
+    table = Table("a\x1b[31m title", ("name",))
+    table.add_row("layer\x1b[2J\x07")
+    assert "\x1b[" not in "".join(printed(table, 80)).replace("\\x1b[", "")
+    assert any("\\x1b[2J" in line for line in printed(table, 80))
+
+
+def test_markup_in_names_is_shown_as_it_is() -> None:
+    table = Table("[bold]", ("[red]name",))
+    table.add_row("[link]x[/link]")
+    assert [line for line in printed(table, 80) if "[" in line] == ["[bold]", "[red]name", "[link]x[/link]"]
+
+
+def test_of_many_rows_the_first_and_the_last_are_shown_and_how_many_are_not() -> None:
+    table = Table("Ranks", (">rank", ">time"))
+    fill(table, [(str(rank), "1 ms") for rank in range(MOST_ROWS + 25)])
+    lines = printed(table, 80)
+    assert "... 25 more" in lines
+    assert len([line for line in lines if "1 ms" in line]) == MOST_ROWS
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_notes_fold_at_words_and_leave_paths_whole(width: int) -> None:
+    path = "/" + "/".join(["a-rather-long-folder"] * 9) + "/plan.json"
+    stream = io.StringIO()
+    say(Console(file=stream, width=width), f"Written: {path}; `autopar run {path}` carries it out")
+    assert stream.getvalue().split() == f"Written: {path}; `autopar run {path}` carries it out".split()
+
+
+def test_without_unicode_lines_are_ascii() -> None:
+    table = Table("Plans", ("planner", ">step"))
+    table.add_row("autopar", "1 ms")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=stream, width=80).print(table)
+    stream.seek(0)
+    assert "-------------" in stream.read()
