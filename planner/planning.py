@@ -18,6 +18,7 @@ from autopar.planner.assemble import assemble, candidate_of, crossings, shared, 
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, place
 from autopar.planner.chunks import chunked, plain
+from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
@@ -100,9 +101,19 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, others.references, best)
     if best.found is None:
+        _judge_closest(simulator, every, options, best)
+    if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
     _check_equal(options, best)
     return _explained(simulator, every, options, others, best, lower_bound_s, said)
+
+
+def _judge_closest(simulator: Simulator, every: Sequence[Family], options: PlanOptions, best: Best) -> None:
+    """Judge the plan that needs least memory, and move on from there; a search of few paces may not meet it."""
+    found = closest(simulator.costs, every, options)
+    if found is not None and found[0] <= 0:
+        best.judge(simulator, found[1])
+        climbed(simulator, options, best, 0.0)
 
 
 def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | None) -> Plan:
@@ -288,7 +299,7 @@ def _search(
         solved = programmed(simulator, every, options, best)
         return best, solved.lower_bound_s, solved.notes
     if options.gap > 0:
-        simulator.progress("trying even splits", 0.1)
+        simulator.progress("trying even splits", 0.15)
         started(simulator, every, options, best)
     simulator.progress(f"searching {len(every)} families of plans", 0.2)
     found = search(simulator, every, options, best)

@@ -19,9 +19,13 @@ def bound_rows(plan: Plan) -> list[tuple[str, str]]:
     last = "lower bound"
     rows = []
     if bounds is not None:
-        rows = [("bound: work alone", bounds.work_s), ("+ contiguous stages", bounds.contiguous_s)]
-        rows.append(("+ links", bounds.linked_s))
-        last = "+ memory: the lower bound"
+        rows = [("bound of any plan: work alone", bounds.work_s)]
+        if len(plan.groups[0]) > 1:
+            # The others are of plans with one stage on every device.
+            found = [(name, duration(seconds)) for name, seconds in rows]
+            return [*found, ("gap to it", percentage(predicted.step_s / bounds.work_s - 1))] if bounds.work_s else found
+        rows += [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
+        last = "+ memory: their lower bound"
     rows.append((last, predicted.lower_bound_s))
     found = [(name, duration(seconds)) for name, seconds in rows]
     if predicted.lower_bound_s > 0:

@@ -183,6 +183,7 @@ def _alternatives(plan: Plan) -> Table:
             continue
         slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
         count = "" if each.micro_batches is None else str(each.micro_batches)
-        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, few_stages(each.stages or ""))
+        name = each.name if each.excluded is None else f"{each.name} (excluded by {each.excluded})"
+        row = (name, duration(each.step_s), slower, each.schedule or "", count, few_stages(each.stages or ""))
         table.add_row(*row)
     return table

@@ -60,7 +60,7 @@ def peers(
 ) -> list[Peer]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
-    ``quickly`` leaves out planners that take more than about half a second, and virtual workers of one kind of device.
+    ``quickly`` leaves out planners that take more than about half a second.
     None of the papers' planners chooses the micro-batch count: a peer is given the one that suits it best, as its user
     would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says. The references come first.
     """
@@ -70,9 +70,7 @@ def peers(
     prices = [Prices(costs, count) for count in counts]
     most = LITTLE_WORK if quickly else MOST_WORK
     found = [*known, *(_peer(simulator, planner, prices, most) for planner in _PLANNERS)]
-    if quickly and len(set(costs.kind_of)) == 1:
-        return found
-    return [*found, _hetpipe(simulator, prices)]
+    return [*found, _hetpipe(simulator, prices, most)]
 
 
 def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_work: int) -> Peer:
@@ -86,7 +84,7 @@ def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_wo
     return Peer(planner.name, *tried)
 
 
-def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
+def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Peer:
     """Return the fastest of HetPipe's partitions into virtual workers, for as many counts as time allows."""
     name = "HetPipe"
     simulator.progress(f"planning as {name} does", 0.15)
@@ -98,7 +96,7 @@ def _hetpipe(simulator: Simulator, prices: list[Prices]) -> Peer:
     if isinstance(given, str):
         return Peer(name, None, given)
     work = hetpipe.work(given, prices[0].layer_count)
-    planned = planned_counts(prices, lambda _: work)
+    planned = planned_counts(prices, lambda _: work, most_work)
     if not planned:
         return Peer(name, None, _too_long(prices[0]))
     found = hetpipe.best(simulator, planned, given)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.formats.plan import SHARDS
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms
 from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family, Placed
@@ -23,15 +24,18 @@ from autopar.planner.placement.pool import Pool
 from autopar.planner.search.caps import Capped
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import Best
-from autopar.planner.search.opening import opened
+from autopar.planner.search.opening import Opening
 from autopar.planner.search.prefix import NOTHING
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
+from autopar.planner.search.work import BEST_FIRST, fitted_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Searched", "search", "tables_of"]
 
-MOST_BOUNDED = 5_000_000
+MOST_APART = 4_000_000
+"""Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
+MOST_BOUNDED = 10_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
 """Next stages that are kept where they are taken together."""
@@ -113,6 +117,8 @@ class _Search:
         self.tables: dict[int, SuffixTables] = {}
         self.heap: list[_Node] = []
         self.sequence = self.candidates = 0
+        self.left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
+        """Work that may yet be done."""
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
@@ -125,7 +131,7 @@ class _Search:
         expansions = 0
         most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
-        while self.heap and self.candidates < limit and expansions < most:
+        while self.heap and self.candidates < limit and expansions < most and self.left > 0:
             proved_s = min(self.heap[0].bound_s, self.floor_s)
             if self.best.step_s <= self.heap[0].bound_s or (
                 self.best.step_s <= (1 + self.options.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
@@ -152,6 +158,7 @@ class _Search:
     def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
         self.least_bound_s = min(self.least_bound_s, bound_s)
         self.candidates += 1
+        self.left -= simulated_us(candidate)
         return self.best.judge(self.simulator, candidate)
 
     def _complete(self, node: _Node) -> None:
@@ -165,6 +172,7 @@ class _Search:
         exact = self.options.gap == 0
         spans = [self._span(node.family, each.step) for each in paths]
         found = depth_choices(self.costs, family, stages, spans, exact=exact)
+        self.left -= fitted_us(len(stages))
         tried: list[float] = []
         for candidate in found.candidates:
             bound_s = max(node.bound_s, bound(self.costs, candidate))
@@ -213,13 +221,17 @@ class _Search:
 
     def _prepare(self, index: int) -> bool:
         """Make a family's tables; return whether its plans are to be looked through one by one."""
-        family = self.families[index]
-        apart = self.options.gap == 0
-        stages = StageTables(self.costs, self.pool, family, self.options, apart=apart)
-        if apart:
+        family, exact = self.families[index], self.options.gap == 0
+        opening = None
+        if not exact:
+            similar = StageTables(self.costs, self.pool, family, self.options, apart=False)
+            opening = Opening(self.simulator, similar, self.options, self.best)
+            opening.try_paces()
+        if opening is None or looked_at(self.costs, self.pool, family, self.options) <= MOST_APART:
+            stages = StageTables(self.costs, self.pool, family, self.options, apart=True)
             self.tables[index] = SuffixTables(stages, self.options)
             return True
-        found = opened(self.simulator, stages, self.options, self.best)
+        found = opening.bounded()
         # Not every plan is a node, but none is below this.
         self.floor_s = min(self.floor_s, found.lower_bound_s)
         if found.tables is not None:
@@ -287,17 +299,18 @@ def tables_of(
 
     ``late`` as of :class:`StageTables`.
     """
-    most = looked_at(costs, pool, family)
+    most = looked_at(costs, pool, family, options)
     if most > MOST_BOUNDED:
         return None
-    stages = StageTables(costs, pool, family, options, apart=options.gap == 0, late=late)
+    stages = StageTables(costs, pool, family, options, apart=options.gap == 0 or most <= MOST_APART, late=late)
     return SuffixTables(stages, options, Capped(stages, cap_s))
 
 
-def looked_at(costs: CostModel, pool: Pool, family: Family) -> int:
+def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> int:
     """Return about how many stages there are, over all states of the pool, were each told apart."""
     widths = min(len(costs.devices), family.micro_batch_size) + min(len(costs.devices), family.micro_batches)
-    return pool.states * widths * costs.layer_count**2 // 2
+    shards = len(SHARDS) if options.shard == "auto" else 1
+    return pool.states * widths * shards * costs.layer_count**2 // 2
 
 
 def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> Searched:

@@ -31,6 +31,7 @@ from autopar.planner.search.moves import (
     manners_changed,
     stages_of,
 )
+from autopar.planner.search.work import fitted_us, priced_us, scored_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Climb"]
@@ -48,8 +49,6 @@ MOST_SIDEWAYS = 6
 """Such moves, one after the other."""
 KICKS, KICKED_AMONG = 3, 30
 """Moves away from a plan where no single one helps, each drawn among so many."""
-SCORED_US, PRICED_US, FITTED_US, ACTION_US = 5, 60, 700, 0.15
-"""About microseconds of a core, of a stage that is priced or fitted, and of an action that is simulated."""
 
 
 class _At(NamedTuple):
@@ -127,12 +126,12 @@ class Climb:
             return None
         self._tried.add((family, layout, order))
         frame = self._frame(family, layout, order)
-        self.left -= PRICED_US * len(layout.cuts)
+        self.left -= priced_us(len(layout.cuts))
         if frame is None or bound(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [self._span(family, stage) for stage in frame]
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=True)
-        self.left -= FITTED_US * len(frame)
+        self.left -= fitted_us(len(frame))
         if choices.closest is not None:
             self.best.miss(*choices.closest)
         return self._fastest(choices.candidates, below_s)
@@ -145,7 +144,7 @@ class Climb:
                 break
             candidate = candidates[at]
             step_s = self.best.judge(self.simulator, candidate)
-            self.left -= ACTION_US * 2 * candidate.micro_batches * len(candidate.stages) + 2000
+            self.left -= simulated_us(candidate)
             if step_s is not None and (found is None or step_s < found.step_s):
                 found = Found(step_s, candidate)
         return found
@@ -229,7 +228,7 @@ class Climb:
 
         ``depths`` are how many micro-batches are in flight, by layer.
         """
-        self.left -= SCORED_US * len(layout.cuts)
+        self.left -= scored_us(len(layout.cuts))
         loads, trip_s, begin = [], 0.0, 0
         before: _Stage | None = None
         for first, stop, width, manner in stages_of(layout):
@@ -257,7 +256,7 @@ class Climb:
         lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
         key = family, *stage[:5], lead, where
         if key not in self._own_s:
-            self.left -= PRICED_US * 4
+            self.left -= priced_us(4)
             self._own_s[key] = None if where is None else self._least_s(family, before, stage)
         return self._own_s[key]
 

@@ -14,14 +14,13 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search.climb import Climb
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import SINGLE, Layout, stages_of
+from autopar.planner.search.work import CLIMB, EQUAL, START
 from autopar.planner.shapes import balanced
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
 __all__ = ["climbed", "even_layouts", "started"]
 
-START_WORK, CLIMB_WORK, EQUAL_WORK = 1_000_000.0, 3_000_000.0, 500_000.0
-"""Of even splits, of local moves, and of those that keep widths equal: about microseconds of a core."""
 SEEDS = 4
 """Plans that local moves begin with: the fastest ones, of different numbers of stages."""
 FAR = 1.5
@@ -36,7 +35,7 @@ ENOUGH = 0.05
 
 def started(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
-    climb = Climb(simulator, options, best, START_WORK * options.effort)
+    climb = Climb(simulator, options, best, START * options.effort)
     order = tuple(range(len(simulator.costs.devices)))
     layouts = list(even_layouts(simulator, max(families)))
     manners = climb.manners()
@@ -126,10 +125,10 @@ def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_
     gap = options.gap if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
     enough_s = lower_bound_s * (1 + gap)
     if best.equal is not None:
-        Climb(simulator, options, best, EQUAL_WORK * options.effort, equal=True).climb(best.equal, enough_s)
+        Climb(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
     if options.equal_widths:
         return
-    climb = Climb(simulator, options, best, CLIMB_WORK * options.effort)
+    climb = Climb(simulator, options, best, CLIMB * options.effort)
     done: set[int] = set()
     draw = Random(0)
     while climb.left > 0 and best.step_s > enough_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.planner.bounds.chain import bound
@@ -19,7 +20,7 @@ from autopar.planner.search.tables import SuffixTables
 from autopar.planner.search.trips import Trips
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Opened", "opened"]
+__all__ = ["Opened", "Opening"]
 
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
@@ -48,12 +49,9 @@ class Opened(NamedTuple):
     """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
 
 
-def opened(simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> Opened:
-    """Improve on ``best`` with plans that keep a pace, and prove how much better others might be."""
-    return _Opening(simulator, stages, options, best).go()
+class Opening:
+    """Looks for good plans of a family, and proves how much better others might be."""
 
-
-class _Opening:
     def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
@@ -62,16 +60,26 @@ class _Opening:
         self.large = stages.size > MANY_ELEMENTS
         self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
 
-    def go(self) -> Opened:
-        """See :func:`opened`."""
-        least_s = work_s(self.costs, self.stages.family)
-        cap_s = least_s
+    def try_paces(self) -> None:
+        """Judge plans that keep a pace."""
+        if self._least_cap_s < float("inf"):
+            self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
+
+    def bounded(self) -> Opened:
+        """Prove a lower bound, and return tables of what may be better, unless these are too large to look through."""
+        if self._least_cap_s == float("inf"):
+            return Opened(float("inf"), None)
+        return self._bounded(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
+
+    @cached_property
+    def _least_cap_s(self) -> float:
+        """A step that the devices may suffice for, were there nothing but work; infinite where nothing fits."""
+        least_s = cap_s = work_s(self.costs, self.stages.family)
         while not Capped(self.stages, cap_s).possible:
             cap_s *= COARSE_STEP
             if cap_s > MOST_CAP * least_s:
-                return Opened(float("inf"), None)
-        self._try_paces(cap_s - self.costs.profile.step_overhead_s)
-        return self._bounded(max(least_s, cap_s / COARSE_STEP))
+                return float("inf")
+        return cap_s
 
     def _try_paces(self, fewest_s: float) -> None:
         """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
@@ -138,7 +146,8 @@ class _Opening:
     def _bounded(self, lower_s: float) -> Opened:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
-        cap_s = self.best.step_s * (LOWERED if self.large else 1.0)
+        # Where no plan is known yet, what is slower than any sensible one is left out.
+        cap_s = min(self.best.step_s, MOST_CAP * lower_s) * (LOWERED if self.large else 1.0)
         tables = None
         if not (self.stages.chain and self.paces.many):
             tables = SuffixTables(
@@ -152,7 +161,7 @@ class _Opening:
         if tables is None or self.large:
             return Opened(lower_s, None)
         for _ in range(3 if tables.least_s < float("inf") else 0):
-            cap_s = (lower_s + self.best.step_s) / 2
+            cap_s = (lower_s + min(self.best.step_s, MOST_CAP * lower_s)) / 2
             below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states)
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
         return Opened(lower_s, tables)

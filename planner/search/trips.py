@@ -180,7 +180,8 @@ class Trips:
         queued_s = np.maximum(
             forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)
         )
-        around_s = ((forward_s + backward_s)[:, None] + forth_s + back_s).reshape(-1, len(count))
+        around_s = (forward_s + backward_s)[:, None] + forth_s + back_s
+        around_s = around_s.reshape(around_s.shape[0] * around_s.shape[1], len(count))
         least_s, group = around_s.min(axis=0), self._alike[following.way]
         order = np.lexsort((least_s[index], group[index], stop))
         index, stop = index[order], stop[order]

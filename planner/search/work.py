@@ -1,0 +1,35 @@
+"""Work: about how long parts of a search take, in microseconds of a core: counted and not timed.
+
+What bounds a search is a sum of these, so that the same question has the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+from autopar.planner.candidate import Candidate
+
+__all__ = ["BEST_FIRST", "CLIMB", "EQUAL", "START", "fitted_us", "priced_us", "scored_us", "simulated_us"]
+
+START, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
+"""For an effort of one: even splits, plans opened best first, local moves, and those that keep widths equal."""
+SCORED, PRICED, FITTED = 5, 60, 700
+ACTION, PROGRAM = 0.5, 2_000
+
+
+def scored_us(stages: int) -> float:
+    """Return the work of scoring a layout whose stages are known."""
+    return SCORED * stages
+
+
+def priced_us(stages: int) -> float:
+    """Return the work of pricing a candidate's lower bound."""
+    return PRICED * stages
+
+
+def fitted_us(stages: int) -> float:
+    """Return the work of finding what a layout may keep in flight and has to recompute."""
+    return FITTED * stages
+
+
+def simulated_us(candidate: Candidate) -> float:
+    """Return the work of simulating a candidate."""
+    return PROGRAM + ACTION * 2 * candidate.micro_batches * len(candidate.stages)
