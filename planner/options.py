@@ -37,6 +37,8 @@ class PlanOptions:
     """Limit per device, in place of the cluster's."""
     bytes_per_s: float | None = None
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
+    times_of: str | None = None
+    """Kind of the profile's devices whose times stand for those of kinds in the cluster that it has none of."""
     schedule: str = "auto"
     chunks: int | None = None
     """Stages that every device runs in turn, of ``interleaved``; none: what is quickest of a few."""

@@ -18,6 +18,7 @@ from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, place
 from autopar.planner.chunks import chunk_counts, chunked, groups, plain
 from autopar.planner.constraints import Constraints
+from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
@@ -67,6 +68,7 @@ def plan(
     """
     options = options or PlanOptions()
     check_flags(options)
+    check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admitted(options, profile)
     if options.objective in _OTHERS:
         return _OTHERS[options.objective](profile, cluster, options)
@@ -195,7 +197,11 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
             f"{names[index] if index < len(names) else 'nothing'!r} in the profile; run `autopar plan` again"
         )
     options = PlanOptions(
-        gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s, divisible=plan.divisible
+        gpus=max(plan.devices) + 1,
+        batch=plan.batch,
+        bytes_per_s=plan.bytes_per_s,
+        times_of=plan.times_of,
+        divisible=plan.divisible,
     )
     costs = CostModel(profile, cluster, options)
     _check_flows(plan, costs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
 
 if TYPE_CHECKING:
     from autopar.formats.compared import Compared
@@ -22,6 +22,7 @@ def command(
     profile: ProfileFile = Path("profile.json"),
     gpus: Gpus = None,
     cluster: ClusterName = None,
+    times_of: TimesOf = None,
     memory: Memory = None,
     batch: Batch = None,
     micro_batches: Annotated[
@@ -45,6 +46,7 @@ def command(
         batch=batch,
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        times_of=times_of,
         micro_batches=micro_batches,
     )
     measured = read_profile(profile)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -25,6 +25,7 @@ def command(
     profile: ProfileFile = Path("profile.json"),
     gpus: Gpus = None,
     cluster: ClusterName = None,
+    times_of: TimesOf = None,
     memory: Memory = None,
     batch: Batch = None,
     schedule: Annotated[
@@ -112,6 +113,7 @@ def command(
         batch=batch,
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        times_of=times_of,
         schedule=schedule,
         chunks=chunks,
         micro_batches=micro_batches,
