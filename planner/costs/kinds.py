@@ -13,9 +13,6 @@ from autopar.hardware.gpus import is_known, known_as
 
 __all__ = ["Kinds", "check_times_of", "kinds_of"]
 
-_TYPES = ("cpu", "cuda")
-"""Of devices, whatever their kind."""
-
 
 class Kinds(NamedTuple):
     """The kinds of devices that are planned for."""
@@ -156,11 +153,10 @@ def _refuse_known(profile: Profile, types: Sequence[str]) -> None:
 
 
 def _differ(kind: DeviceKind, name: str) -> bool:
-    """Whether a type is known to be another kind: of CPUs or GPUs, or another GPU of the table."""
-    if name in _TYPES or is_known(name):
-        as_type = name if name in _TYPES else "cuda"
-        return kind.type != as_type or (is_known(name) and is_known(kind.name))
-    return False
+    """Whether a type is known to be another kind: a GPU or CPU, and another GPU or CPU."""
+    measured = kind.name if is_known(kind.name) else kind.type
+    known = [known_as(each) if is_known(each) else each for each in (measured, name)]
+    return all(is_known(each) or each == "cpu" for each in known) and known[0] != known[1]
 
 
 def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str) -> FileError:
