@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Objective, Plan
 from autopar.formats.predicted import Alternative, Bounds
@@ -99,11 +99,12 @@ def _scheduled(
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
     every = runnable(costs, least)
-    own = None if dictated is None else dictated_best(simulator, options, dictated)
+    fits = partial(_schedule_fits, costs, dictated)
+    own = None if dictated is None else dictated_best(simulator, options, dictated, fits)
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, compared, known)
     if own is None or dictated is None:
-        own = tried_best(simulator, options, best)
+        own = tried_best(simulator, options, best, fits)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
     else:
@@ -119,6 +120,22 @@ def _scheduled(
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
     notes += _placement(costs, own.found.candidate, options)
     return assemble(costs, own.found.candidate, options, bounds.linked_s, rows, notes, bounds)
+
+
+def _schedule_fits(costs: CostModel, dictated: Dictated | None, options: PlanOptions) -> bool:
+    """Whether a plan of the schedule that is asked for fits with other options."""
+    if options.schedule == "auto" or plain(options.schedule):
+        return any_plan_fits(costs, {}, options)
+    options = admitted(options, costs.profile)
+    simulator, least = Simulator(CostModel(costs.profile, costs.cluster, options)), usual(options)
+    try:
+        if dictated is not None:
+            return dictated_best(simulator, options, dictated).found is not None
+        every = runnable(simulator.costs, least)
+        best, _, _ = _search(simulator, every, least, references(simulator, every, least), ())
+        return tried_best(simulator, options, best).found is not None
+    except InfeasibleError:
+        return False
 
 
 def _explained(
@@ -276,11 +293,9 @@ def _allowed(candidate: Candidate, costs: CostModel, options: PlanOptions, const
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
-    rules = Constraints.of(costs, options)
-    # What shares are given depends on the number of micro-batches.
-    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
-    if broken[0] is not None and None not in broken:
-        raise UsageError(broken[0].refusal)
+    refusal = _refusal(costs, every, options, dictated)
+    if refusal is not None:
+        raise UsageError(refusal)
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
@@ -294,9 +309,19 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
 
 def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
     """Whether the dictated stages fit with other options."""
+    options = admitted(options, costs.profile)
     simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
     every = runnable(simulator.costs, options)
-    return try_stages(simulator, every, options, *dictated).found is not None
+    refused = _refusal(simulator.costs, every, options, dictated) is not None
+    return not refused and try_stages(simulator, every, options, *dictated).found is not None
+
+
+def _refusal(costs: CostModel, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> str | None:
+    """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
+    rules = Constraints.of(costs, options)
+    # What shares are given depends on the number of micro-batches.
+    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
+    return None if broken[0] is None or None in broken else broken[0].refusal
 
 
 def _dictated(
