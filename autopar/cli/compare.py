@@ -34,7 +34,7 @@ def command(
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
     from rich.console import Console
 
-    from autopar.cli.machines import described_in, machines
+    from autopar.cli.machines import described_in, echo, machines
     from autopar.cli.profiles import read_profile
     from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.planner import PlanOptions
@@ -53,6 +53,7 @@ def command(
     planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
     found = compare(measured, planned_for, options)
     console = Console(stderr=True)
+    echo(cluster, planned_for, console)
     own_step_s = found.plan.predicted.step_s
     render(found.rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):

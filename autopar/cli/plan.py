@@ -100,7 +100,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
-    from autopar.cli.machines import described_in
+    from rich.console import Console
+
+    from autopar.cli.machines import described_in, echo
     from autopar.cli.profiles import connected
     from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
@@ -145,6 +147,7 @@ def command(
         **record,
         "notes": (*machines.notes, *found.notes),
     }
+    echo(cluster, machines, Console(stderr=True))
     _deliver(found.model_copy(update=update), output, as_json)
 
 

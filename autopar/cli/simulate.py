@@ -45,6 +45,7 @@ def command(
     """Predict when every action of a step runs."""
     from rich.console import Console
 
+    from autopar.cli.machines import echo
     from autopar.planner import simulate
     from autopar.planner.costs.kinds import kinds_of
     from autopar.report.timeline import render
@@ -53,6 +54,7 @@ def command(
     planned, measured, machines = read_inputs(plan, profile, cluster, times_of)
     timeline = simulate(planned, measured, machines)
     console = Console(stderr=True)
+    echo(cluster, machines, console)
     render(timeline, console)
     for note in kinds_of(measured, machines.devices[: max(planned.devices) + 1], planned.times_of).notes:
         _say(console, f"note: {note}")

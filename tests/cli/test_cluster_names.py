@@ -102,3 +102,35 @@ def test_a_plan_that_names_no_cluster_is_a_bad_file(run: Run) -> None:
     code, _, err = run("simulate")
     assert code == 4
     assert err.startswith("autopar: plan.json: $.cluster_name: no cluster is called 'castle'")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (
+            "2x2xV100:400Gbps",
+            "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s "
+            "per node, shared by 2 devices (200 Gbit/s each), of which 80% are counted on",
+        ),
+        (
+            "2x2xV100:400Gbps/gpu",
+            "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s "
+            "per device (800 Gbit/s per node), of which 80% are counted on",
+        ),
+        ("2xH100:400Gbps/gpu", "2 devices (H100-SXM) in 1 node; within a node 38.2 GB/s per device"),
+        (
+            "lab.toml",
+            "4 devices (A100-SXM-80G) in 2 nodes of 2; within a node 229 GB/s per device; between nodes 10 Gb",
+        ),
+    ],
+)
+def test_what_was_understood_of_a_cluster_is_echoed_in_a_line(run: Run, cluster: str, said: str) -> None:
+    Path("lab.toml").write_text(TOML)
+    assert run("plan", "--gpus", "1")[0] == 0
+    for command in ("plan", "compare", "simulate"):
+        code, _, err = run(command, "--cluster", cluster, "--times-of", "cpu")
+        assert code == 0, err
+        lines = [line for line in err.splitlines() if line.startswith(f"cluster {cluster}: ")]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"cluster {cluster}: {said}")
+    assert "cluster estimated: " not in run("plan", "--gpus", "1")[2]
