@@ -34,6 +34,9 @@ def render(profile: Profile, console: Console) -> None:
     console.print(_shares(profile))
     for line in (*_certainty(profile), *_totals_in_words(profile)):
         console.print(line, highlight=False, markup=False)
+    if profile.model.sequence is not None:
+        said = f"synthetic sequences of {profile.model.sequence} tokens (--sequence)"
+        console.print(said, highlight=False, markup=False)
     for tied in profile.tied:
         console.print(f"tied: {tied.parameter} in {', '.join(tied.layers)}", highlight=False, markup=False)
     if profile.ignored_state:
