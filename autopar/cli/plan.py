@@ -47,6 +47,10 @@ def command(
             "quickest asynchronous pipeline; pipedream, piper: what those planners call best."
         ),
     ] = "step",
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
+    ] = None,
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
     divisible: Annotated[
         bool, typer.Option("--divisible", help="Price as papers do: micro-batches divide freely. Cannot be run.")
@@ -120,6 +124,7 @@ def command(
         chunks=chunks,
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
+        deadline_s=deadline,
         gap=gap,
         replicate_state=replicate_state,  # type: ignore[arg-type]
         stages=stages,

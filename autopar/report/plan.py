@@ -172,20 +172,31 @@ def _add_price(table: Table, price: Price) -> None:
     table.add_row("price of its devices per hour", f"{price.per_hour:.4g}")
     table.add_row("cost of a step", f"{price.per_step:.4g}")
     table.add_row("cost of a million samples", f"{price.per_million_samples:.4g}")
+    if price.deadline_s is not None:
+        table.add_row("deadline of a step", duration(price.deadline_s))
     table.add_row("least that a step may cost", f"{price.lower_bound_per_step:.4g}")
     if price.lower_bound_per_step > 0:
         table.add_row("gap to it", percentage(price.per_step / price.lower_bound_per_step - 1))
 
 
 def _alternatives(plan: Plan) -> Table:
-    columns = ("alternative", ">step", ">against\nplan", "schedule", ">micro-\nbatches", "stages, or why not")
+    price = plan.predicted.price
+    columns: tuple[str, ...] = ("alternative", ">step", ">against\nplan")
+    columns += (">cost of\na step", ">against\nplan") if price is not None else ()
+    columns += ("schedule", ">micro-\nbatches", "stages, or why not")
     table = new_table("Alternatives", columns, folded="stages, or why not")
     for each in plan.alternatives:
         if each.step_s is None:
-            table.add_row(escape(each.name), "", "", "", "", escape(each.infeasible or ""))
+            table.add_row(escape(each.name), *[""] * (len(columns) - 2), escape(each.infeasible or ""))
             continue
-        slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
         count = "" if each.micro_batches is None else str(each.micro_batches)
-        row = (each.name, duration(each.step_s), slower, each.schedule or "", count, _few(each.stages or ""))
-        table.add_row(*map(escape, row))
+        row = [each.name, duration(each.step_s), _against(each.step_s, plan.predicted.step_s)]
+        if price is not None:
+            cost = each.price_per_step
+            row += ["", ""] if cost is None else [f"{cost:.4g}", _against(cost, price.per_step)]
+        table.add_row(*map(escape, (*row, each.schedule or "", count, _few(each.stages or ""))))
     return table
+
+
+def _against(value: float, planned: float) -> str:
+    return percentage(value / planned - 1, signed=True) if planned > 0 else ""

@@ -67,6 +67,7 @@ def _question(seed: int, run: Run) -> list[str] | None:
     typed = [] if objective == "step" else ["--objective", objective]
     if objective == "cost":
         cluster = _with(cluster, "price_per_hour", rng.choice([1.0, 2.5]))
+        typed += ["--deadline", f"{10 ** rng.uniform(-3, -0.5):.4g}"] if rng.random() < 0.5 else []
     typed += _options(rng, objective, len(profile.layers))
     profile.save("profile.json")
     cluster.save("cluster.json")
