@@ -28,8 +28,8 @@ MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
 
 Numbers = npt.NDArray[np.float64]
-Known = dict[tuple[int, float, frozenset[int]], Parts]
-"""What stages hold, by kind of device, rows and the layers that are recomputed: the same for all options."""
+Known = dict[tuple[tuple[int, ...], int, float, frozenset[int]], Parts]
+"""What stages hold, by edges, kind of device, rows and the layers that are recomputed: the same for all options."""
 
 
 class _Way(NamedTuple):
@@ -198,7 +198,7 @@ class Closest:
                 yield _Way(division, shard, levels[level])
 
     def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
-        key = (kind, rows, recompute)
+        key = (tuple(self.edges), kind, rows, recompute)
         if key not in self._parts:
             memory, last = self.costs.memory[kind], len(self.edges) - 1
             found = np.zeros((len(Parts._fields), last, last + 1), dtype=np.int64)

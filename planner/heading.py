@@ -21,6 +21,7 @@ class Heading(TypedDict):
     threads: int
     seed: int
     bytes_per_s: float | None
+    times_of: str | None
     divisible: bool
     ignored_state: tuple[str, ...]
     loss_difference: float | None
@@ -38,6 +39,7 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
         threads=profile.device.threads,
         seed=options.seed,
         bytes_per_s=options.bytes_per_s,
+        times_of=costs.stands,
         divisible=costs.divisible,
         ignored_state=profile.ignored_state,
         loss_difference=profile.loss_difference,

@@ -38,12 +38,16 @@ class PlanOptions:
     """Limit per device, in place of the cluster's."""
     bytes_per_s: float | None = None
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
+    times_of: str | None = None
+    """Kind of the profile's devices whose times stand for those of kinds in the cluster that it has none of."""
     schedule: str = "auto"
     """A name of :data:`autopar.schedules.SCHEDULES`, or torch's for it; autopar's from then on."""
     chunks: int | None = None
     """Stages that every device runs in turn, of ``interleaved``; none: what is quickest of a few."""
     micro_batches: int | None = None
     objective: Objective = "step"
+    deadline_s: float | None = None
+    """Of a step, which the cheapest plan is to meet; None: however long it takes."""
     gap: float = 0.02
     """Stop when the best plan is proved to be within this share of the best possible; 0 is exact."""
     stages: str | None = None
@@ -88,6 +92,8 @@ class PlanOptions:
             raise UsageError(f"--gpus must be at most {MOST_RANKS}, found {self.gpus}")
         if self.bytes_per_s is not None and not 0 < self.bytes_per_s < float("inf"):
             raise UsageError(f"--bandwidth must be positive, found {self.bytes_per_s}")
+        if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
+            raise UsageError(f"--deadline must be positive seconds, found {self.deadline_s}")
         if not 0 <= self.gap < float("inf"):
             raise UsageError(f"--gap must be 0 or more, found {self.gap}")
         if self.equal_widths and (self.stages is not None or self.solver != "dp" or self.gap == 0):

@@ -20,6 +20,7 @@ from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, pla
 from autopar.planner.chunks import chunked, plain
 from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints
+from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
 from autopar.planner.exhaustive import exhaust
@@ -80,6 +81,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     """
     options = options or PlanOptions()
     check_flags(options)
+    check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admitted(options, profile)
     if options.objective in _OTHERS:
         return _OTHERS[options.objective](profile, cluster, options)
@@ -120,12 +122,13 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
     every = runnable(costs, least)
-    own = None if dictated is None else dictated_best(simulator, options, dictated)
+    fits = partial(_schedule_fits, costs, dictated)
+    own = None if dictated is None else dictated_best(simulator, options, dictated, fits)
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, Others(compared, []))
     if own is None or dictated is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.4)
-        own = tried_best(simulator, options, best)
+        own = tried_best(simulator, options, best, fits)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
     else:
@@ -143,6 +146,22 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
     notes += _placement(costs, found.candidate, options)
     return assemble(costs, found.candidate, options, bounds.linked_s, rows, notes, bounds)
+
+
+def _schedule_fits(costs: CostModel, dictated: Dictated | None, options: PlanOptions) -> bool:
+    """Whether a plan of the schedule that is asked for fits with other options."""
+    if options.schedule == "auto" or plain(options.schedule):
+        return any_plan_fits(costs, {}, options)
+    options = admitted(options, costs.profile)
+    simulator, least = Simulator(CostModel(costs.profile, costs.cluster, options)), usual(options)
+    try:
+        if dictated is not None:
+            return dictated_best(simulator, options, dictated).found is not None
+        every = runnable(simulator.costs, least)
+        best, _, _ = _search(simulator, every, least, Others(references(simulator, every, least), []))
+        return tried_best(simulator, options, best).found is not None
+    except InfeasibleError:
+        return False
 
 
 def _explained(
@@ -245,7 +264,11 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
             f"{names[index] if index < len(names) else 'nothing'!r} in the profile; run `autopar plan` again"
         )
     options = PlanOptions(
-        gpus=max(plan.devices) + 1, batch=plan.batch, bytes_per_s=plan.bytes_per_s, divisible=plan.divisible
+        gpus=max(plan.devices) + 1,
+        batch=plan.batch,
+        bytes_per_s=plan.bytes_per_s,
+        times_of=plan.times_of,
+        divisible=plan.divisible,
     )
     costs = CostModel(profile, cluster, options)
     _check_flows(plan, costs)
@@ -342,11 +365,9 @@ def _recomputes(costs: CostModel, candidate: Candidate) -> str:
 def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
-    rules = Constraints.of(costs, options)
-    # What shares are given depends on the number of micro-batches.
-    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
-    if broken[0] is not None and None not in broken:
-        raise UsageError(broken[0].refusal)
+    refusal = _refusal(costs, every, options, dictated)
+    if refusal is not None:
+        raise UsageError(refusal)
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
@@ -360,9 +381,19 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
 
 def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
     """Whether the dictated stages fit with other options."""
+    options = admitted(options, costs.profile)
     simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
     every = runnable(simulator.costs, options)
-    return try_stages(simulator, every, options, *dictated).found is not None
+    refused = _refusal(simulator.costs, every, options, dictated) is not None
+    return not refused and try_stages(simulator, every, options, *dictated).found is not None
+
+
+def _refusal(costs: CostModel, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> str | None:
+    """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
+    rules = Constraints.of(costs, options)
+    # What shares are given depends on the number of micro-batches.
+    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
+    return None if broken[0] is None or None in broken else broken[0].refusal
 
 
 def _dictated(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import combinations, islice
 from math import ceil, prod
 
 from autopar.errors import UsageError
@@ -11,9 +13,9 @@ from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import divisors, families
 from autopar.planner.closest import Known, closest
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.options import PlanOptions, admitted
+from autopar.planner.options import PLANNED, PlanOptions, admitted
 
-__all__ = ["Fits", "any_plan_fits", "remedies"]
+__all__ = ["Fits", "advice", "any_plan_fits", "freed", "pipelined", "remedies", "scheduled"]
 
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
@@ -23,6 +25,11 @@ MOST_TIMES = 16
 """As many times the devices are tried."""
 MOST_STATES = 2048
 """Of the devices that are left, by kind."""
+MOST_DOUBLINGS = 8
+"""Of a batch."""
+_USUAL = PlanOptions()
+_LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks")
+"""Options without which there may be a plan."""
 
 
 def any_plan_fits(costs: CostModel, known: Known, options: PlanOptions) -> bool:
@@ -33,6 +40,13 @@ def any_plan_fits(costs: CostModel, known: Known, options: PlanOptions) -> bool:
     return found is not None and found[0] <= 0
 
 
+def advice(found: Sequence[str]) -> str:
+    """Return the end of an error: what would help, each of it tried, or that nothing was found."""
+    if not found:
+        return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
+    return f"a plan fits {', or '.join(found)}"
+
+
 def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> list[str]:
     """Return changes of the options that let a plan fit, as they can be typed, those first that ask for least.
 
@@ -41,10 +55,109 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     memory the least. Where nothing but devices, batch or memory helps alone, recomputation and sharding are tried
     together, and with more devices.
     """
+    fits = partial(_fits, fits)
     found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
     found += _more(costs, options, fits, alone=not found)
     found += [f"--batch {batch}" for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
-    return [*found, *_memory(costs, options, fits, short)]
+    found += _memory(costs, options, fits, short)
+    return [f"with {each}" for each in found]
+
+
+def scheduled(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
+    """Return :func:`remedies` for a schedule that is found by trying: of devices twice or four times as many.
+
+    Without a plan that comes closest (``short``), also the options without which there is one.
+    """
+    fits = partial(_fits, fits)
+    found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
+    devices = len(costs.devices)
+    counts = (
+        [] if options.stages is not None else [count for count in (2 * devices, 4 * devices) if count <= MOST_DEVICES]
+    )
+    found += [f"--gpus {count}" for count in _first(counts, "gpus", options, fits)]
+    found += [f"--batch {batch}" for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    if short is None:
+        every = [*(f"with {each}" for each in found), *_without(options, fits)]
+        return every or _ampler(costs, options, fits)
+    return [f"with {each}" for each in (*found, *_memory(costs, options, fits, short))]
+
+
+def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
+    """Return what lets an asynchronous pipeline fit, or a synchronous one in its place.
+
+    ``ample_bytes`` is the memory of a device with which one does; none if none does with any.
+    """
+    fits = partial(_fits, fits)
+    every: dict[str, Sequence[object]] = {
+        "recompute": ["auto"] if options.recompute == "none" else [],
+        "batch": _halves(costs.batch, options),
+        "objective": ["step"],
+    }
+    found = [f"--{name} {each}" for name, values in every.items() for each in _first(values, name, options, fits)]
+    count = _devices(costs, options, fits)
+    found += [] if count is None else [f"--gpus {count}"]
+    if ample_bytes is None:
+        every_way = [*(f"with {each}" for each in found), *_without(options, fits)]
+        return every_way or _ampler(costs, options, fits)
+    text, typed_bytes = _typed(ample_bytes)
+    found += [f"--memory {text}"] if fits(replace(options, memory_bytes=typed_bytes)) else []
+    return [f"with {each}" for each in found]
+
+
+def freed(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
+    fits = partial(_fits, fits)
+    found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
+    if options.use_all:
+        fewer = reversed(range(max(1, options.min_stages), len(costs.devices)))
+        found += [f"--gpus {count}" for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
+        larger = [costs.batch << step for step in range(1, MOST_DOUBLINGS)]
+        found += [f"--batch {batch}" for batch in _first(larger, "batch", options, fits)]
+    every = [*(f"with {each}" for each in found), *_without(options, fits)]
+    return every or _ampler(costs, options, fits)
+
+
+def _fits(fits: Fits, options: PlanOptions) -> bool:
+    """Whether a plan fits; none does with options that contradict each other."""
+    try:
+        return fits(options)
+    except UsageError:
+        return False
+
+
+def _without(options: PlanOptions, fits: Fits) -> list[str]:
+    """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
+    return [f"without {_named(names)}" for names in _left_out(options, fits)]
+
+
+def _named(names: Sequence[str]) -> str:
+    return " and ".join(map(_flag, names))
+
+
+def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
+    asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
+    for count in range(1, len(asked) + 1):
+        found = [names for names in combinations(asked, count) if fits(_leaving(options, names))]
+        if found:
+            return found
+    return []
+
+
+def _leaving(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
+    return replace(options, **{name: getattr(_USUAL, name) for name in names})
+
+
+def _ampler(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what helps together with more memory, where nothing does without."""
+    others = [(f"with --schedule {name}", replace(options, schedule=name)) for name in _schedules(options)]
+    ample = replace(options, memory_bytes=UNLIMITED_BYTES)
+    if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for _, other in others):
+        others = [(f"without {_named(each)} and with", _leaving(options, each)) for each in _left_out(ample, fits)]
+    return [f"{words} {each}" for words, other in others[:1] for each in _memory(costs, other, fits, None)]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
@@ -55,15 +168,26 @@ def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple
         counts = [count for count in divisors(costs.batch) if count != asked]
         counts.sort(key=lambda count: (count < asked, abs(count - asked)))
     level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
+    most = min(costs.layer_count, len(costs.devices))
     every: dict[str, Sequence[object]] = {
         "recompute": ["auto"] if options.recompute == "none" else [],
         "shard": SHARDS[level:],
         "micro_batches": counts,
-        "schedule": ["1f1b"] if options.schedule == "gpipe" else [],
+        "schedule": _schedules(options),
+        "chunks": range(2, options.chunks) if options.chunks is not None else [],
+        "max_stages": range(options.max_stages + 1, most + 1) if options.max_stages is not None else [],
     }
     for name, values in every.items():
         for value in _first(values, name, options, fits):
-            yield f"--{name.replace('_', '-')}", value
+            yield _flag(name), value
+
+
+def _schedules(options: PlanOptions) -> list[str]:
+    """Return the schedule that may hold less; where stages or chunks are asked for, those of others are not."""
+    if options.schedule == "gpipe":
+        return ["1f1b"]
+    planned = options.schedule in ("auto", *PLANNED)
+    return [] if planned or options.chunks is not None or options.stages is not None else ["auto"]
 
 
 def _more(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
@@ -83,14 +207,8 @@ def _more(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) ->
 
 def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits) -> list[object]:
     """Return the first value of an option with which a plan fits, if there is one."""
-    for value in values:
-        try:
-            if fits(replace(options, **{name: value})):  # type: ignore[arg-type]
-                return [value]
-        except UsageError:
-            # What contradicts the other options is no remedy.
-            continue
-    return []
+    changed = (value for value in values if fits(replace(options, **{name: value})))  # type: ignore[arg-type]
+    return [*islice(changed, 1)]
 
 
 def _changes(options: PlanOptions, other: PlanOptions) -> list[str]:
@@ -130,22 +248,26 @@ def _halves(batch: int, options: PlanOptions) -> list[int]:
     return [batch >> step for step in range(1, batch.bit_length()) if (batch >> step) % count == 0]
 
 
-def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> list[str]:
-    """Return the least memory per device with which a plan fits."""
-    memory = {options.memory_bytes or device.memory_bytes for device in costs.devices}
-    if len(memory) == 1 and len(set(costs.limits_bytes)) == 1 and costs.limits_bytes[0] > 0:
-        needed = memory.pop() + short
+def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
+    """Return the least memory per device with which a plan fits, near which ``short`` comes where it is known."""
+    reserved = {costs.kinds[kind].reserved_bytes for kind in costs.kind_of}
+    limits = set(costs.limits_bytes)
+    if short is not None and len(limits) == len(reserved) == 1:
+        needed = limits.pop() + reserved.pop() + short
     elif options.stages is None:
-        ample = replace(options, memory_bytes=UNLIMITED_BYTES)
+        # What chunks need in memory is not told beforehand, but near what `1f1b` does.
+        schedule = options.schedule if options.schedule in PLANNED else "auto"
+        ample = replace(options, memory_bytes=UNLIMITED_BYTES, schedule=schedule, chunks=None)
         model = CostModel(costs.profile, costs.cluster, ample)
         found = closest(model, families(model.batch, ample), ample)
         if found is None:
             return []
         needed = UNLIMITED_BYTES + found[0]
     else:
-        return []
-    text, typed_bytes = _typed(needed)
-    return [f"--memory {text}"] if fits(replace(options, memory_bytes=typed_bytes)) else []
+        # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
+        needed = max(limits) + max(reserved) + (short or 0)
+    sizes = [_typed(factor * needed) for factor in (1, 2)]
+    return [f"--memory {text}" for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
 
 
 def _typed(count: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
 from autopar.planner.options import PlanOptions
+from autopar.planner.remedies import Fits, advice, scheduled
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.shapes import Shape
 from autopar.planner.share_limits import runnable
@@ -51,8 +52,10 @@ def usual(options: PlanOptions) -> PlanOptions:
     return replace(options, schedule="1f1b", chunks=None, min_stages=least)
 
 
-def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
+def tried_best(simulator: Simulator, options: PlanOptions, found: Best, fits: Fits | None = None) -> Best:
     """Return the best plan of the schedule that the options name; ``found`` are the best ones of `1f1b`.
+
+    With ``fits``, which says whether one fits with other options, the error names such options.
 
     Raises:
         UsageError: the profile lacks what the schedule needs.
@@ -65,12 +68,12 @@ def tried_best(simulator: Simulator, options: PlanOptions, found: Best) -> Best:
     starts = trials.starts(runnable(costs, options), _seeds(found.by_stages, MOST_SEEDS), chunks)
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.found is None:
-        raise _infeasible(costs, options, best)
+        raise _infeasible(costs, options, best, fits)
     return best
 
 
-def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated) -> Best:
-    """Return the best plan of the dictated stages under the schedule that the options name.
+def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated, fits: Fits | None = None) -> Best:
+    """Return the best plan of the dictated stages under the schedule that the options name; ``fits`` as above.
 
     Raises:
         UsageError: the profile lacks what the schedule needs, or the stages do not suit it.
@@ -90,7 +93,7 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
             f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
         )
     if best.found is None:
-        raise _infeasible(costs, options, best)
+        raise _infeasible(costs, options, best, fits)
     return best
 
 
@@ -208,15 +211,14 @@ def _check_halves(costs: CostModel, schedule: str) -> None:
         )
 
 
-def _infeasible(costs: CostModel, options: PlanOptions, best: Best) -> InfeasibleError:
-    if best.closest is None:
-        return InfeasibleError(
-            f"no plan of {options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices obeys "
-            "all options; ask for fewer --chunks or fewer constraints of stages"
+def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits | None) -> InfeasibleError:
+    short = None
+    asked = f"no plan of {options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices"
+    text = f"{asked} obeys all options"
+    if best.closest is not None:
+        short, candidate = best.closest
+        text = (
+            f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
+            f"closest ({candidate.text()} with {candidate.micro_batches} micro-batches)"
         )
-    candidate = best.closest[1]
-    return InfeasibleError(
-        f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes closest "
-        f"({candidate.text()} with {candidate.micro_batches} micro-batches); try --schedule auto, --recompute auto, "
-        "more --micro-batches or more devices"
-    )
+    return InfeasibleError(text if fits is None else f"{text}; {advice(scheduled(costs, options, fits, short))}")

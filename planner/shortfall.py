@@ -9,7 +9,7 @@ from autopar.planner.candidate import Candidate, Family
 from autopar.planner.closest import closest, oversized
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.remedies import Fits, remedies
+from autopar.planner.remedies import Fits, advice, freed, remedies
 
 __all__ = ["explain", "infeasible", "size"]
 
@@ -59,26 +59,8 @@ def infeasible(
     found = closest(costs, families, options)
     if found is None or (known is not None and known[0] <= found[0]):
         found = known
-    if found is None and (options.max_stages is not None or options.forbid_cut or options.pin):
-        return InfeasibleError(
-            f"no plan for {len(costs.devices)} devices obeys all of --max-stages, --forbid-cut, --pin and --use-all "
-            "that were asked for; drop one of them"
-        )
-    if found is None and costs.single:
-        return InfeasibleError(
-            f"no plan uses all {len(costs.devices)} devices: {next(iter(costs.single.values())).reason}; drop --use-all"
-        )
-    if found is None and costs.share_limits:
-        return InfeasibleError(
-            f"no plan obeys what layers take at once: {costs.share_limits[0].text}; give another --micro-batches or "
-            "--batch, or drop --use-all"
-        )
     if found is None:
-        most = min(costs.layer_count, len(costs.devices))
-        return InfeasibleError(
-            f"no plan uses all {len(costs.devices)} devices: {costs.layer_count} layers and a batch of {costs.batch} "
-            f"make at most {most} stages with a sample for every replica; drop --use-all or raise --batch"
-        )
+        return InfeasibleError(f"{_unmet(costs, options)}; {advice(freed(costs, options, fits))}")
     candidate = found[1]
     layer = oversized(costs, families, options)
     large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
@@ -87,11 +69,22 @@ def infeasible(
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
-        f"{large}{_advice(remedies(costs, options, fits, found[0]))}"
+        f"{large}{advice(remedies(costs, options, fits, found[0]))}"
     )
 
 
-def _advice(found: Sequence[str]) -> str:
-    if not found:
-        return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
-    return f"a plan fits with {', or with '.join(found)}"
+def _unmet(costs: CostModel, options: PlanOptions) -> str:
+    """Return why no plan obeys the options, whatever the memory."""
+    devices = f"{len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''}"
+    if options.max_stages is not None or options.forbid_cut or options.pin:
+        asked = "--max-stages, --forbid-cut, --pin and --use-all that were asked for"
+        return f"no plan for {devices} obeys all of {asked}"
+    if costs.single:
+        return f"no plan uses all {devices}: {next(iter(costs.single.values())).reason}"
+    if costs.share_limits:
+        return f"no plan obeys what layers take at once: {costs.share_limits[0].text}"
+    most = min(costs.layer_count, len(costs.devices))
+    return (
+        f"no plan uses all {devices}: {costs.layer_count} layers and a batch of {costs.batch} make at most {most} "
+        "stages with a sample for every replica"
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.synthetic import SyntheticDataset, Task, task_of
+from autopar.capture.synthetic import SyntheticDataset, Task, sequence_of, task_of
 from autopar.errors import ModelError, UsageError
 from autopar.formats.document import parse_json, read_text, shown
 
@@ -99,8 +99,20 @@ class Configured:
         made: nn.Module = self.architecture._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         return made
 
-    def dataset(self) -> SyntheticDataset:
-        """Return samples of the configuration's shapes, the same at the same index.
+    def sequence(self, asked: int | None) -> int | None:
+        """Return the tokens of a synthetic sample's sequence, as asked or as usual; none where it has none.
+
+        Raises:
+            UsageError: samples are no sequences, or have no such ones.
+        """
+        if self.task is not None:
+            return sequence_of(self.task, self.config(), self.architecture, asked)
+        if asked is not None:
+            raise UsageError(f"--sequence {asked}: no inputs are known for {self.architecture.__name__}; leave it out")
+        return None
+
+    def dataset(self, sequence: int | None = None) -> SyntheticDataset:
+        """Return samples of the configuration's shapes, the same at the same index, with sequences so long.
 
         Raises:
             ModelError: it is not known what the architecture reads.
@@ -110,7 +122,7 @@ class Configured:
                 f"{self.path}: no inputs are known for {self.architecture.__name__}; give --data FILE, a Python file "
                 "with a dataset() whose samples are dicts of forward's arguments, labels included"
             )
-        return SyntheticDataset(self.task, self.config(), self.architecture)
+        return SyntheticDataset(self.task, self.config(), self.architecture, sequence)
 
     @property
     def loss(self) -> Callable[..., Any] | None:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -52,6 +53,8 @@ class UserModel:
     """What a reader of a profile must know about the model and its inputs."""
     ignored_state: tuple[str, ...] = ()
     """Paths of Python state that forwards may change, since it is only logged."""
+    sequence: int | None = None
+    """Tokens of a synthetic sample of an ``hf:`` model; none where samples are no sequences, or not synthetic."""
     counts_labels: bool = False
     """Whether ``loss`` counts the labels of a Transformers model that is given from Python."""
     imports: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class UserModel:
     @property
     def recorded(self) -> ModelSource:
         """What a profile says of the model's code."""
-        return ModelSource(source=self.spec, sha256=self.sha256, imports=self.imports)
+        return ModelSource(source=self.spec, sha256=self.sha256, sequence=self.sequence, imports=self.imports)
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -187,22 +190,27 @@ class UserModel:
         return self.path if self.data is None or name == "model" else self.data
 
 
-def load(spec: str, data: str | Path | None = None, recorded: ModelSource | None = None) -> UserModel:
+def load(
+    spec: str, data: str | Path | None = None, recorded: ModelSource | None = None, sequence: int | None = None
+) -> UserModel:
     """Load a model file (``path/to/model.py``), a factory (``package.module:factory``) or a configuration (``hf:...``).
 
     The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
     to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
     the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
     synthetic inputs, or with those of ``data``, a Python file with ``dataset`` and, where needed, the other functions.
-    Where a profile or plan has ``recorded`` what the code was, nothing of it runs that is not the same.
+    Where a profile or plan has ``recorded`` what the code was, nothing of it runs that is not the same, and synthetic
+    inputs are as long; ``sequence`` asks for their tokens in place of what the configuration says.
 
     Raises:
         FileError: the code is not what was recorded; names the file that has changed.
-        UsageError: the spec is of a kind that autopar does not read.
+        UsageError: the spec is of a kind that autopar does not read, or has no such sequences.
         ModelError: the file is missing or broken, or defines no ``model``; names file and line.
     """
     if spec.startswith(PREFIX):
-        return _load_configured(spec, None if data is None else Path(data), recorded)
+        return _load_configured(spec, None if data is None else Path(data), recorded, sequence)
+    if sequence is not None:
+        raise UsageError(f"--sequence {sequence}: only hf: models have synthetic inputs; those of {spec} are its own")
     if data is not None:
         raise UsageError(f"--data {data}: only hf: models are given their data so; put dataset() into {spec}")
     if path_of(spec) is None:
@@ -215,14 +223,17 @@ def load(spec: str, data: str | Path | None = None, recorded: ModelSource | None
     return _describe(spec, code, _execute(path, code.source), "model")
 
 
-def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None) -> UserModel:
+def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None, sequence: int | None) -> UserModel:
+    if data is not None and sequence is not None:
+        raise UsageError(f"--sequence {sequence}: inputs are those of --data {data}; leave one of the two out")
     found = read_configured(spec)
     code = None if data is None else code_of_file(data)
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
     check_code(found.path, found.sha256, imports, recorded)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
     if code is None:
-        functions["dataset"] = found.dataset
+        sequence = found.sequence(sequence or (None if recorded is None else recorded.sequence))
+        functions["dataset"] = partial(found.dataset, sequence)
         notes = (*found.notes, SYNTHETIC)
         ignored: tuple[str, ...] = ()
     else:
@@ -230,7 +241,7 @@ def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None)
         functions |= _functions(code, module)
         notes, ignored = found.notes, _ignored_state(code.path, module)
     known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
-    return UserModel(*known, imports=imports)
+    return UserModel(*known, sequence=sequence, imports=imports)
 
 
 def _load_factory(spec: str, recorded: ModelSource | None) -> UserModel:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, UsageError
 
-__all__ = ["SyntheticDataset", "Task", "task_of"]
+__all__ = ["SyntheticDataset", "Task", "sequence_of", "task_of"]
 
 LONGEST = 2048
 SAMPLES = 65_536
@@ -51,6 +51,11 @@ class Task(enum.Enum):
         if self is Task.SEGMENTATION:
             return _pixel_loss
         return None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether samples are sequences of tokens, or have labels that are."""
+        return self not in (Task.IMAGE_CLASSIFICATION, Task.SEGMENTATION, Task.AUDIO_CLASSIFICATION)
 
     @property
     def ignored(self) -> int:
@@ -108,11 +113,11 @@ def _sum_and_count(
 class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
     """Random tokens, pixels or sounds with random labels: the sample at an index is always the same."""
 
-    def __init__(self, task: Task, config: Any, architecture: type) -> None:  # noqa: ANN401
+    def __init__(self, task: Task, config: Any, architecture: type, sequence: int | None = None) -> None:  # noqa: ANN401
         self.task, self.config = task, config
-        text = config.get_text_config(decoder=True) if task is Task.CAUSAL else config.get_text_config()
+        text = _text_config(task, config)
         self.vocabulary = int(getattr(text, "vocab_size", None) or 2)
-        self.length = _length(text, architecture)
+        self.length = sequence or _length(text, architecture)
         self.special = sorted(_special_tokens(config) | _special_tokens(text))
         self.arguments = set(inspect.signature(architecture.forward).parameters)  # type: ignore[attr-defined]
 
@@ -227,13 +232,47 @@ _MAKERS: dict[Task, Callable[[SyntheticDataset, torch.Generator], dict[str, torc
 }
 
 
-def _length(config: Any, architecture: type) -> int:  # noqa: ANN401
+def sequence_of(task: Task, config: Any, architecture: type, asked: int | None) -> int | None:  # noqa: ANN401
+    """Return the tokens of a sample's sequence, as asked or as usual; none where samples are no sequences.
+
+    Raises:
+        UsageError: samples are no sequences, or so long a one has no position for every token.
+    """
+    if not task.reads_tokens:
+        if asked is not None:
+            raise UsageError(f"--sequence {asked}: {architecture.__name__} reads no sequences of tokens; leave it out")
+        return None
+    text = _text_config(task, config)
+    most = _positions(text, architecture)
+    if task is Task.SPEECH_TO_TEXT:
+        most = min(most or config.max_target_positions, config.max_target_positions)
+    if asked is None:
+        return _length(text, architecture) if most is None else max(2, min(most, _length(text, architecture)))
+    if asked < 2:
+        raise UsageError(f"--sequence {asked}: a sequence has at least 2 tokens")
+    if most is not None and asked > most:
+        raise UsageError(
+            f"--sequence {asked}: the configuration has positions for sequences of up to {most}; use --sequence {most}"
+        )
+    return asked
+
+
+def _text_config(task: Task, config: Any) -> Any:  # noqa: ANN401
+    return config.get_text_config(decoder=True) if task is Task.CAUSAL else config.get_text_config()
+
+
+def _positions(config: Any, architecture: type) -> int | None:  # noqa: ANN401
+    """Return how many tokens have positions; none where the configuration does not bound them."""
     stated = [getattr(config, name, None) for name in _LENGTHS]
     lengths = [value for value in stated if isinstance(value, int) and value > 0]
-    longest = min([*lengths, LONGEST]) if lengths else _UNLIMITED_LENGTH
     if lengths and _positions_follow_padding(architecture):
-        longest = min(longest, min(lengths) - (config.pad_token_id or 0) - 1)
-    return max(2, longest)
+        return min(lengths) - (config.pad_token_id or 0) - 1
+    return min(lengths, default=None)
+
+
+def _length(config: Any, architecture: type) -> int:  # noqa: ANN401
+    most = _positions(config, architecture)
+    return max(2, min(_UNLIMITED_LENGTH if most is None else most, LONGEST))
 
 
 def _positions_follow_padding(architecture: type) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
 from autopar.cli.screen import say, screen
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def command(
     profile: ProfileFile = Path("profile.json"),
     gpus: Gpus = None,
     cluster: ClusterName = None,
+    times_of: TimesOf = None,
     memory: Memory = None,
     batch: Batch = None,
     micro_batches: Annotated[
@@ -32,7 +33,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
-    from autopar.cli.machines import described_in, machines
+    from autopar.cli.machines import described_in, echo, machines
     from autopar.cli.profiles import read_profile
     from autopar.cli.progress import slow_phases
     from autopar.formats.units import parse_bandwidth, parse_bytes
@@ -45,6 +46,7 @@ def command(
         batch=batch,
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        times_of=times_of,
         micro_batches=micro_batches,
     )
     measured = read_profile(profile)
@@ -52,6 +54,7 @@ def command(
     with slow_phases("planning") as progress:
         found = compare(measured, planned_for, options, progress)
     console = screen()
+    echo(cluster, planned_for, console)
     own_step_s = found.plan.predicted.step_s
     render(found.rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):

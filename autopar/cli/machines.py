@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
 
-__all__ = ["described_in", "machines"]
+__all__ = ["described_in", "echo", "machines"]
 
 
 def described_in(named: str | None, profile: Path) -> Path | None:
@@ -41,3 +43,15 @@ def machines(named: str | None, path: Path | None, profile: Profile, gpus: int |
         return estimated_cluster(profile, gpus or 1), None
     text = read_text(path, Cluster.KIND)
     return described(text, path), text
+
+
+def echo(named: str | None, cluster: Cluster, console: Console) -> None:
+    """Print in a line what was understood of ``--cluster``; nothing where none was named."""
+    from autopar.hardware.clusters import is_file
+    from autopar.hardware.collectives import NETWORK_SHARE
+    from autopar.report.cluster import understood
+
+    if named is not None:
+        published = not is_file(named) or Path(named).suffix == ".toml"
+        said = understood(cluster, NETWORK_SHARE if published else 1.0)
+        console.print(f"cluster {named}: {said}", highlight=False, markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli import completion
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile
+from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
 from autopar.cli.screen import say, screen
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def command(
     profile: ProfileFile = Path("profile.json"),
     gpus: Gpus = None,
     cluster: ClusterName = None,
+    times_of: TimesOf = None,
     memory: Memory = None,
     batch: Batch = None,
     schedule: Annotated[
@@ -50,6 +51,10 @@ def command(
             autocompletion=completion.objectives,
         ),
     ] = "step",
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
+    ] = None,
     gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
     effort: Annotated[
         int,
@@ -127,7 +132,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
-    from autopar.cli.machines import described_in
+    from autopar.cli.machines import described_in, echo
     from autopar.cli.profiles import connected
     from autopar.cli.progress import slow_phases
     from autopar.cli.references import check_output, rebased, reference
@@ -141,10 +146,12 @@ def command(
         batch=batch,
         memory_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
+        times_of=times_of,
         schedule=schedule,
         chunks=chunks,
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
+        deadline_s=deadline,
         gap=gap,
         effort=effort,
         exact=exact,
@@ -176,6 +183,7 @@ def command(
         **record,
         "notes": (*machines.notes, *found.notes),
     }
+    echo(cluster, machines, screen())
     _deliver(found.model_copy(update=update), output, as_json)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from autopar.cli import completion
 
-__all__ = ["Bandwidth", "Batch", "ClusterName", "Gpus", "Memory", "ProfileFile"]
+__all__ = ["Bandwidth", "Batch", "ClusterName", "Gpus", "Memory", "ProfileFile", "TimesOf"]
 
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Use at most this many devices; default: all of the cluster.")]
@@ -26,4 +26,12 @@ Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, 
 Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step; default: the profile's.")]
 Bandwidth = Annotated[
     str | None, typer.Option("--bandwidth", help="Assume this bandwidth of every link, such as 25GB/s.")
+]
+TimesOf = Annotated[
+    str | None,
+    typer.Option(
+        "--times-of",
+        help="Let the profile's times of this kind of device, such as H100 or cpu, stand for kinds in the cluster that "
+        "it has none of.",
+    ),
 ]

@@ -60,6 +60,10 @@ def command(
     data: Annotated[
         Path | None, typer.Option(help="A Python file whose dataset() feeds an hf: model; default: synthetic inputs.")
     ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a synthetic sample of an hf: model; default: its positions, at most 2048.", min=2),
+    ] = None,
     calibrate_with: Annotated[
         Path | None,
         typer.Option(help="Measured runs (CSV) that the estimates for a GPU that is not there are fitted to."),
@@ -102,7 +106,7 @@ def command(
     from autopar.capture import load
     from autopar.profiler import ProfileOptions
 
-    user = load(model, None if data is None else str(data))
+    user = load(model, None if data is None else str(data), sequence=sequence)
     options = ProfileOptions(
         batch=batch,
         device="cpu" if here is None else here,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.planning import TimesOf
 from autopar.cli.screen import say, screen
 from autopar.errors import FileError, UsageError
 
@@ -32,6 +33,7 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
     ] = None,
+    times_of: TimesOf = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
     program: Annotated[
         Path | None, typer.Option(help="Write the plan's program here, for `autopar run --program`, edited or not.")
@@ -40,12 +42,21 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
 ) -> None:
     """Predict when every action of a step runs."""
+    from autopar.cli.machines import echo
+    from autopar.cli.progress import slow_phases
+    from autopar.planner import simulate
+    from autopar.planner.costs.kinds import kinds_of
     from autopar.report.timeline import render
 
     _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
-    timeline = predict(plan, profile, cluster)
+    planned, measured, machines = read_inputs(plan, profile, cluster, times_of)
+    with slow_phases("simulating"):
+        timeline = simulate(planned, measured, machines)
     console = screen()
+    echo(cluster, machines, console)
     render(timeline, console)
+    for note in kinds_of(measured, machines.devices[: max(planned.devices) + 1], planned.times_of).notes:
+        say(console, f"note: {note}")
     if program is not None:
         _write_program(plan, program)
         say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
@@ -94,19 +105,28 @@ def predict(plan: Path, profile: Path | None = None, cluster: str | None = None)
         return simulate(*inputs)
 
 
-def read_inputs(plan: Path, profile: Path | None = None, cluster: str | None = None) -> tuple[Plan, Profile, Cluster]:
+def read_inputs(
+    plan: Path, profile: Path | None = None, cluster: str | None = None, times_of: str | None = None
+) -> tuple[Plan, Profile, Cluster]:
     """Return a plan file's plan, and the profile and the cluster that it records, where no other is given.
+
+    With ``times_of``, that kind of the profile's devices stands for others, in place of the one that the plan records.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
-        UsageError: the program is too long to be listed action by action.
+        UsageError: the program is too long to be listed action by action, or ``times_of`` stands for nothing.
     """
     from autopar.formats.plan import Plan
+    from autopar.planner.costs.kinds import check_times_of
 
     planned = Plan.load(plan)
     _check_length(planned, plan)
     measured = _profile(planned, plan, profile)
-    return planned, measured, _cluster(planned, plan, cluster, measured)
+    machines = _cluster(planned, plan, cluster, measured)
+    if times_of is not None:
+        check_times_of(measured, machines, times_of)
+        planned = planned.model_copy(update={"times_of": times_of})
+    return planned, measured, machines
 
 
 def _check_length(planned: Plan, plan: Path) -> None:

@@ -38,6 +38,11 @@ def check_update(
         FileError: what the plan records is gone, or no longer what it was.
     """
     planned, target = Plan.load(plan), _target(plan, output)
+    if planned.times_of is not None:
+        raise UsageError(
+            f"--update-profile: in {plan} times of {planned.times_of} stand for other devices (--times-of), whose own "
+            "a run measures; leave it out, and profile there"
+        )
     read_inputs(plan)
     # The profile and the cluster may be written over by what they become; the plan and the model may not.
     replaced = [plan.parent / each.path for each in (planned.profile, planned.cluster) if each is not None]

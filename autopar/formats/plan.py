@@ -173,6 +173,8 @@ class Plan(Document):
     seed: int = Field(default=0, ge=0, lt=2**63)
     bytes_per_s: BytesPerSecond | None = None
     """Bandwidth that was assumed of every link in place of the cluster's, if any."""
+    times_of: Name | None = None
+    """Kind of the profile's devices whose times were let stand for those of kinds that it has none of, if any."""
     divisible: bool = False
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
     schedule: ScheduleName

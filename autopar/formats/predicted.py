@@ -21,7 +21,9 @@ class Price(Record):
     per_step: float = Field(ge=0)
     per_million_samples: float = Field(ge=0)
     lower_bound_per_step: float = Field(ge=0)
-    """No plan that was searched, on any of the devices, costs less."""
+    """No plan that was searched, on any of the devices and within the deadline, costs less."""
+    deadline_s: Seconds | None = None
+    """No step was to take longer; null: however long it takes."""
 
 
 class Bounds(Record):
@@ -105,6 +107,8 @@ class Alternative(Record):
     name: Name
     step_s: Seconds | None = None
     infeasible: Name | None = None
+    price_per_step: Annotated[float, Field(ge=0)] | None = None
+    """What the step costs, if the objective is the price."""
     stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
     """In the form that ``autopar plan --stages`` takes."""
     micro_batches: Count | None = None

@@ -83,6 +83,8 @@ class ModelSource(Record):
     """Of the bytes of the source file, or of the Transformers configuration."""
     data: Name | None = None
     """The file whose ``dataset()`` feeds an ``hf:`` model, relative like the source; none: synthetic inputs."""
+    sequence: Count | None = None
+    """Tokens of a synthetic sample of an ``hf:`` model; null where samples are no sequences, or not synthetic."""
     imports: Mapping[Name, Digest] | None = None
     """SHA-256 of the files below the same folder that the source file imports, by their paths from the folder in which
     imports begin; of an ``hf:`` model, of its data file and what that imports. None: they were not recorded."""

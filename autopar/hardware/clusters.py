@@ -7,9 +7,11 @@
     4xA100+2x4xV100:100Gbps     three nodes of four, two of them with other GPUs
     2x4x8xH100:400Gbps:100Gbps  two racks of four such nodes; each node sends 400 Gbit/s to those of its rack, and
                                 100 Gbit/s to those of the other
+    2x8xH100:400Gbps/gpu        each GPU sends 400 Gbit/s to the other node, and shares that with none
+    8xH100:400Gbps/gpu          one node, in which each GPU sends 400 Gbit/s to the others
 
-GPU is a name that :func:`autopar.hardware.gpus.find` knows; bandwidths are a node's, in one direction, in bits
-(``200Gbps``) or bytes (``25GB/s``) per second.
+GPU is a name that :func:`autopar.hardware.gpus.find` knows; bandwidths are a node's, or a GPU's with ``/gpu`` or
+``/device``, in one direction, in bits (``200Gbps``) or bytes (``25GB/s``) per second.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -28,7 +31,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.document import MOST_RANKS, SHOWN, Index, Name, Record, first_fault, read_text
 from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
-from autopar.hardware.machines import Network, Node, cluster_of
+from autopar.hardware.machines import REACHED, Network, Node, cluster_of
 
 __all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "is_file", "read_cluster"]
 
@@ -44,7 +47,7 @@ EXAMPLES = (
 GRAMMAR = "[[RACKSx]NODESx]GPUSxGPU[:BANDWIDTH[:BANDWIDTH]]"
 _GRAMMAR = (
     f"a name is {GRAMMAR}, such as 8xH100 or 4x8xA100-80G:200Gbps; nodes with other GPUs are added, as in "
-    "8xH100+8xA100-80G:200Gbps"
+    "8xH100+8xA100-80G:200Gbps; 400Gbps/gpu is that of each GPU"
 )
 _PART = re.compile(
     r"(?:(?:(?P<racks>\d{1,9})x)?(?P<nodes>\d{1,9})x)?(?P<gpus>\d{1,9})x(?P<gpu>[^:+\s/\\][^:+/\\]*)", re.IGNORECASE
@@ -53,6 +56,7 @@ _SAME_PART = re.sub(r"\?P<\w+>", "?:", _PART.pattern)
 _NAME = re.compile(
     rf"(?P<parts>{_SAME_PART}(?:\+{_SAME_PART})*)(?::(?P<bandwidth>[^:+]+))?(?::(?P<between>[^:+]+))?", re.IGNORECASE
 )
+_PER = re.compile(r"(?P<rate>.*?)\s*/\s*(?P<of>gpu|device|node)\s*", re.IGNORECASE)
 _ASSUMED_NETWORK = "100Gbps"
 _SLOWEST = "nodes differ: links in a node and over the network are those of the slowest"
 _Value = TypeVar("_Value")
@@ -88,6 +92,8 @@ def cluster_named(text: str) -> Cluster:
         raise UsageError(f"cluster {text[:80]!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
     name, racks = text.strip(), len({node.rack for node in nodes})
     notes = [_origin(name, nodes)]
+    if len(nodes) == 1 and match["bandwidth"] is not None:
+        nodes = [_linked(name, nodes[0], match, notes)]
     near, far = _networks(name, match, racks, len(nodes), notes)
     if len({node.gpu.name for node in nodes}) > 1:
         notes.append(_SLOWEST)
@@ -126,17 +132,42 @@ def _nodes(match: re.Match[str], text: str, rack: int) -> list[Node]:
 def _networks(name: str, match: re.Match[str], racks: int, nodes: int, notes: list[str]) -> tuple[Network, Network]:
     """Return what connects the nodes, of a rack where there are racks, and the racks; note what is assumed."""
     stated, between = match["bandwidth"], match["between"]
-    if nodes == 1 and stated is not None:
-        raise UsageError(f"cluster {name[:80]!r} is one node, which needs no network; leave out :{stated}")
     if racks == 1 and between is not None:
         raise UsageError(f"cluster {name[:80]!r} has no racks for :{between} to connect; write RACKSxNODESxGPUSxGPU")
     if nodes > 1 and stated is None:
         notes.append(f"a network of {_ASSUMED_NETWORK} per node is assumed; {name}:200Gbps would say another")
     elif racks > 1 and between is None:
-        notes.append(f"{stated} per node between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
-    near = parse_bandwidth(stated or _ASSUMED_NETWORK, f"cluster {name[:80]!r}: bandwidth")
-    far = near if between is None else parse_bandwidth(between, f"cluster {name[:80]!r}: bandwidth between racks")
-    return Network(near), Network(far)
+        per_node = "" if stated is not None and _PER.fullmatch(stated) else " per node"
+        notes.append(f"{stated}{per_node} between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
+    near = _stated(stated or _ASSUMED_NETWORK, f"cluster {name[:80]!r}: bandwidth")
+    far = near if between is None else _stated(between, f"cluster {name[:80]!r}: bandwidth between racks")
+    return near, far
+
+
+def _stated(text: str, at: str) -> Network:
+    """Read a bandwidth of a node, or of each device (``400Gbps/gpu``)."""
+    match = _PER.fullmatch(text.strip())
+    rate = parse_bandwidth(text if match is None else match["rate"], at)
+    return Network(rate, per_device=match is not None and match["of"].casefold() != "node")
+
+
+def _linked(name: str, node: Node, match: re.Match[str], notes: list[str]) -> Node:
+    """Return a single node whose devices have links of the stated bandwidth; note it.
+
+    Raises:
+        UsageError: what is stated is a network's, or there is one device.
+    """
+    stated = match["bandwidth"]
+    links = _stated(stated, f"cluster {name[:80]!r}: bandwidth")
+    if not links.per_device or node.gpus == 1 or match["between"] is not None:
+        rate = stated.partition("/node")[0].strip()
+        instead = f", or write {rate}/gpu for links within the node" if node.gpus > 1 and not links.per_device else ""
+        raise UsageError(f"cluster {name[:80]!r} is one node, which needs no network; leave out :{stated}{instead}")
+    notes.append(
+        f"links of {stated} within the node are taken in place of what is published of {node.gpu.name}; "
+        f"{REACHED:.0%} of that is counted on"
+    )
+    return replace(node, bytes_per_s=links.bytes_per_s * REACHED)
 
 
 def _origin(what: str, nodes: Iterable[Node]) -> str:
@@ -225,7 +256,7 @@ def _check_connected(description: _Description, path: Path) -> None:
 def _network(network: _Network | None, at: str) -> Network | None:
     if network is None:
         return None
-    return Network(_parsed(parse_bandwidth, network.bandwidth, f"{at}.bandwidth:"), network.latency_s)
+    return replace(_parsed(_stated, network.bandwidth, f"{at}.bandwidth:"), latency_s=network.latency_s)
 
 
 def _node(nodes: _Nodes, at: str) -> Node:

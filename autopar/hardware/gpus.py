@@ -14,7 +14,7 @@ from typing import Literal
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["GPUS", "Architecture", "Gpu", "find", "known_as"]
+__all__ = ["GPUS", "Architecture", "Gpu", "find", "is_known", "known_as"]
 
 Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
@@ -257,6 +257,15 @@ def known_as(name: str) -> str:
     """
     found = _BY_NAME.get(_plain(name))
     return name if found is None else found.name
+
+
+def is_known(name: str) -> bool:
+    """Return whether a name is that of a GPU in the table.
+
+    >>> is_known("a100 80gb"), is_known("cuda")
+    (True, False)
+    """
+    return _plain(name) in _BY_NAME
 
 
 def _plain(name: str) -> str:

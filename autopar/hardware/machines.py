@@ -11,12 +11,12 @@ from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Li
 from autopar.hardware.collectives import NETWORK_SHARE, Group, NodeLinks, collective_s, message_latency_s
 from autopar.hardware.gpus import Gpu
 
-__all__ = ["LARGEST_BYTES", "Network", "Node", "cluster_of", "group_sizes", "message_sizes"]
+__all__ = ["LARGEST_BYTES", "REACHED", "Network", "Node", "cluster_of", "group_sizes", "message_sizes"]
 
 LARGEST_BYTES = 2**30
 """Largest message of an estimated curve."""
-# Of its links' rate, where nobody stated what collectives reach: the share that eight A100 were measured to reach.
-_REACHED = 229 / 300
+REACHED = 229 / 300
+"""Of its links' rate, where nobody stated what collectives reach: the share that eight A100 were measured to reach."""
 _KINDS: tuple[CurveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -40,9 +40,14 @@ class Network:
     """What connects nodes."""
 
     bytes_per_s: float
-    """Of a node, in one direction."""
+    """Of a node, in one direction; or of each device, which then shares it with none."""
     latency_s: float = 0.0
     """Of a message, beyond what NCCL's own constants say."""
+    per_device: bool = False
+
+    def of_node(self, gpus: int) -> float:
+        """Return what a node of so many GPUs sends, all of them together."""
+        return self.bytes_per_s * (gpus if self.per_device else 1)
 
 
 def message_sizes(largest_bytes: int) -> tuple[int, ...]:
@@ -79,7 +84,7 @@ def cluster_of(
     curves = list(_node_curves(nodes, slowest))
     for level, among, count in _among_nodes(nodes, network, rack):
         links = _slowest(nodes, among)
-        connections.append(_between(level, links))
+        connections.append(_between(level, links, per_device=among.per_device))
         curves += _curves(level, nodes, count, links)
     return Cluster(
         name=name, backend="nccl", devices=devices, links=tuple(connections), curves=tuple(curves), notes=tuple(notes)
@@ -95,9 +100,11 @@ def _among_nodes(nodes: Sequence[Node], network: Network, rack: Network | None) 
         yield "network", network, len(nodes)
 
 
-def _between(level: Level, links: NodeLinks) -> Link:
-    rate = links.network_bytes_per_s * NETWORK_SHARE
-    return Link(level=level, latency_s=message_latency_s(2, links), bytes_per_s=rate, shared_by=links.devices)
+def _between(level: Level, links: NodeLinks, *, per_device: bool) -> Link:
+    rate, shared = links.network_bytes_per_s * NETWORK_SHARE, links.devices
+    if per_device:
+        rate, shared = rate / links.devices, 1
+    return Link(level=level, latency_s=message_latency_s(2, links), bytes_per_s=rate, shared_by=shared)
 
 
 def _slowest(nodes: Sequence[Node], network: Network) -> NodeLinks:
@@ -108,13 +115,13 @@ def _links(node: Node, network: Network) -> NodeLinks:
     gpu = node.gpu
     linked = gpu.nvlink_bytes_per_s > 0
     rate = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s
-    bus = node.bytes_per_s or gpu.collective_bytes_per_s or rate * _REACHED
+    bus = node.bytes_per_s or gpu.collective_bytes_per_s or rate * REACHED
     return NodeLinks(
         kind="nvlink" if linked else "pcie",
         bus_bytes_per_s=bus,
         peer_bytes_per_s=bus * (gpu.peer_bytes_per_s / rate),
         devices=node.gpus,
-        network_bytes_per_s=network.bytes_per_s,
+        network_bytes_per_s=network.of_node(node.gpus),
         network_latency_s=network.latency_s,
     )
 

@@ -15,9 +15,9 @@ from autopar.report.table import Table, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autopar.formats.cluster import Cluster, Curve
+    from autopar.formats.cluster import Cluster, Curve, Link
 
-__all__ = ["render"]
+__all__ = ["render", "understood"]
 
 _Make = tuple[str, int, float | None]
 """Type, memory and price of a device."""
@@ -37,6 +37,47 @@ def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
         console.print(_overlaps(cluster))
     for note in cluster.notes:
         say(console, f"note: {note}")
+
+
+def understood(cluster: Cluster, share: float = 1.0) -> str:
+    """Return in a line what a cluster is: devices, nodes, and what each sends; of networks ``share`` is counted on.
+
+    >>> from autopar.hardware.clusters import cluster_named
+    >>> from autopar.hardware.collectives import NETWORK_SHARE
+    >>> understood(cluster_named("2x8xH100:400Gbps"), NETWORK_SHARE).split("; ")[:2]
+    ['16 devices (H100-SXM) in 2 nodes of 8', 'within a node 370 GB/s per device']
+    """
+    sizes = Counter(device.node for device in cluster.devices).values()
+    racked = any(link.level == "rack" for link in cluster.links)
+    racks = f", {len({device.rack for device in cluster.devices})} racks" if racked else ""
+    kinds = Counter(device.type for device in cluster.devices)
+    names = ", ".join(kinds if len(kinds) == 1 else (f"{count} {kind}" for kind, count in kinds.items()))
+    nodes = "1 node" if len(sizes) == 1 else f"{len(sizes)} nodes of {' and '.join(map(str, sorted(set(sizes))))}"
+    plural = "s" if len(cluster.devices) > 1 else ""
+    found = [f"{len(cluster.devices)} device{plural} ({names}) in {nodes}{racks}"]
+    where = {"node": "within a node", "rack": "between nodes of a rack"}
+    where["network"] = "between racks" if racked else "between nodes"
+    for link in cluster.links:
+        if link.level == "node" and max(sizes) > 1:
+            found.append(f"{where[link.level]} {_sent(link, 1.0, None)}")
+        elif link.level != "node" and len(sizes) > 1:
+            found.append(f"{where[link.level]} {_sent(link, share, min(sizes) if len(set(sizes)) == 1 else None)}")
+    return "; ".join(found)
+
+
+def _sent(link: Link, share: float, per_node: int | None) -> str:
+    """Return what a device or a node sends over a link, which is shared by as many; ``per_node`` devices have each."""
+    rate, unit = link.bytes_per_s / share, bandwidth if link.level == "node" else _bits
+    counted = "" if share == 1 else f", of which {share:.0%} are counted on"
+    if link.shared_by > 1:
+        whose = " per node" if link.shared_by == per_node else ""
+        return f"{unit(rate)}{whose}, shared by {link.shared_by} devices ({unit(rate / link.shared_by)} each){counted}"
+    whole = "" if per_node is None else f" ({unit(rate * per_node)} per node)"
+    return f"{unit(rate)} per device{whole}{counted}"
+
+
+def _bits(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.4g} Gbit/s"
 
 
 def _devices(cluster: Cluster) -> Table:

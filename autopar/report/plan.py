@@ -169,21 +169,32 @@ def _add_price(table: Table, price: Price) -> None:
     table.add_row("price of its devices per hour", figure(price.per_hour))
     table.add_row("cost of a step", figure(price.per_step))
     table.add_row("cost of a million samples", figure(price.per_million_samples))
+    if price.deadline_s is not None:
+        table.add_row("deadline of a step", duration(price.deadline_s))
     table.add_row("least that a step may cost", figure(price.lower_bound_per_step))
     if price.lower_bound_per_step > 0:
         table.add_row("gap to it", percentage(price.per_step / price.lower_bound_per_step - 1))
 
 
 def _alternatives(plan: Plan) -> Table:
-    columns = ("alternative", ">step", ">against plan", "schedule", ">micro-batches", "stages, or why not")
+    price = plan.predicted.price
+    columns: tuple[str, ...] = ("alternative", ">step", ">against plan")
+    columns += (">cost of a step", ">cost against plan") if price is not None else ()
+    columns += ("schedule", ">micro-batches", "stages, or why not")
     table = Table("Alternatives", columns)
     for each in plan.alternatives:
         if each.step_s is None:
-            table.add_row(each.name, "", "", "", "", each.infeasible or "")
+            table.add_row(each.name, *[""] * (len(columns) - 2), each.infeasible or "")
             continue
-        slower = percentage(each.step_s / plan.predicted.step_s - 1, signed=True) if plan.predicted.step_s > 0 else ""
         count = "" if each.micro_batches is None else str(each.micro_batches)
         name = each.name if each.excluded is None else f"{each.name} (excluded by {each.excluded})"
-        row = (name, duration(each.step_s), slower, each.schedule or "", count, few_stages(each.stages or ""))
-        table.add_row(*row)
+        row = [name, duration(each.step_s), _against(each.step_s, plan.predicted.step_s)]
+        if price is not None:
+            cost = each.price_per_step
+            row += ["", ""] if cost is None else [figure(cost), _against(cost, price.per_step)]
+        table.add_row(*row, each.schedule or "", count, few_stages(each.stages or ""))
     return table
+
+
+def _against(value: float, planned: float) -> str:
+    return percentage(value / planned - 1, signed=True) if planned > 0 else ""

@@ -31,6 +31,8 @@ def render(profile: Profile, console: Console) -> None:
     console.print(_shares(profile))
     for line in (*_certainty(profile), *_totals_in_words(profile)):
         say(console, line)
+    if profile.model.sequence is not None:
+        say(console, f"synthetic sequences of {profile.model.sequence} tokens (--sequence)")
     for tied in profile.tied:
         say(console, f"tied: {tied.parameter} in {', '.join(tied.layers)}")
     if profile.ignored_state:

@@ -11,11 +11,11 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.formats.profile import Profile
-from autopar.hardware.gpus import known_as
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.chunks import plain
 from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.kinds import kinds_of
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.levels import Levels
 from autopar.planner.costs.links import Collective, Level, LinkModel
@@ -57,15 +57,17 @@ class CostModel:
         self.notes: list[str] = []
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
         limit = options.memory_bytes
-        self.kinds = (profile.device, *(other.device for other in profile.others))
-        first_of = {device.type: index for index, device in reversed(list(enumerate(self.devices)))}
-        kinds = {name: self._kind(name, index) for name, index in sorted(first_of.items(), key=lambda each: each[1])}
-        self.kind_of = [kinds[device.type] for device in self.devices]
+        kinds = kinds_of(profile, self.devices, options.times_of)
+        self.notes += kinds.notes
+        self.stands = kinds.stands
+        """The kind of the profile whose times stand for those of others; none where none does."""
+        self.kinds = tuple(each.device for each in kinds.costs)
+        self.kind_of = [kinds.of_type[device.type] for device in self.devices]
         """By device, the index of its kind."""
         reserved = [self.kinds[kind].reserved_bytes for kind in self.kind_of]
         limits = [device.memory_bytes if limit is None else limit for device in self.devices]
         self.limits_bytes = [max(0, each - own) for each, own in zip(limits, reserved, strict=True)]
-        self.layers = [LayerCosts(layers) for layers in (profile.layers, *(other.layers for other in profile.others))]
+        self.layers = [LayerCosts(each.layers) for each in kinds.costs]
         """By kind."""
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
@@ -127,36 +129,6 @@ class CostModel:
                 + where
             )
         return devices_of(cluster, count)
-
-    def _kind(self, name: str, index: int) -> int:
-        """Return which of the profile's kinds a type is; a cluster of a single, unknown type is taken for the first.
-
-        Raises:
-            FileError: devices of several types, and the profile has no costs for this one; or a type of several kinds.
-        """
-        names = [known_as(kind.name) for kind in self.kinds]
-        if known_as(name) in names:
-            return names.index(known_as(name))
-        known = ", ".join(kind.name for kind in self.kinds)
-        alike = [number for number, kind in enumerate(self.kinds) if kind.type == name]
-        if len(alike) > 1:
-            raise FileError(
-                f"$.devices[{index}].type: {name!r} may be any of {known}, which the profile has costs for; "
-                "write there which it is"
-            )
-        if alike:
-            return alike[0]
-        types = sorted({each.type for each in self.devices})
-        if len(types) > 1 or len(self.kinds) > 1:
-            raise FileError(
-                f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
-                "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
-                "profiles with `autopar import profiles`"
-            )
-        note = f"the profile is of {known}, but the cluster has {', '.join(types)}: times are {known}'s"
-        if note not in self.notes:
-            self.notes.append(note)
-        return 0
 
     def among(self, devices: Sequence[int]) -> CostModel:
         """Return this model of some of its devices, which are then counted from 0."""

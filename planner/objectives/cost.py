@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import prod
+from math import inf, nextafter, prod
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.predicted import Price
+from autopar.formats.predicted import Alternative, Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.work import layers_work_s
@@ -25,12 +25,13 @@ from autopar.planner.candidate import Candidate, Family
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.cost_bound import Numbers, least_steps_s
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.placement.grouping import groups_of
 from autopar.planner.placement.pool import Pool, in_order
-from autopar.planner.remedies import any_plan_fits
+from autopar.planner.remedies import advice, any_plan_fits
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, Found
+from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulator.simulate import Simulator
 
@@ -70,7 +71,7 @@ class Cheapest(NamedTuple):
     cost: float
     """Of a step."""
     lower_bound: float
-    """No step of any plan, on any of the devices, costs less."""
+    """No step of any plan within the deadline, on any of the devices, costs less."""
     by_count: dict[int, Found]
     """Cheapest of those sets of so many devices that were cheaper than what was known before."""
 
@@ -78,20 +79,24 @@ class Cheapest(NamedTuple):
 def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Plan:
     """Return the plan that trains most samples per unit of price, with a lower bound of what a step costs.
 
+    With a deadline, of those plans whose steps take no longer.
+
     Raises:
         FileError: the cluster does not price a device; names it.
         UsageError: there are too many sets of devices.
-        InfeasibleError: nothing fits the memory.
+        InfeasibleError: nothing fits the memory, or no step is within the deadline.
     """
     prices = prices_of(costs)
     best = cheapest(costs, families, options)
     if best is None:
-        raise infeasible(costs, families, options, None, partial(any_plan_fits, costs, {}))
+        raise _unmet(costs, families, options)
     candidate = best.found.candidate
-    price = sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
-    rows = [record(each.name, each.found, each.reason) for each in references(Simulator(costs), families, options)]
+    price = _price(prices, candidate)
+    rows = [
+        _row(prices, each.name, each.found, each.reason) for each in references(Simulator(costs), families, options)
+    ]
     for count, found in sorted(best.by_count.items()):
-        rows.append(record(f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
+        rows.append(_row(prices, f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
     cost = made.predicted.step_s * price
     priced = Price(
@@ -99,6 +104,7 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
         per_step=cost,
         per_million_samples=cost / costs.batch * 1e6,
         lower_bound_per_step=min(best.lower_bound, cost),
+        deadline_s=options.deadline_s,
     )
     predicted = made.predicted.model_copy(update={"price": priced})
     return made.model_copy(update={"objective": "cost", "predicted": predicted})
@@ -122,24 +128,94 @@ def prices_of(costs: CostModel) -> list[float]:
     return found
 
 
+def _price(prices: Sequence[float], candidate: Candidate) -> float:
+    """Return the price per second of the devices that a candidate uses."""
+    return sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
+
+
+def _row(prices: Sequence[float], name: str, found: Found | None, reason: str | None = None) -> Alternative:
+    """Return a candidate as the plan file lists it, with what its step costs."""
+    row = record(name, found, reason)
+    if found is None:
+        return row
+    return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
+
+
 def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Cheapest | None:
-    """Return the cheapest candidate; none if nothing fits."""
-    best: Found | None = None
-    cost = lower = float("inf")
+    """Return the cheapest candidate, within the deadline if there is one; none if nothing fits or is so quick."""
+    prices = prices_of(costs)
+    cost = lower = cap_s = inf
     by_count: dict[int, Found] = {}
+    best: Found | None = None
+    if options.deadline_s is not None:
+        # Plans that take as long are within it.
+        cap_s = nextafter(options.deadline_s, inf)
+        best = _quickest(costs, families, options)
+        best = None if best is None or best.step_s >= cap_s else best
+    if best is not None:
+        cost = best.step_s * _price(prices, best.candidate)
+        by_count[sum(len(stage.devices) for stage in best.candidate.stages)] = best
     for number, each in enumerate(_sets(costs, families, options)):
+        if each.least > each.price * cap_s:
+            continue
         if cost <= (1 + options.gap) * each.least or (options.gap > 0 and number >= SEARCHED and best is not None):
             lower = min(lower, each.least)
             break
         # What is no cheaper than the gap asks for would not be worth its search.
-        own = Best(cost / each.price / (1 + options.gap))
+        own = Best(min(cap_s, cost / each.price / (1 + options.gap)))
         among = costs.among(each.devices)
         asked = replace(options, gpus=len(each.devices), use_all=True)
-        lower = min(lower, each.price * search(Simulator(among), families, asked, own).lower_bound_s)
+        bound_s = search(Simulator(among), families, asked, own).lower_bound_s
+        # Where none on these devices is within the deadline, they do not count.
+        lower = lower if bound_s >= cap_s else min(lower, each.price * bound_s)
         if own.found is not None:
             best = Found(own.found.step_s, _moved(own.found.candidate, each.devices))
             cost, by_count[len(each.devices)] = each.price * best.step_s, best
     return None if best is None else Cheapest(best, cost, min(lower, cost), by_count)
+
+
+def _quickest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Found | None:
+    """Return the fastest candidate that the search finds, whatever it costs; none if nothing fits."""
+    best = Best()
+    search(Simulator(costs), families, options, best)
+    return best.found
+
+
+def _unmet(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> InfeasibleError:
+    """Return the error that names the fastest step where it misses the deadline, else what memory lacks."""
+    found = None if options.deadline_s is None else _quickest(costs, families, options)
+    if found is None:
+        return infeasible(costs, families, options, None, partial(_fits, costs))
+    return InfeasibleError(
+        f"no plan of at most {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''} has a step within "
+        f"--deadline {options.deadline_s:g}: the fastest step that was found takes {found.step_s:.6g} s "
+        f"({found.candidate.text()} with {found.candidate.schedule} and {found.candidate.micro_batches} "
+        f"micro-batches); {advice([f'with --deadline {_rounded_up(found.step_s)}'])}"
+    )
+
+
+def _rounded_up(seconds: float) -> str:
+    """Return seconds as they can be typed, in six digits and not less.
+
+    >>> _rounded_up(0.1234561), _rounded_up(2.0)
+    ('0.123457', '2')
+    """
+    text = f"{seconds:.6g}"
+    return text if float(text) >= seconds else f"{seconds * (1 + 1e-5):.6g}"
+
+
+def _fits(costs: CostModel, options: PlanOptions) -> bool:
+    """Whether a plan fits with other options, and meets their deadline."""
+    if not any_plan_fits(costs, {}, options):
+        return False
+    options = admitted(options, costs.profile)
+    other = CostModel(costs.profile, costs.cluster, options)
+    # Refused where there are too many sets.
+    next(_used(other, prices_of(other), use_all=options.use_all), None)
+    if options.deadline_s is None:
+        return True
+    found = _quickest(other, runnable(other, options), options)
+    return found is not None and found.step_s <= options.deadline_s
 
 
 def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
@@ -218,6 +294,10 @@ def _moved(candidate: Candidate, devices: Sequence[int]) -> Candidate:
 
 def _notes(costs: CostModel, best: Cheapest, options: PlanOptions) -> list[str]:
     notes = []
+    if options.deadline_s is not None:
+        notes.append(
+            f"no step was to take longer than {options.deadline_s:g} s (--deadline); those that do are listed too"
+        )
     idle = len(costs.devices) - sum(len(stage.devices) for stage in best.found.candidate.stages)
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (--use-all forbids this)")

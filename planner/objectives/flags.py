@@ -28,16 +28,17 @@ _FLAGS = {
     "equal_widths": "--equal-widths",
     "solver": "--solver",
     "solver_seconds": "--solver-seconds",
+    "deadline_s": "--deadline",
 }
 _KNOWN: dict[Objective, frozenset[str]] = {
-    "step": frozenset(_FLAGS),
+    "step": frozenset(_FLAGS) - {"deadline_s"},
     "cost": frozenset(_FLAGS) - {"stages", "solver", "solver_seconds", "effort", "exact", "equal_widths"},
     "throughput": frozenset({"batch", "memory_bytes", "use_all", "divisible", "recompute"}),
     "pipedream": frozenset(),
     "piper": frozenset({"batch", "memory_bytes"}),
 }
 _WHY: dict[Objective, str] = {
-    "step": "",
+    "step": "finds the fastest plan, and not the cheapest one that meets it (--objective cost)",
     "cost": "searches every set of devices",
     "throughput": "is of mini-batches that flow whole, one after the other",
     "pipedream": "is PipeDream's, whose planner takes the profiled mini-batch and keeps no memory limit",

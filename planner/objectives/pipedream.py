@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
@@ -88,13 +88,14 @@ def pipedream_plan(
 def _levels(cluster: Cluster, gpus: int, bytes_per_s: float | None) -> tuple[Level, ...]:
     """Return the devices of a node and the nodes, without a level of one machine."""
     if gpus > len(cluster.devices):
-        raise InfeasibleError(f"--gpus {gpus}: cluster {cluster.name!r} has {len(cluster.devices)} devices")
+        count = len(cluster.devices)
+        raise InfeasibleError(f"--gpus {gpus}: cluster {cluster.name!r} has {count} devices; use --gpus {count}")
     sizes = [len(list(devices)) for _, devices in groupby(device.node for device in cluster.devices[:gpus])]
     if len(set(sizes)) > 1:
         found = ", ".join(map(str, sizes))
         raise UsageError(
             f"--objective pipedream knows only nodes of equal size, and {gpus} devices of cluster {cluster.name!r} are "
-            f"on nodes of {found}; use --gpus {sizes[0] * len([size for size in sizes if size == sizes[0]])}"
+            f"on nodes of {found}; use --gpus {sum(takewhile(sizes[0].__eq__, sizes))}"
         )
     # Its formulas know bandwidths alone, so that the widest of a level's links is the quickest.
     rates = {link.level: link.bytes_per_s for link in sorted(cluster.links, key=lambda link: link.bytes_per_s)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +16,12 @@ from autopar.hardware.topology import Topology
 from autopar.planner.objectives.piper_moves import PiperMoves, in_flight
 from autopar.planner.objectives.piper_options import Task
 from autopar.planner.objectives.piper_stages import PiperStages, Stage
+from autopar.planner.remedies import advice
 
 __all__ = ["PiperPlan", "PiperStage", "piper_plan"]
 
+MOST_TRIED = 16
+"""Numbers of devices, and doublings of the memory, where no plan fits."""
 _NEAR = 0.02
 """Where bisection has come so near, what is left is proved plan by plan."""
 _STEP, _STEPS = 1.06, 16
@@ -115,9 +120,22 @@ def piper_plan(
     if best is None:
         raise InfeasibleError(
             f"no plan of Piper's fits {task.devices} devices of {task.memory_bytes} bytes; "
-            "use more devices, more memory or options that keep less"
+            f"{advice([f'with {each}' for each in _remedies(profile, cluster, task)])}"
         )
     return _written(profile, stages, best)
+
+
+def _remedies(profile: Profile, cluster: Cluster, task: Task) -> Iterator[str]:
+    """Yield with how many of the cluster's devices, and with how many times the memory, a plan fits."""
+
+    def fits(other: Task) -> bool:
+        return _least(PiperStages(profile, other)) is not None
+
+    more = range(task.devices + 1, min(len(cluster.devices), task.devices + MOST_TRIED) + 1)
+    yield from islice((f"--gpus {count}" for count in more if fits(task._replace(devices=count))), 1)
+    sizes = (task.memory_bytes << step for step in range(1, MOST_TRIED))
+    sizes = (size for size in sizes if fits(task._replace(memory_bytes=size)))
+    yield from islice((f"--memory {size}" for size in sizes), 1)
 
 
 def _task(
@@ -130,7 +148,9 @@ def _task(
 ) -> Task:
     used = cluster.devices[:gpus]
     if gpus is not None and len(used) < gpus:
-        raise InfeasibleError(f"--gpus {gpus}: cluster {cluster.name!r} has {len(used)} devices")
+        raise InfeasibleError(
+            f"--gpus {gpus}: cluster {cluster.name!r} has {len(used)} devices; use --gpus {len(used)}"
+        )
     level = Topology(cluster, used).level(range(len(used)))
     rate = max(link.bytes_per_s for link in cluster.links if link.level == level)
     least = min(device.memory_bytes for device in used)

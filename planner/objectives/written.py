@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
@@ -13,11 +14,12 @@ from autopar.formats.profile import Profile
 from autopar.planner import provenance
 from autopar.planner.assemble import crossings, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.heading import heading
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions
+from autopar.planner.remedies import advice, any_plan_fits, pipelined
 from autopar.planner.shortfall import size
 
 __all__ = ["stash_plan", "throughput_plan"]
@@ -135,8 +137,26 @@ def _alternatives(prices: StashCosts) -> list[Alternative]:
 
 def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
     every = " on all of them" if options.use_all else ""
+    ample = CostModel(costs.profile, costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
+    found = quickest(StashCosts(ample), options)
+    needed = None if found is None else _needed_bytes(StashCosts(ample), found.candidate)
     return InfeasibleError(
         f"no asynchronous pipeline of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, with the "
-        "weight versions that it keeps; use more devices (--gpus), a smaller batch (--batch), devices with more memory "
-        "(--memory), or a synchronous pipeline (--objective step)"
+        f"weight versions that it keeps; {advice(pipelined(costs, options, partial(_fits, costs), needed))}"
     )
+
+
+def _needed_bytes(prices: StashCosts, candidate: Candidate) -> int:
+    """Return the memory of a device with which a candidate fits."""
+    kinds, kind_of = prices.costs.kinds, prices.costs.kind_of
+    return max(
+        prices.peak_bytes(stage) + max(kinds[kind_of[device]].reserved_bytes for device in stage.devices)
+        for stage in candidate.stages
+    )
+
+
+def _fits(costs: CostModel, options: PlanOptions) -> bool:
+    """Whether a plan fits with other options, or a synchronous one if that is the objective."""
+    if options.objective == "step":
+        return any_plan_fits(costs, {}, options)
+    return quickest(StashCosts(CostModel(costs.profile, costs.cluster, options)), options) is not None

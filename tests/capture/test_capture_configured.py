@@ -12,6 +12,8 @@ import torch
 from autopar.capture import capture, load, named_tensors
 from autopar.capture.separable import separation
 from autopar.errors import FileError, ModelError, UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
 
 pytest.importorskip("transformers", reason="autopar[hf] is not installed")
 
@@ -173,3 +175,81 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'autopar\[hf\]'"):
         load(f"hf:{tmp_path}")
+
+
+ROBERTA = {"model_type": "roberta", **TINY, "max_position_embeddings": 12, "pad_token_id": 1}
+ROBERTA |= {"architectures": ["RobertaForMaskedLM"]}
+
+
+@pytest.mark.parametrize(("content", "usual"), [(GPT, 12), (BERT, 12), (T5, 10), (ROBERTA, 10)])
+def test_sequences_are_as_long_as_asked_and_up_to_the_positions(tmp_path, content, usual):
+    path = write(tmp_path, content)
+    plain = load(f"hf:{path}")
+    assert (plain.sequence, plain.recorded.sequence) == (usual, usual)
+    assert len(plain.dataset()[0]["input_ids"]) == usual
+    for length in (2, 5, usual):
+        user = load(f"hf:{path}", sequence=length)
+        assert user.recorded.sequence == length
+        sample = user.dataset()[0]
+        assert {name: len(value) for name, value in sample.items()} == dict.fromkeys(sample, length)
+        # What a profile or plan records is what its run is fed with.
+        assert load(f"hf:{path}", recorded=user.recorded).sequence == length
+    user.build()(**{name: value[None] for name, value in sample.items()})
+    for length in (usual + 1, 4096):
+        with pytest.raises(UsageError, match=f"--sequence {length}: .* up to {usual}; use --sequence {usual}"):
+            load(f"hf:{path}", sequence=length)
+    with pytest.raises(UsageError, match="at least 2 tokens"):
+        load(f"hf:{path}", sequence=1)
+
+
+def test_a_model_without_positions_takes_any_length_and_long_contexts_more_than_the_usual(tmp_path):
+    unbounded = {name: value for name, value in T5.items() if name != "n_positions"}
+    assert load(f"hf:{write(tmp_path, unbounded)}").sequence == 512
+    assert len(load(f"hf:{tmp_path}", sequence=700).dataset()[0]["input_ids"]) == 700
+    long = {**GPT, "n_positions": 8192}
+    assert load(f"hf:{write(tmp_path, long)}").sequence == 2048
+    assert load(f"hf:{tmp_path}", sequence=8192).sequence == 8192
+
+
+def test_what_has_no_synthetic_sequences_is_refused_a_length(tmp_path):
+    with pytest.raises(UsageError, match="ViTForImageClassification reads no sequences of tokens; leave it out"):
+        load(f"hf:{write(tmp_path, VIT)}", sequence=8)
+    assert load(f"hf:{tmp_path}").sequence is None
+    data = tmp_path / "data.py"
+    data.write_text("def dataset():\n    return []\n")
+    write(tmp_path, GPT)
+    with pytest.raises(UsageError, match="inputs are those of --data"):
+        load(f"hf:{tmp_path}", data, sequence=8)
+    assert load(f"hf:{tmp_path}", data).sequence is None
+    with pytest.raises(UsageError, match="only hf: models have synthetic inputs"):
+        load(str(data), sequence=8)
+
+
+def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, GPT)
+    typed = ("profile", "hf:config.json", "--batch", "2", "--device", "H100")
+    code, _, err = command(*typed)
+    assert code == 0, err
+    assert "synthetic sequences of 12 tokens (--sequence)" in err
+    long = Profile.load("profile.json")
+    code, _, err = command(*typed, "--sequence", "6")
+    assert code == 0, err
+    assert "synthetic sequences of 6 tokens (--sequence)" in err
+    short = Profile.load("profile.json")
+    assert (long.model.sequence, short.model.sequence) == (12, 6)
+    assert max(tensor.bytes_per_sample for tensor in short.tensors) < max(t.bytes_per_sample for t in long.tensors)
+    assert command("plan")[0] == 0
+    assert Plan.load("plan.json").model.sequence == 6
+    code, _, err = command("rehearse")
+    assert code == 0, err
+    code, _, err = command(*typed, "--sequence", "13")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "use --sequence 12" in err
+    assert command(*typed, "--sequence", "1")[0] == 2
+    long.save("long.json")
+    other = long.model_copy(update={"device": long.device.model_copy(update={"name": "V100"})})
+    other.model_copy(update={"model": short.model}).save("short.json")
+    code, _, err = command("import", "profiles", "long.json", "short.json")
+    assert code == 4
+    assert "$.model.sequence is 6, and 12 in long.json; profile with the same --sequence" in err

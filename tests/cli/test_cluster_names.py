@@ -35,7 +35,7 @@ def _simulated(run: Run, *arguments: str) -> float:
 
 
 def test_a_plan_for_a_named_cluster_records_the_name_and_is_simulated_with_it(run: Run) -> None:
-    code, _, err = run("plan", "--cluster", "2x2xV100:1Gbps", "--stages", "0-6:2,7-13:2")
+    code, _, err = run("plan", "--cluster", "2x2xV100:1Gbps", "--times-of", "cpu", "--stages", "0-6:2,7-13:2")
     assert code == 0, err
     plan = Plan.load("plan.json")
     assert (plan.cluster, plan.cluster_name) == (None, "2x2xV100:1Gbps")
@@ -48,7 +48,7 @@ def test_a_plan_for_a_named_cluster_records_the_name_and_is_simulated_with_it(ru
 
 def test_a_plan_for_a_described_cluster_records_the_file(run: Run) -> None:
     Path("lab.toml").write_text(TOML)
-    code, _, err = run("plan", "--cluster", "lab.toml", "--min-stages", "2")
+    code, _, err = run("plan", "--cluster", "lab.toml", "--times-of", "cpu", "--min-stages", "2")
     assert code == 0, err
     plan = Plan.load("plan.json")
     assert plan.cluster is not None
@@ -85,7 +85,7 @@ def test_what_is_no_cluster_gets_one_line_and_its_exit_code(run: Run, cluster: s
 
 
 def test_a_plan_names_a_cluster_or_a_file_but_not_both(run: Run) -> None:
-    assert run("plan", "--cluster", "2xH100")[0] == 0
+    assert run("plan", "--cluster", "2xH100", "--times-of", "cpu")[0] == 0
     content = json.loads(Path("plan.json").read_text())
     content["cluster"] = {"path": "cluster.json", "sha256": "0" * 64}
     Path("plan.json").write_text(json.dumps(content))
@@ -95,10 +95,42 @@ def test_a_plan_names_a_cluster_or_a_file_but_not_both(run: Run) -> None:
 
 
 def test_a_plan_that_names_no_cluster_is_a_bad_file(run: Run) -> None:
-    assert run("plan", "--cluster", "2xH100")[0] == 0
+    assert run("plan", "--cluster", "2xH100", "--times-of", "cpu")[0] == 0
     content = json.loads(Path("plan.json").read_text())
     content["cluster_name"] = "castle"
     Path("plan.json").write_text(json.dumps(content))
     code, _, err = run("simulate")
     assert code == 4
     assert err.startswith("autopar: plan.json: $.cluster_name: no cluster is called 'castle'")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (
+            "2x2xV100:400Gbps",
+            "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s "
+            "per node, shared by 2 devices (200 Gbit/s each), of which 80% are counted on",
+        ),
+        (
+            "2x2xV100:400Gbps/gpu",
+            "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s "
+            "per device (800 Gbit/s per node), of which 80% are counted on",
+        ),
+        ("2xH100:400Gbps/gpu", "2 devices (H100-SXM) in 1 node; within a node 38.2 GB/s per device"),
+        (
+            "lab.toml",
+            "4 devices (A100-SXM-80G) in 2 nodes of 2; within a node 229 GB/s per device; between nodes 10 Gb",
+        ),
+    ],
+)
+def test_what_was_understood_of_a_cluster_is_echoed_in_a_line(run: Run, cluster: str, said: str) -> None:
+    Path("lab.toml").write_text(TOML)
+    assert run("plan", "--gpus", "1")[0] == 0
+    for command in ("plan", "compare", "simulate"):
+        code, _, err = run(command, "--cluster", cluster, "--times-of", "cpu")
+        assert code == 0, err
+        lines = [line for line in err.splitlines() if line.startswith(f"cluster {cluster}: ")]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"cluster {cluster}: {said}")
+    assert "cluster estimated: " not in run("plan", "--gpus", "1")[2]

@@ -59,10 +59,12 @@ def test_rows_on_stdout_hold_what_plan_finds(run: Run) -> None:
 
 
 def test_a_named_cluster_with_several_nodes_and_asked_micro_batches_are_planned_for(run: Run) -> None:
-    code, out, err = run("compare", "--cluster", "2x2xA100-80G:100Gbps", "--micro-batches", "4", "--json")
+    code, out, err = run(
+        "compare", "--cluster", "2x2xA100-80G:100Gbps", "--times-of", "cpu", "--micro-batches", "4", "--json"
+    )
     assert code == 0, err
     assert {row["micro_batches"] for row in json.loads(out) if row["micro_batches"]} == {4}
-    assert "times are" in err
+    assert "times of test stand for A100-SXM-80G" in err
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,42 @@ def test_a_gpus_other_names_are_its_own(run: Run) -> None:
     assert '$.device.name is "A100", which a100.json has costs for' in err
 
 
+@pytest.mark.parametrize("where", ["name", "file"])
+def test_a_kind_that_the_profile_is_not_of_is_refused_by_every_command_until_its_times_are_meant(
+    run: Run, where: str
+) -> None:
+    gpu = DeviceKind(type="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9)
+    on("quick").model_copy(update={"device": gpu}).save("profile.json")
+    Path("lab.toml").write_text('[[nodes]]\ngpus = 2\ngpu = "A100"\n')
+    cluster = {"name": "2xA100", "file": "lab.toml"}[where]
+    message = (
+        "autopar: the cluster has A100-SXM-80G, and the profile has times of H100-SXM only: profile with --device "
+        "A100-SXM-80G, or plan with --times-of H100-SXM if its times are to stand for those of A100-SXM-80G\n"
+    )
+    assert run("plan", "--cluster", "2xH100")[0] == 0
+    for command in ("plan", "compare", "simulate"):
+        assert run(command, "--cluster", cluster) == (2, "", message)
+    code, _, err = run("simulate", "--cluster", cluster, "--times-of", "h100", "--json")
+    assert (code, "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G" in err) == (0, True)
+    code, _, err = run("simulate", "--times-of", "H100")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "leave it out" in err
+    for command in ("plan", "compare"):
+        code, _, err = run(command, "--cluster", cluster, "--times-of", "H100")
+        assert code == 0, err
+        assert "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G, as asked (--times-of)" in err
+        assert run(command, "--cluster", cluster, "--times-of", "V100")[0] == 2
+        assert run(command, "--cluster", "2xH100", "--times-of", "H100")[0] == 2
+    assert Plan.load("plan.json").times_of == "NVIDIA H100 80GB HBM3"
+    code, out, err = run("simulate", "--json")
+    assert (code, "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G" in err) == (0, True)
+    assert json.loads(out)["step_s"] == Plan.load("plan.json").predicted.step_s
+    assert run("show", "plan.json", "--png", "step.png")[0] == 0
+    code, _, err = run("run", "--update-profile")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "times of NVIDIA H100 80GB HBM3 stand for other devices (--times-of)" in err
+
+
 MODEL = """
 import torch
 def model():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.hardware.clusters import EXAMPLES, cluster_named, is_file, read_cluster
+from autopar.hardware.collectives import NETWORK_SHARE
 from autopar.hardware.gpus import GPUS
 
 LAB = """
@@ -215,3 +217,56 @@ def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_file("C:\\lab")
     Path("8xH100").write_text("")
     assert is_file("8xH100")
+
+
+@pytest.mark.parametrize("of", ["/gpu", "/device", " / GPU"])
+@pytest.mark.parametrize("rate", ["400Gbps", "50GB/s"])
+def test_a_bandwidth_of_each_device_is_shared_with_none_and_that_of_all_of_a_node(rate: str, of: str) -> None:
+    each, node = cluster_named(f"2x8xH100:{rate}{of}"), cluster_named("2x8xH100:3200Gbps")
+    assert not is_file(f"2x8xH100:{rate}{of}")
+    link, whole = each.links[1], node.links[1]
+    assert (link.bytes_per_s, link.shared_by) == (pytest.approx(50e9 * NETWORK_SHARE), 1)
+    assert (whole.bytes_per_s / whole.shared_by, whole.shared_by) == (pytest.approx(link.bytes_per_s), 8)
+    for one, other in zip(each.curves, node.curves, strict=True):
+        assert one.seconds == pytest.approx(other.seconds)
+    assert cluster_named(f"2x8xH100:{rate}/node").links == cluster_named(f"2x8xH100:{rate}").links
+
+
+def test_racks_nodes_and_kinds_take_a_bandwidth_of_each_device() -> None:
+    racks = cluster_named("2x4x8xH100:400Gbps/gpu:100Gbps")
+    assert [(link.level, link.shared_by) for link in racks.links] == [("node", 1), ("rack", 1), ("network", 8)]
+    both = cluster_named("2x4x8xH100:100Gbps:400Gbps/gpu")
+    assert [(link.level, link.shared_by) for link in both.links] == [("node", 1), ("rack", 8), ("network", 1)]
+    assumed = cluster_named("2x4x8xH100:400Gbps/gpu")
+    assert "400Gbps/gpu between racks is assumed; 2x4x8xH100:400Gbps/gpu:100Gbps would say another" in assumed.notes
+    assert assumed.links == cluster_named("2x4x8xH100:400Gbps/gpu:400Gbps/gpu").links
+    mixed = cluster_named("4xA100+8xV100:100Gbps/gpu")
+    assert (mixed.links[1].bytes_per_s, mixed.links[1].shared_by) == (pytest.approx(12.5e9 * NETWORK_SHARE), 1)
+
+
+def test_one_node_takes_the_bandwidth_of_each_device_for_its_own_links() -> None:
+    slow, slower, usual = (cluster_named(f"8xH100{text}") for text in (":400Gbps/gpu", ":25GB/s/device", ""))
+    assert [link.level for link in slow.links] == ["node"]
+    rates = [cluster.links[0].bytes_per_s for cluster in (slower, slow, usual)]
+    assert rates == sorted(rates)
+    assert rates[1] == pytest.approx(2 * rates[0])
+    assert any("links of 400Gbps/gpu within the node are taken in place of" in note for note in slow.notes)
+    for text, message in [
+        ("8xH100:400Gbps", "leave out :400Gbps, or write 400Gbps/gpu for links within the node"),
+        ("1xH100:400Gbps/gpu", "is one node, which needs no network; leave out :400Gbps/gpu"),
+        ("8xH100:1GB/s/gpu:1Gbps", "leave out :1GB/s/gpu"),
+        ("2x8xH100:400Gbps/rack", "write bytes or bits per second"),
+        ("2x8xH100:/gpu", "write bytes or bits per second"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            cluster_named(text)
+
+
+def test_a_described_network_may_be_that_of_each_device(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(
+        '[[nodes]]\ncount = 2\ngpus = 8\ngpu = "H100"\n[network]\nbandwidth = "400Gbps/gpu"\nlatency_s = 1e-5\n'
+    )
+    link = read_cluster(path).links[1]
+    assert (link.bytes_per_s, link.shared_by) == (pytest.approx(50e9 * NETWORK_SHARE), 1)
+    assert link.latency_s > cluster_named("2x8xH100:400Gbps/gpu").links[1].latency_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.exhaustive import everything
 from autopar.planner.objectives.cost import Cheapest, cheapest
 from autopar.planner.simulator.simulate import Simulator
+from autopar.report.plan import explained
 
 
 def _priced(cluster: Cluster, seed: int) -> Cluster:
@@ -204,3 +207,105 @@ def test_sixty_four_devices_are_planned_with_a_certificate() -> None:
     made = plan(gpt_profile(blocks=22, batch=128), cluster, PlanOptions(objective="cost", memory_bytes=400 * 2**20))
     assert made.predicted.price is not None
     assert made.predicted.price.per_step <= 1.03 * made.predicted.price.lower_bound_per_step
+
+
+def _steps(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[tuple[float, float]]:
+    """The step and the cost of every plan that fits, each simulated."""
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    found = [each for each in everything(costs, options) if max(costs.shortfalls(each)) <= 0]
+    return [(step_s, step_s * _price(cluster, each)) for each in found for step_s in [simulator.step_s(each)]]
+
+
+@pytest.mark.parametrize("make", [_instance, _limited, _constrained])
+def test_no_plan_within_the_deadline_is_cheaper(
+    make: Callable[[int], tuple[Profile, Cluster, PlanOptions]],
+) -> None:
+    dearer = missed = compared = 0
+    for seed in range(600, 625):
+        profile, cluster, options = make(seed)
+        if make is _constrained and len(profile.layers) < 3:
+            continue
+        every = _steps(profile, cluster, options)
+        if not every:
+            continue
+        fastest, free = min(every), min(cost for _, cost in every)
+        if fastest[0] == 0:
+            continue
+        slowest = max(step_s for step_s, cost in every if cost == free)
+        for deadline_s in (1.0001 * fastest[0], (fastest[0] + slowest) / 2, 0.999 * fastest[0]):
+            asked = replace(options, deadline_s=deadline_s)
+            least = min((cost for step_s, cost in every if step_s <= deadline_s), default=None)
+            if least is None:
+                with pytest.raises(InfeasibleError, match="has a step within --deadline") as caught:
+                    plan(profile, cluster, asked)
+                named = re.search(r"the fastest step that was found takes (\S+) s", str(caught.value))
+                typed = re.search(r"; a plan fits with --deadline (\S+)$", str(caught.value))
+                assert named is not None
+                assert typed is not None
+                assert float(named[1]) == pytest.approx(fastest[0], rel=1e-5)
+                assert plan(profile, cluster, replace(asked, deadline_s=float(typed[1]))).predicted.price is not None
+                missed += 1
+                continue
+            price = plan(profile, cluster, asked).predicted.price
+            assert price is not None
+            assert price.deadline_s == deadline_s
+            assert price.per_step == pytest.approx(least, rel=1e-9), seed
+            assert price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
+            compared, dearer = compared + 1, dearer + (least > free * (1 + 1e-6))
+    assert compared >= 15
+    assert missed >= 5
+    assert dearer >= 4
+
+
+def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
+    for seed in range(700, 720):
+        profile, cluster, options = _limited(seed)
+        every = _steps(profile, cluster, options)
+        if not every or min(every)[0] == 0:
+            continue
+        deadline_s = 1.05 * min(every)[0]
+        made = plan(profile, cluster, replace(options, gap=0.1, deadline_s=deadline_s))
+        least = min(cost for step_s, cost in every if step_s <= deadline_s)
+        assert made.predicted.price is not None
+        assert made.predicted.step_s <= deadline_s * (1 + 1e-9)
+        assert made.predicted.price.lower_bound_per_step <= least * (1 + 1e-9), seed
+        assert least <= made.predicted.price.per_step * (1 + 1e-9), seed
+
+
+def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> None:
+    cluster = _priced(local_cluster(3), 2)
+    made = plan(gpt_profile(), cluster, PlanOptions(objective="cost"))
+    known = [each for each in made.alternatives if each.step_s is not None]
+    assert known
+    for each in known:
+        assert each.stages is not None
+        assert each.step_s is not None
+        devices = sum(int(stage.rpartition(":")[2]) for stage in each.stages.split(","))
+        per_hour = devices * (cluster.devices[0].price_per_hour or 0.0)
+        assert each.price_per_step == pytest.approx(each.step_s * per_hour / 3600)
+    assert "cost of" in explained(made)
+    fastest = plan(gpt_profile(), cluster, PlanOptions())
+    assert {each.price_per_step for each in fastest.alternatives} == {None}
+    assert "cost of" not in explained(fastest)
+
+
+@pytest.mark.parametrize("objective", ["step", "throughput", "pipedream", "piper"])
+def test_a_deadline_goes_with_the_cost_only(objective: Objective) -> None:
+    with pytest.raises(UsageError, match=f"--deadline does not go with --objective {objective}"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(objective=objective, deadline_s=1.0))
+    for deadline_s in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="--deadline must be positive seconds"):
+            PlanOptions(objective="cost", deadline_s=deadline_s)
+
+
+def test_a_remedy_for_memory_meets_the_deadline_too() -> None:
+    cluster = _priced(local_cluster(2), 0)
+    free = plan(gpt_profile(), cluster, PlanOptions())
+    options = PlanOptions(objective="cost", memory_bytes=30 * 2**20, deadline_s=1.1 * free.predicted.step_s)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(gpt_profile(), cluster, options)
+    found = re.search(r"with --memory (\d+)MiB", str(caught.value))
+    if found is not None:
+        made = plan(gpt_profile(), cluster, replace(options, memory_bytes=int(found[1]) * 2**20))
+        assert made.predicted.step_s <= 1.1 * free.predicted.step_s

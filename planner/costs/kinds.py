@@ -1,0 +1,175 @@
+"""Kinds: which of a profile's kinds of devices has the times of each type of a cluster's."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster, Device
+from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, is_model
+from autopar.hardware.gpus import is_known, known_as
+
+__all__ = ["Kinds", "check_times_of", "kinds_of"]
+
+
+class Kinds(NamedTuple):
+    """The kinds of devices that are planned for."""
+
+    costs: tuple[DeviceCosts, ...]
+    """The profile's kinds; behind them those for which another one stands, if both are in the cluster."""
+    of_type: dict[str, int]
+    """By the cluster's types, the index of their kind."""
+    stands: str | None
+    """The name of the kind that stands for others; none where none does."""
+    notes: tuple[str, ...]
+
+
+def kinds_of(profile: Profile, devices: Sequence[Device], times_of: str | None) -> Kinds:
+    """Return the kinds of some devices; with ``times_of``, that one stands for those that the profile has none of.
+
+    A type is a kind of the profile by its name, or is the type of a single one. Names that no table knows may be
+    anything: where the cluster has no other type and the profile no other kind, it is taken for that.
+
+    Raises:
+        UsageError: the profile has no times of a type, or no kind is called ``times_of``.
+        FileError: a type that no table knows is beside others, or may be any of several kinds.
+    """
+    kinds = _kinds(profile)
+    types = dict.fromkeys(device.type for device in devices)
+    own = {name: _own(kinds, name) for name in types}
+    known = {name: index for name, index in own.items() if index is not None}
+    missing = [name for name in types if name not in known]
+    if times_of is not None and missing:
+        return _standing(profile, known, missing, times_of)
+    if not missing:
+        return Kinds(_costs(profile), known, None, ())
+    if not known:
+        _refuse_known(profile, missing)
+    if len(types) > 1 or len(kinds) > 1:
+        raise _unpriced(kinds, devices, missing[0])
+    names = ", ".join(types)
+    note = f"the profile is of {kinds[0].name}, but the cluster has {names}: times are {kinds[0].name}'s"
+    return Kinds(_costs(profile), {missing[0]: 0}, None, (note,))
+
+
+def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpus: int | None = None) -> None:
+    """Refuse a kind whose times need not stand for any other, on so many devices of the cluster.
+
+    Raises:
+        UsageError: no kind is called so, or the profile has times of the whole cluster.
+    """
+    if times_of is None:
+        return
+    kinds = _kinds(profile)
+    _named(kinds, times_of)
+    types = dict.fromkeys(device.type for device in cluster.devices[:gpus])
+    if None not in [_own(kinds, name) for name in types]:
+        raise UsageError(
+            f"--times-of {times_of}: the profile has times of all devices to plan for ({', '.join(types)}); "
+            "leave it out"
+        )
+
+
+def _kinds(profile: Profile) -> tuple[DeviceKind, ...]:
+    return (profile.device, *(other.device for other in profile.others))
+
+
+def _costs(profile: Profile) -> tuple[DeviceCosts, ...]:
+    return (DeviceCosts(device=profile.device, layers=profile.layers), *profile.others)
+
+
+def _own(kinds: Sequence[DeviceKind], name: str) -> int | None:
+    """Return the kind that a type is, by its name, or since it is the only one of the type."""
+    names = [known_as(kind.name) for kind in kinds]
+    if known_as(name) in names:
+        return names.index(known_as(name))
+    alike = [index for index, kind in enumerate(kinds) if kind.type == name]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _named(kinds: Sequence[DeviceKind], times_of: str) -> int:
+    """Return the kind of a name, or the only one of a type.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    plain = [known_as(kind.name).casefold() for kind in kinds]
+    if known_as(times_of).casefold() in plain:
+        return plain.index(known_as(times_of).casefold())
+    alike = [index for index, kind in enumerate(kinds) if kind.type == times_of.casefold()]
+    if len(alike) == 1:
+        return alike[0]
+    names = " and ".join(_typed(kinds, index) for index in range(len(kinds)))
+    raise UsageError(f"--times-of {times_of!r}: the profile has times of {names} only; name one of them")
+
+
+def _typed(kinds: Sequence[DeviceKind], index: int) -> str:
+    """Return a kind as ``--times-of`` takes it: a GPU by its known name, others by their type if that is enough."""
+    kind = kinds[index]
+    if kind.type == "cuda" and is_known(kind.name):
+        return known_as(kind.name)
+    alone = sum(each.type == kind.type for each in kinds) == 1
+    return kind.type if alone else shlex.quote(kind.name)
+
+
+def _standing(profile: Profile, known: dict[str, int], missing: Sequence[str], times_of: str) -> Kinds:
+    """Return kinds of which one stands for those that are missing: in its own place, unless that is taken."""
+    costs = list(_costs(profile))
+    index = _named(_kinds(profile), times_of)
+    of_type = dict(known)
+    for name in missing:
+        same = [of_type[other] for other in missing if other in of_type and known_as(other) == known_as(name)]
+        if same or index not in of_type.values():
+            of_type[name] = same[0] if same else index
+            continue
+        of_type[name] = len(costs)
+        device = costs[index].device.model_copy(update={"name": name})
+        costs.append(costs[index].model_copy(update={"device": device}))
+    stands = costs[index].device.name
+    note = f"times of {stands} stand for {', '.join(missing)}, as asked (--times-of)"
+    return Kinds(tuple(costs), of_type, stands, (note,))
+
+
+def _refuse_known(profile: Profile, types: Sequence[str]) -> None:
+    """Refuse a cluster whose types are all known to be other kinds than the profile's.
+
+    Raises:
+        UsageError: names them, and what would do instead.
+    """
+    kinds = _kinds(profile)
+    if not all(_differ(kind, name) for kind in kinds for name in types):
+        return
+    wanted = list(dict.fromkeys(known_as(name) for name in types))
+    # All ranks of a pipeline are CPUs, or all are GPUs.
+    profiled = is_model(profile.model.source) and (len(wanted) == 1 or all(map(is_known, wanted)))
+    measured = f"profile with --device {','.join(wanted)}, or " if profiled else ""
+    names = " and ".join(known_as(kind.name) for kind in kinds)
+    raise UsageError(
+        f"the cluster has {' and '.join(wanted)}, and the profile has times of {names} only: {measured}plan with "
+        f"--times-of {_typed(kinds, 0)} if its times are to stand for those of {' and '.join(wanted)}"
+    )
+
+
+def _differ(kind: DeviceKind, name: str) -> bool:
+    """Whether a type is known to be another kind: a GPU or CPU, and another GPU or CPU."""
+    measured = kind.name if is_known(kind.name) else kind.type
+    known = [known_as(each) if is_known(each) else each for each in (measured, name)]
+    return all(is_known(each) or each == "cpu" for each in known) and known[0] != known[1]
+
+
+def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str) -> FileError:
+    index = next(at for at, device in enumerate(devices) if device.type == name)
+    known = ", ".join(kind.name for kind in kinds)
+    if any(kind.type == name for kind in kinds):
+        return FileError(
+            f"$.devices[{index}].type: {name!r} may be any of {known}, which the profile has costs for; "
+            "write there which it is"
+        )
+    return FileError(
+        f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
+        "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
+        f"profiles with `autopar import profiles`, or plan with --times-of {_typed(kinds, 0)} to let its times stand "
+        "for them"
+    )
