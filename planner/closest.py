@@ -56,9 +56,9 @@ class Closest:
 
     Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
     double, and of more than 64 layers these are taken in groups. Replicas take turns in the first stage only: behind
-    it, all stages before would need as much in flight. The stage behind such a first one has gradients on their way to
-    all of its replicas. What a stage sends to several later stages is counted once, so that a plan may lack more than
-    the tables say: :func:`closest` asks the cost model.
+    it, all stages before would need as much in flight, which takes more, except where those in turns divide much state.
+    The stage behind such a first one has gradients on their way to all of its replicas. What a stage sends to several
+    later stages is counted once, so that a plan may lack more than the tables say: :func:`closest` asks the cost model.
     """
 
     def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:

@@ -300,6 +300,8 @@ class Climb:
     def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[Placed, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
         begin, stages = 0, []
+        if self.options.use_all and sum(layout.widths) < len(order):
+            return None
         for first, stop, width, manner in stages_of(layout):
             devices = order[begin : begin + width]
             stage = self._placed(family, _Stage(first, stop, width, manner, 2**31, devices))

@@ -36,7 +36,9 @@ def test_the_least_shortfall_is_that_of_all_plans_for_any_number_of_stages_and_f
             profile, cluster = two_kinds(profile, cluster, seed)
         if len(profile.layers) == 1:
             continue
-        options = PlanOptions(gpus=devices, memory_bytes=1 + seed * 9_000, **ASKED[seed % len(ASKED)])  # type: ignore[arg-type]
+        options = PlanOptions(
+            gpus=devices, memory_bytes=1 + seed * 9_000, **{"shard": "none", **ASKED[seed % len(ASKED)]}
+        )  # type: ignore[arg-type]
         costs = CostModel(profile, cluster, options)
         every = families(costs.batch, options)
         least: dict[int | None, int] = {}

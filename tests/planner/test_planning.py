@@ -29,18 +29,20 @@ MIB = 2**20
 def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
     for seed in range(80):
         devices = seed % 6 + 1
-        made = plan(random_profile(seed), random_cluster(seed, devices), PlanOptions(gpus=devices))
+        schedule = "auto" if seed % 2 else "1f1b"
+        options = PlanOptions(gpus=devices, schedule=schedule, exact=True)
+        made = plan(random_profile(seed), random_cluster(seed, devices), options)
         assert Plan.parse(made.dumps(), Path("plan.json")) == made
         program = expand(made)
         check(program, made)
-        assert [{index: stage.warmup} for index, stage in enumerate(made.stages) for _ in stage.devices] == [
-            in_flight(actions) for actions in program.ranks
-        ]
+        if len(made.groups[0]) == 1:
+            deepest = [{index: stage.warmup} for index, stage in enumerate(made.stages) for _ in stage.devices]
+            assert deepest == [in_flight(actions) for actions in program.ranks]
         assert made.predicted.lower_bound_s <= made.predicted.step_s
         assert {"pure data parallelism", "equal split"} <= {each.name for each in made.alternatives}
         for each in made.alternatives:
-            excluded = any(note.startswith(f"{each.name} is faster") for note in made.notes)
-            assert excluded or each.step_s is None or each.step_s >= made.predicted.step_s
+            assert each.excluded or each.step_s is None or each.step_s >= made.predicted.step_s
+            assert each.step_s is None or made.predicted.bounds is None or each.step_s >= made.predicted.bounds.work_s
         for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True):
             assert peak <= limit
 
@@ -57,7 +59,9 @@ def test_replicas_that_take_turns_never_have_more_in_flight_than_the_stage_befor
 def test_both_solvers_make_the_same_plan() -> None:
     for seed in range(20):
         cluster = random_cluster(seed, 3)
-        options = {solver: PlanOptions(gpus=3, gap=0.0, solver=solver) for solver in ("dp", "exhaustive")}  # type: ignore[arg-type]
+        options = {
+            solver: PlanOptions(gpus=3, gap=0.0, solver=solver, schedule="1f1b") for solver in ("dp", "exhaustive")
+        }  # type: ignore[arg-type]
         profile = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4))
         steps = {solver: plan(profile, cluster, each).predicted for solver, each in options.items()}
         assert steps["dp"].step_s == pytest.approx(steps["exhaustive"].step_s, rel=1e-9)
@@ -68,7 +72,7 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
     checked = 0
     for seed in range(60):
         profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3)), random_cluster(seed, 3)
-        options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500)
+        options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500, shard="none")
         costs = CostModel(profile, cluster, options)
         least = min(max(costs.shortfalls(candidate)) for candidate in everything(costs, options))
         if least <= 0:
@@ -85,7 +89,7 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
 
 
 def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=60 * MIB))
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none"))
     data_parallel = made.alternatives[0]
     assert data_parallel.infeasible is not None
     assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB")
@@ -160,7 +164,7 @@ def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_le
 
 
 def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None:
-    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1)
+    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1, shard="none")
     whole = gpt_profile().model_copy(update={"indivisible": "its step raises AssertionError"})
     for profile, helps in ((gpt_profile(), True), (whole, False)):
         with pytest.raises(InfeasibleError) as failed:
@@ -169,13 +173,15 @@ def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None
 
 
 def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:
-    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2)).stages) == 1
-    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2)).stages) == 2
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, schedule="1f1b")).stages) == 1
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b")).stages) == 2
 
 
-def test_a_reference_that_an_option_excludes_is_mentioned_where_it_is_faster() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2))
-    assert made.notes[0].startswith("pure data parallelism is faster (-")
+def test_a_reference_that_an_option_excludes_is_marked() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b"))
+    assert made.alternatives[0].excluded == "--min-stages 2"
+    assert made.alternatives[0].step_s is not None
+    assert made.alternatives[0].step_s < made.predicted.step_s
 
 
 def test_devices_of_another_type_than_measured_are_mentioned() -> None:
@@ -188,8 +194,8 @@ def test_devices_of_another_type_than_measured_are_mentioned() -> None:
 
 
 def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3))
-    assert len(made.alternatives) >= 6
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3, shard="none", schedule="1f1b"))
+    assert len(made.alternatives) >= 5
     for each in made.alternatives:
         shard = "parameters" if each.name == "sharded data parallelism" else "none"
         schedule = "gpipe" if each.schedule == "gpipe" else "auto"

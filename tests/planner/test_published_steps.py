@@ -46,7 +46,12 @@ def test_steps_of_published_profiles_stay_as_short_and_bounds_as_tight_and_dappl
     path = Path(os.environ["AUTOPAR_DATA"]) / "dapple" / f"{name}.txt"
     profile = pipedream_profile(path.read_text(), path, rows)
     options = PlanOptions(
-        batch=rows * micro_batches, bytes_per_s=bytes_per_s, micro_batches=micro_batches, divisible=True
+        batch=rows * micro_batches,
+        bytes_per_s=bytes_per_s,
+        micro_batches=micro_batches,
+        divisible=True,
+        shard="none",
+        exact=True,
     )
     found = plan(profile, FLAT, options).predicted
     assert _digits(found.lower_bound_s) >= bound_s

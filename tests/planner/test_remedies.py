@@ -71,7 +71,7 @@ def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -
         assert least is not None
         for share in (0.95, 0.7):
             memory_bytes = max(1, int(share * (least[0] + 2**34)))
-            options = PlanOptions(gpus=2, memory_bytes=memory_bytes, **asked)
+            options = PlanOptions(gpus=2, memory_bytes=memory_bytes, **{"shard": "none", **asked})
             for changes in _remedies(profile, cluster, options):
                 changed = replace(options, **changes)
                 assert plan(profile, cluster, changed).predicted.step_s >= 0, f"seed {seed}: {changes}"
@@ -107,7 +107,7 @@ def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -
     ids=str,
 )
 def test_a_gpt_that_does_not_fit_is_helped(asked: dict[str, Any], expected: dict[str, Any]) -> None:
-    options = PlanOptions(gpus=2, **asked)
+    options = PlanOptions(gpus=2, **{"shard": "none", **asked})
     found = _remedies(gpt_profile(), local_cluster(2), options)
     assert expected in found
     for changes in found:

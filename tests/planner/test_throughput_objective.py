@@ -241,7 +241,7 @@ def test_what_fits_no_memory_and_what_contradicts_is_said() -> None:
     profile, cluster = gpt_profile(), local_cluster(2)
     with pytest.raises(InfeasibleError, match="no asynchronous pipeline of 14 layers fits 2 devices"):
         plan(profile, cluster, PlanOptions(objective="throughput", memory_bytes=1000))
-    for name, value in (("micro_batches", 2), ("shard", "auto"), ("schedule", "gpipe"), ("min_stages", 2)):
+    for name, value in (("micro_batches", 2), ("shard", "none"), ("schedule", "gpipe"), ("min_stages", 2)):
         with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} does not go with --objective throughput"):
             plan(profile, cluster, PlanOptions(objective="throughput", **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="--objective must be one of step, throughput, cost, pipedream, piper"):
