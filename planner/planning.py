@@ -35,7 +35,16 @@ from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.progress import Progress, untold
 from autopar.planner.remedies import any_plan_fits
-from autopar.planner.scheduled import bounds_of, dictated_best, improve, shape_of, tried_beside, tried_best, usual
+from autopar.planner.scheduled import (
+    bounds_of,
+    dictated_best,
+    improve,
+    otherwise,
+    shape_of,
+    tried_beside,
+    tried_best,
+    usual,
+)
 from autopar.planner.search.best_first import search
 from autopar.planner.search.improve import ENOUGH, climbed, started
 from autopar.planner.search.judge import Best, Found, equal_widths
@@ -127,7 +136,7 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
     compared = references(simulator, every, least)
     best, _, _ = _search(simulator, every, least, Others(compared, []))
     if own is None or dictated is None:
-        simulator.progress(f"trying plans of {options.schedule}", 0.4)
+        simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = tried_best(simulator, options, best, fits)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
@@ -181,6 +190,9 @@ def _explained(
     if _any_schedule(options, costs):
         simulator.progress("trying other schedules", 0.9)
         improve(simulator, options, best)
+        for each in otherwise(simulator, options, best.found.candidate) if best.found is not None else ():
+            if each.found is not None:
+                best.consider(each.found)
         for schedule in tried_beside(costs):
             own = bounds_of(costs, replace(options, schedule=schedule, chunks=None), best.step_s)
             if chunked(schedule):
