@@ -76,7 +76,8 @@ class Others(NamedTuple):
 def others_of(simulator: Simulator, every: Sequence[Family], options: PlanOptions) -> Others:
     """Return what others would run, as far as that is soon known."""
     found = references(simulator, every, options)
-    return Others(found, peers(simulator, options, found, quickly=True))
+    # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
+    return Others(found, peers(simulator, options, found, quickly=True) if options.gap > 0 else [])
 
 
 def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold) -> Plan:
@@ -355,13 +356,23 @@ def _excluded(costs: CostModel, options: PlanOptions, candidate: Candidate) -> s
         return "--use-all"
     if options.shard != "auto" and not shards <= {options.shard}:
         return f"--shard {options.shard}"
-    if options.schedule not in ("auto", candidate.schedule) and not plain(candidate.schedule):
+    if not _as_asked(options.schedule, candidate):
         return f"--schedule {options.schedule}"
     if options.recompute != "auto" and _recomputes(costs, candidate) != options.recompute:
         return f"--recompute {options.recompute}"
     if options.equal_widths and not equal_widths(candidate.stages):
         return "--equal-widths"
     return None
+
+
+def _as_asked(schedule: str, candidate: Candidate) -> bool:
+    """Whether a candidate is of a schedule; with all in flight, `1f1b` and `gpipe` are one."""
+    if schedule == "auto":
+        return True
+    count = candidate.micro_batches
+    full = all(stage.warmup == stage.turns(0, count) for stage in candidate.stages)
+    whole = plain(schedule) and plain(candidate.schedule)
+    return schedule == candidate.schedule or (whole and (full or schedule == "1f1b"))
 
 
 def _recomputes(costs: CostModel, candidate: Candidate) -> str:

@@ -109,6 +109,9 @@ class Opening:
         family = self.stages.family
         chosen = paced.chosen()
         frame = [self._placed(each) for each in chosen]
+        if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
+            # Paces do not count stages.
+            return paced.step_s
         spans = [self._span(each) for each in chosen]
         depths = [each.depth for each in chosen]
         own, short = least_recomputed(self.costs, family, with_depths(family, frame, depths).stages, spans)

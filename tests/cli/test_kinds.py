@@ -160,7 +160,7 @@ def test_a_quick_kind_with_little_memory_and_a_slow_one_with_much_are_planned_fo
     steps = []
     for poor in (10, 14, 20, 2**10):
         mixed("slow", "quick", "slow", "quick", memory={"quick": poor * MIB}).save("cluster.json")
-        asked = ("plan", "--batch", "4", "--recompute", "none", "--micro-batches", "2")
+        asked = ("plan", "--batch", "4", "--recompute", "none", "--micro-batches", "2", "--schedule", "1f1b")
         assert run(*asked, "--gap", "0")[0] == 0
         found = Plan.load("plan.json")
         assert run(*asked, "--solver", "exhaustive")[0] == 0

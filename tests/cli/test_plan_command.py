@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
 
 
 def test_plan_writes_a_plan_that_simulate_predicts_alike(run: Run) -> None:
-    code, out, err = run("plan", "--gpus", "2", "--min-stages", "2", "--json")
+    code, out, err = run("plan", "--gpus", "2", "--min-stages", "2", "--schedule", "1f1b", "--json")
     assert code == 0
     plan = Plan.load("plan.json")
     assert out == plan.dumps() == Path("plan.json").read_text()
@@ -102,10 +102,14 @@ def test_without_a_cluster_file_links_are_estimated_and_said_so(run: Run) -> Non
 
 
 def test_constraints_of_stages_are_obeyed(run: Run) -> None:
-    assert run("plan", "--gpus", "2", "--min-stages", "2")[0] == 0
+    whole = ("--schedule", "1f1b")
+    assert run("plan", "--gpus", "2", "--min-stages", "2", *whole)[0] == 0
     assert Plan.load("plan.json").stages[0].layers[-1] == "h.6"
     pins = ("--pin", "h.6,head same stage", "--pin", "wte on test")
-    assert run("plan", "--gpus", "2", "--min-stages", "2", "--forbid-cut", "h.5", "--forbid-cut", "4", *pins)[0] == 0
+    assert (
+        run("plan", "--gpus", "2", "--min-stages", "2", "--forbid-cut", "h.5", "--forbid-cut", "4", *pins, *whole)[0]
+        == 0
+    )
     assert Plan.load("plan.json").stages[0].layers[-1] == "h.4"
 
 

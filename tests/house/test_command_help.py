@@ -148,7 +148,9 @@ def test_a_shell_is_offered_what_options_take(line: str, offered: list[str]) -> 
     assert _completed(line) == offered
 
 
-def test_completion_is_of_the_name_that_is_typed(command: Run) -> None:
+def test_completion_is_of_the_name_that_is_typed(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which shell asks is otherwise looked up among the processes that started this one.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     code, out, _ = command("--show-completion", "bash")
     assert code == 0
     assert "_AUTOPAR_COMPLETE=complete_bash" in out

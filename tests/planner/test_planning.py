@@ -89,7 +89,8 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
 
 
 def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none"))
+    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none", schedule="1f1b")
+    made = plan(gpt_profile(), local_cluster(2), options)
     data_parallel = made.alternatives[0]
     assert data_parallel.infeasible is not None
     assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB")

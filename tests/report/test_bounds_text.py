@@ -29,10 +29,10 @@ def _plan(*parts: BoundPart) -> Plan:
 
 def test_the_stack_of_bounds_ends_with_the_gap() -> None:
     assert bound_rows(_plan()) == [
-        ("bound: work alone", "500 ms"),
-        ("+ contiguous stages", "700 ms"),
+        ("bound of any plan: work alone", "500 ms"),
+        ("one stage a device: contiguous", "700 ms"),
         ("+ links", "750 ms"),
-        ("+ memory: the lower bound", "1 s"),
+        ("+ memory: their lower bound", "1 s"),
         ("gap to it", "10.0 %"),
     ]
 
