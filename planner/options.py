@@ -131,7 +131,7 @@ class PlanOptions:
     @property
     def simple(self) -> bool:
         """Whether the simplest of the plans that are about as fast is wanted."""
-        return not self.exact and self.gap > 0
+        return not self.exact and self.gap > 0 and self.solver != "exhaustive"
 
     @property
     def candidate_limit(self) -> int:
