@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,27 +237,37 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/medium.json"))
     parser.add_argument("--only", default="", help="instances whose names hold this")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which no further instance is begun")
     arguments = parser.parse_args()
     watch = Watch()
     known: dict[str, Any] = {}
     if arguments.json.exists():
         known = json.loads(arguments.json.read_text())["found"]
     every = [each for each in names() if arguments.only in each]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        asked = {pool.submit(measured, name, at % 2 == 0): name for at, name in enumerate(every) if name not in known}
-        for done in as_completed(asked):
-            name = asked[done]
-            known[name] = done.result()
-            one = known[name]
-            sys.stderr.write(
-                f"{name}: {one['step_s']:.4g} s, gap {one['gap']:.1%}, {one['processor_s']} s, behind starts "
-                f"{one['behind_starts']:+.2%}, behind more effort {one.get('behind_more_effort', float('nan')):+.2%}\n"
-            )
-            ordered = {each: known[each] for each in names() if each in known}
-            arguments.json.write_text(json.dumps({"found": ordered}, indent=1, allow_nan=False) + "\n")
-    watch.record(
-        {"summary": summary(known), "found": {each: known[each] for each in names() if each in known}}, arguments.json
-    )
+    asked = [(name, at % 2 == 0) for at, name in enumerate(every) if name not in known]
+    for name, one in _done(asked, arguments.jobs, time.monotonic() + 60 * arguments.minutes):
+        known[name] = one
+        sys.stderr.write(
+            f"{name}: {one['step_s']:.4g} s, gap {one['gap']:.1%}, {one['processor_s']} s, behind starts "
+            f"{one['behind_starts']:+.2%}, behind more effort {one.get('behind_more_effort', float('nan')):+.2%}\n"
+        )
+        arguments.json.write_text(json.dumps({"found": known}, indent=1, allow_nan=False) + "\n")
+    ordered = {each: known[each] for each in names() if each in known}
+    watch.record({"summary": summary(ordered), "found": ordered}, arguments.json)
+
+
+def _done(asked: Sequence[tuple[str, bool]], jobs: int, end_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what is measured, ``jobs`` at a time, until a moment of the clock after which none is begun."""
+    left = iter(asked)
+    with ProcessPoolExecutor(jobs) as pool:
+        running: dict[Future[dict[str, Any]], str] = {}
+        while True:
+            while len(running) < jobs and time.monotonic() < end_s and (following := next(left, None)) is not None:
+                running[pool.submit(measured, *following)] = following[0]
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(done), done.result()
 
 
 if __name__ == "__main__":

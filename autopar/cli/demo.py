@@ -80,7 +80,7 @@ def _conclude(console: Console, files: dict[str, Path], picture: Path) -> None:
     from autopar.report.table import Table
 
     plan, report = Plan.load(files["plan.json"]), Report.load(files["report.json"])
-    widths = " + ".join(str(stage.replicas) for stage in plan.stages)
+    widths = " + ".join(str(plan.stages[group[0]].replicas) for group in plan.groups)
     table = Table("What happened", ("", ""))
     table.add_row(
         "pipeline",

@@ -1,0 +1,137 @@
+"""Moves between layouts, and the climb that makes them: what is met is sound, and never slower than the start."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import families
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.climb import Climb
+from autopar.planner.search.improve import climbed, started
+from autopar.planner.search.judge import Best, equal_widths
+from autopar.planner.search.moves import (
+    SINGLE,
+    Layout,
+    cuts_moved,
+    devices_moved,
+    divided,
+    joined,
+    layout_of,
+    stages_of,
+)
+from autopar.planner.simulator.simulate import Simulator
+
+
+def _layout(rng: random.Random, layers: int, devices: int) -> Layout:
+    count = rng.randint(1, min(layers, devices))
+    cuts = (*sorted(rng.sample(range(1, layers), count - 1)), layers)
+    widths = [1] * count
+    for _ in range(rng.randint(0, devices - count)):
+        widths[rng.randrange(count)] += 1
+    return Layout(cuts, tuple(widths), tuple(("split", "none") if width > 1 else SINGLE for width in widths))
+
+
+def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
+    seen = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        layers, devices = rng.randint(2, 9), rng.randint(2, 9)
+        layout = _layout(rng, layers, devices)
+        idle, stages = devices - sum(layout.widths), range(len(layout.cuts))
+        sums = [float(at) for at in range(layers + 1)]
+        near = [layout._replace(cuts=cuts) for cuts in cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
+        near += [*joined(layout, stages[:-1]), *divided(layout, stages, sums, idle)]
+        for widths in devices_moved(layout.widths, idle, stages, all_used=False):
+            near.append(layout._replace(widths=widths))
+        for other in near:
+            assert other != layout
+            assert sum(other.widths) <= devices, f"seed {seed}"
+            edges = [first for first, *_ in stages_of(other)]
+            assert edges[0] == 0
+            assert other.cuts[-1] == layers
+            assert all(first < stop for first, stop, _, _ in stages_of(other)), f"seed {seed}"
+            assert len(other.cuts) == len(other.widths) == len(other.manners)
+            seen += 1
+    assert seen > 1000
+
+
+def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    devices = seed % 4 + 2
+    profile, cluster = random_profile(seed, most_layers=7), random_cluster(seed, devices)
+    if seed % 5 == 0:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    shard = "none" if seed % 2 else "auto"
+    options = PlanOptions(gpus=devices, memory_bytes=None if seed % 3 else 4_000_000, shard=shard)  # type: ignore[arg-type]
+    if seed % 7 == 3 and len(profile.layers) > 2:
+        options = replace(options, min_stages=2, forbid_cut=("0",))
+    return profile, cluster, replace(options, use_all=seed % 11 == 0)
+
+
+def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
+    checked = 0
+    for seed in range(100):
+        profile, cluster, options = _question(seed)
+        costs = CostModel(profile, cluster, options)
+        try:
+            rules = Constraints.of(costs, options)
+        except UsageError:
+            continue
+        simulator, every, best = Simulator(costs), families(costs.batch, options), Best()
+        started(simulator, every, options, best)
+        before = best.step_s
+        climbed(simulator, options, best, 0.0)
+        assert best.step_s <= before
+        for found in (*best.by_stages.values(), *best.by_trait.values()):
+            stages = found.candidate.stages
+            assert max(costs.shortfalls(found.candidate)) <= 0, f"seed {seed}"
+            assert rules.broken(stages, costs.kind_of) is None, f"seed {seed}"
+            assert all(len({costs.kind_of[each] for each in stage.devices}) == 1 for stage in stages), f"seed {seed}"
+            assert not options.use_all or sum(len(stage.devices) for stage in stages) == len(costs.devices)
+            if not simulator.sharing:
+                assert found.step_s == pytest.approx(simulator.step_s(found.candidate), rel=1e-12), f"seed {seed}"
+            checked += 1
+        if best.equal is not None:
+            assert equal_widths(best.equal.candidate.stages)
+    assert checked > 300
+
+
+def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_where_it_is_to() -> None:
+    options = PlanOptions(gpus=4, memory_bytes=60 * 2**20)
+    costs = CostModel(gpt_profile(), local_cluster(4), options)
+    simulator, best = Simulator(costs), Best()
+    started(simulator, families(costs.batch, options), options, best)
+    assert best.equal is not None
+    own = Best()
+    Climb(simulator, options, own, 1e6, equal=True).climb(best.equal)
+    assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
+    climb = Climb(simulator, options, Best(), 1e6)
+    family, order = families(costs.batch, options)[2], tuple(range(4))
+    layout = layout_of(best.equal.candidate)
+    assert climb.judge(family, layout, order, float("inf")) is not None
+    assert climb.judge(family, layout, order, float("inf")) is None
+
+
+def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer() -> None:
+    compared = 0
+    for seed in range(30):
+        profile, cluster, options = _question(seed)
+        options = replace(options, exact=True)
+        try:
+            made = plan(profile, cluster, options)
+        except (InfeasibleError, UsageError):
+            continue
+        assert plan(profile, cluster, options) == made
+        assert plan(profile, cluster, replace(options, effort=3)).predicted.step_s <= made.predicted.step_s * (
+            1 + 1e-12
+        )
+        compared += 1
+    assert compared >= 15
