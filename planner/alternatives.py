@@ -11,10 +11,9 @@ from autopar.formats.plan import SHARDS, Division, Shard, shards_of
 from autopar.formats.predicted import Alternative
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, Placed, place
-from autopar.planner.costs.levels import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.depths import depth_choices
+from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
@@ -53,7 +52,7 @@ def try_stages(
     for family in families:
         every = frames(simulator.costs, family, options, cuts, widths, shards)
         for frame in _promising(simulator.costs, family, [_on(order, frame) for frame in every], most):
-            spans = [_span(simulator.costs, family, options, stage) for stage in frame]
+            spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
                 best.judge(simulator, candidate)
@@ -104,12 +103,6 @@ def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard
     if width <= family.micro_batches and not costs.divisible:
         found.append("round-robin")
     return [(division, shard) for division in found for shard in shards_of(division, shards)]
-
-
-def _span(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> Span:
-    levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
-    whole = stage.stop - stage.first
-    return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

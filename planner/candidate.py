@@ -16,6 +16,7 @@ __all__ = [
     "Candidate",
     "Family",
     "Placed",
+    "counts_beside",
     "divisors",
     "families",
     "place",
@@ -152,6 +153,17 @@ def divisors(batch: int) -> list[int]:
     """
     small = [count for count in range(1, isqrt(batch) + 1) if batch % count == 0]
     return sorted({*small, *(batch // count for count in small)})
+
+
+def counts_beside(batch: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the next smaller and the next larger micro-batch count of a batch, as far as there are such.
+
+    >>> counts_beside(12, 4), counts_beside(12, 1)
+    ((3, 6), (2,))
+    """
+    every = divisors(batch)
+    at = every.index(micro_batches)
+    return (*every[max(0, at - 1) : at], *every[at + 1 : at + 2])
 
 
 def families(batch: int, options: PlanOptions) -> list[Family]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.formats.plan import SHARDS
 from autopar.planner.alternatives import Reference
-from autopar.planner.candidate import Candidate, divisors
+from autopar.planner.candidate import Candidate, counts_beside
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.simulator.simulate import Simulator
 
@@ -38,9 +38,7 @@ def _met(simulator: Simulator, best: Best, chosen: Candidate) -> Iterator[tuple[
     own = len(chosen.stages)
     for count in (own - 1, own + 1, 1):
         yield f"{count} stage{'s' if count > 1 else ''}", best.by_stages.get(count)
-    counts = divisors(simulator.costs.batch)
-    at = counts.index(chosen.micro_batches)
-    for count in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
+    for count in counts_beside(simulator.costs.batch, chosen.micro_batches):
         name = f"{count} micro-batch{'es' if count > 1 else ''}"
         yield name, best.by_trait.get(("micro_batches", count))
     used = len({device for stage in chosen.stages for device in stage.devices})

@@ -11,7 +11,7 @@ from autopar.formats.predicted import Bounds
 from autopar.planner.alternatives import Reference, try_stages
 from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family
-from autopar.planner.chunks import chunk_counts, chunked, groups, halves, plain
+from autopar.planner.chunks import chunk_counts, chunked, halves, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
 from autopar.planner.options import PlanOptions
@@ -29,7 +29,6 @@ __all__ = [
     "bounds_of",
     "dictated_best",
     "improve",
-    "named",
     "otherwise",
     "shape_of",
     "tried_beside",
@@ -144,12 +143,6 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
         tried = _beside(simulator, replace(options, schedule=schedule), known, own, best.step_s)
         for found in tried.by_stages.values():
             best.consider(found)
-
-
-def named(candidate: Candidate) -> str:
-    """Return a schedule's name, and how many stages a rank runs where it may be several numbers."""
-    chunks = len(candidate.stages) // len(groups(candidate.stages))
-    return candidate.schedule + (f" with {chunks} chunks" if len(chunk_counts(candidate.schedule)) > 1 else "")
 
 
 def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> list[Reference]:

@@ -13,7 +13,7 @@ from math import comb
 
 from autopar.formats.plan import SHARDS
 from autopar.planner.bounds.rank_bounds import least_s
-from autopar.planner.candidate import Candidate, Family, Placed, divisors, with_depths
+from autopar.planner.candidate import Candidate, Family, Placed, counts_beside, with_depths
 from autopar.planner.chunks import groups
 from autopar.planner.constraints import Constraints, Rule
 from autopar.planner.costs.levels import Span
@@ -230,9 +230,7 @@ class Trials:
                 yield family, Shape(cuts, each)
         if self.options.micro_batches is None:
             batch = self.costs.batch
-            counts = divisors(batch)
-            at = counts.index(family.micro_batches)
-            for count in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
+            for count in counts_beside(batch, family.micro_batches):
                 other_family = Family(count, batch // count, self.schedule)
                 if self._serves(other_family, shape.widths):
                     yield other_family, shape

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Division, shards_of
 from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Family, Placed, divisors
+from autopar.planner.candidate import Candidate, Family, Placed, counts_beside
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.levels import Span
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.depths import depth_choices, least_recomputed
+from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.search.moves import (
     Layout,
@@ -27,7 +27,6 @@ from autopar.planner.search.moves import (
     devices_moved,
     divided,
     joined,
-    layout_of,
     manners_changed,
     stages_of,
 )
@@ -129,7 +128,7 @@ class Climb:
         self.left -= priced_us(len(layout.cuts))
         if frame is None or bound(self.costs, Candidate(*family, frame)) >= below_s:
             return None
-        spans = [self._span(family, stage) for stage in frame]
+        spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=True)
         self.left -= fitted_us(len(frame))
         if choices.closest is not None:
@@ -180,9 +179,7 @@ class Climb:
         for layout in manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2]):
             yield at.family, layout
         if self.options.micro_batches is None:
-            counts = divisors(self.costs.batch)
-            place = counts.index(at.family.micro_batches)
-            for count in (*counts[max(0, place - 1) : place], *counts[place + 1 : place + 2]):
+            for count in counts_beside(self.costs.batch, at.family.micro_batches):
                 yield Family(count, self.costs.batch // count, at.family.schedule), at.layout
 
     def _near(self, at: _At) -> Iterator[Layout]:
@@ -264,7 +261,7 @@ class Climb:
         near = [self._placed(family, each) for each in (before, stage) if each is not None]
         if None in near:
             return None
-        spans = [self._span(family, each) for each in near]  # type: ignore[arg-type]
+        spans = [span_of(self.costs, family, self.options, each) for each in near]  # type: ignore[arg-type]
         # The stage before is there for what it leads by.
         spans[:-1] = [Span(each.levels, 0, 0) for each in spans[:-1]]
         candidate, _ = least_recomputed(self.costs, family, near, spans)  # type: ignore[arg-type]
@@ -295,7 +292,7 @@ class Climb:
         candidate = found.candidate
         used = tuple(device for stage in candidate.stages for device in stage.devices)
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
-        return _At(found, Family(*candidate[:3]), layout_of(candidate), (*used, *idle))
+        return _At(found, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
 
     def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[Placed, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
@@ -310,9 +307,3 @@ class Climb:
             stages.append(stage)
             begin += width
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
-
-    def _span(self, family: Family, stage: Placed) -> Span:
-        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[stage.devices[0]])
-        whole = stage.stop - stage.first
-        asked = self.options.recompute
-        return Span(levels, whole if asked == "full" else 0, 0 if asked == "none" else None)

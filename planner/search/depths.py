@@ -12,16 +12,16 @@ from autopar.planner.bounds.chain import link_terms, round_trips
 from autopar.planner.candidate import Candidate, Family, Placed, with_depths
 from autopar.planner.costs.levels import Span
 from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.room import LEAD
 
-__all__ = ["DepthChoices", "depth_choices", "least_recomputed"]
+__all__ = ["DepthChoices", "depth_choices", "least_recomputed", "span_of"]
 
 MANY_SETS = 32
 MANY_STAGES = 32
 AHEAD = (1.0, 1.5, 2.0, 3.0)
 FINER = 1.02
 ROUNDS = 3
-LEAD = 3
-"""For how many more micro-batches than are in flight a gradient is on its way, while that is not known."""
 ROUNDING = 1e-9
 MOST_VECTORS = 20_000
 SLOPES = (2.0, 3.0, 1.5, 4.0, 1.0)
@@ -82,6 +82,13 @@ def depth_choices(
         elif closest is None or short < closest[0]:
             closest = (short, candidate)
     return DepthChoices(found, complete, closest)
+
+
+def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> Span:
+    """Return how many layers of a stage the options let be recomputed."""
+    levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
+    whole = stage.stop - stage.first
+    return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
 
 def _all(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:

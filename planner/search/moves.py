@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.formats.plan import Division, Shard
 from autopar.planner.candidate import Candidate
 
-__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "layout_of", "manners_changed"]
+__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "manners_changed"]
 
 Manner = tuple[Division, Shard]
 SINGLE: Manner = ("split", "none")
@@ -24,6 +24,21 @@ class Layout(NamedTuple):
     """Replicas."""
     manners: tuple[Manner, ...]
     """How replicas divide micro-batches, and what they shard."""
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Layout:
+        """Return the layout of a candidate.
+
+        >>> from autopar.planner.candidate import Family, place
+        >>> Layout.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), (2, 1))))
+        Layout(cuts=(3, 5), widths=(2, 1), manners=(('split', 'none'), ('split', 'none')))
+        """
+        stages = candidate.stages
+        return cls(
+            tuple(stage.stop for stage in stages),
+            tuple(len(stage.devices) for stage in stages),
+            tuple((stage.division, stage.shard) for stage in stages),
+        )
 
     def with_width(self, at: int, width: int, manner: Manner) -> Layout:
         """Return the layout with another width of one stage, which is run in some manner where it has replicas."""
@@ -42,21 +57,6 @@ class Layout(NamedTuple):
         """Return how a stage is run, or, where it has one replica, the nearest one that has more."""
         every = sorted(range(len(self.widths)), key=lambda other: abs(other - at))
         return next((self.manners[other] for other in every if self.widths[other] > 1), SINGLE)
-
-
-def layout_of(candidate: Candidate) -> Layout:
-    """Return the layout of a candidate.
-
-    >>> from autopar.planner.candidate import Family, place
-    >>> layout_of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), (2, 1))))
-    Layout(cuts=(3, 5), widths=(2, 1), manners=(('split', 'none'), ('split', 'none')))
-    """
-    stages = candidate.stages
-    return Layout(
-        tuple(stage.stop for stage in stages),
-        tuple(len(stage.devices) for stage in stages),
-        tuple((stage.division, stage.shard) for stage in stages),
-    )
 
 
 def cuts_moved(

@@ -25,7 +25,6 @@ from autopar.planner.search.moves import (
     devices_moved,
     divided,
     joined,
-    layout_of,
     stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
@@ -115,7 +114,7 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
     climb = Climb(simulator, options, Best(), 1e6)
     family, order = families(costs.batch, options)[2], tuple(range(4))
-    layout = layout_of(best.equal.candidate)
+    layout = Layout.of(best.equal.candidate)
     assert climb.judge(family, layout, order, float("inf")) is not None
     assert climb.judge(family, layout, order, float("inf")) is None
 
@@ -135,3 +134,12 @@ def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer()
         )
         compared += 1
     assert compared >= 15
+
+
+def test_compiled_layers_are_not_sharded_unasked_and_not_when_asked() -> None:
+    for seed in range(12):
+        profile = random_profile(seed, most_layers=5).model_copy(update={"compiled": True})
+        made = plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3))
+        assert {stage.shard for stage in made.stages} == {"none"}, f"seed {seed}"
+        with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with --shard none"):
+            plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3, shard="optimizer"))
