@@ -57,10 +57,19 @@ MEMORY = {"tight": 1.0, "ample": 4.0}
 MORE_EFFORT = 10
 
 TRANSFORMERS: dict[str, tuple[dict[str, Any], str, str, int]] = {
-    "gpt2-xl": (
-        {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257},
-        "V100-SXM2-16GB",
-        "4x4xV100-SXM2-16GB:25Gbps",
+    "llama-2-13b": (
+        {
+            "model_type": "llama",
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "vocab_size": 32000,
+            "max_position_embeddings": 2048,
+        },
+        "V100",
+        "8x4xV100:25Gbps",
         128,
     ),
     "llama-3-8b": (

@@ -17,7 +17,7 @@ from autopar.planner.alternatives import Reference, frames, record, references, 
 from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, place
-from autopar.planner.chunks import chunked, plain
+from autopar.planner.chunks import chunked, halves, plain
 from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.kinds import check_times_of
@@ -39,6 +39,7 @@ from autopar.planner.scheduled import (
     bounds_of,
     dictated_best,
     improve,
+    lower_bound_s,
     otherwise,
     shape_of,
     tried_beside,
@@ -46,8 +47,9 @@ from autopar.planner.scheduled import (
     usual,
 )
 from autopar.planner.search.best_first import search
-from autopar.planner.search.improve import ENOUGH, climbed, started
+from autopar.planner.search.improve import climbed, started
 from autopar.planner.search.judge import Best, Found, equal_widths
+from autopar.planner.search.work import ENOUGH
 from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simplicity import simplest, straddling
@@ -109,7 +111,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     progress("trying usual plans", 0.05)
     others = others_of(simulator, every, options)
-    best, lower_bound_s, said = _search(simulator, every, options, others)
+    best, least_s, said = _search(simulator, every, options, others)
     if dictated is not None and own is not None:
         return _dictated(costs, every, options, dictated, own, others.references, best)
     if best.found is None:
@@ -117,7 +119,7 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     if best.found is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
     _check_equal(options, best)
-    return _explained(simulator, every, options, others, best, lower_bound_s, said)
+    return _explained(simulator, every, options, others, best, least_s, said)
 
 
 def _judge_closest(simulator: Simulator, every: Sequence[Family], options: PlanOptions, best: Best) -> None:
@@ -155,7 +157,8 @@ def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | 
     assert found is not None
     rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
     notes += _placement(costs, found.candidate, options)
-    return assemble(costs, found.candidate, options, bounds.linked_s, rows, notes, bounds)
+    least_s = bounds.linked_s if dictated is not None else lower_bound_s(costs, options, bounds, own.step_s)
+    return assemble(costs, found.candidate, options, least_s, rows, notes, bounds)
 
 
 def _schedule_fits(costs: CostModel, dictated: Dictated | None, options: PlanOptions) -> bool:
@@ -180,32 +183,34 @@ def _explained(
     options: PlanOptions,
     others: Others,
     best: Best,
-    lower_bound_s: float,
+    least_s: float,
     said: Sequence[str],
 ) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     costs = simulator.costs
     simulator.progress("bounding plans from below", 0.8)
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
-    lower_bound_s = max(lower_bound_s, bounds.linked_s)
+    least_s = max(least_s, bounds.linked_s)
     if _any_schedule(options, costs):
         simulator.progress("trying other schedules", 0.9)
         improve(simulator, options, best)
         for each in otherwise(simulator, options, best.found.candidate) if best.found is not None else ():
             if each.found is not None:
                 best.consider(each.found)
-        for schedule in tried_beside(costs):
-            own = bounds_of(costs, replace(options, schedule=schedule, chunks=None), best.step_s)
+        # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
+        for schedule in {(chunked(each), halves(each)): each for each in tried_beside(costs)}.values():
+            asked = replace(options, schedule=schedule, chunks=None)
+            own = bounds_of(costs, asked, best.step_s)
             if chunked(schedule):
                 bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
             else:
                 bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
-                lower_bound_s = min(lower_bound_s, own.linked_s)
+                least_s = min(least_s, lower_bound_s(costs, asked, own, best.step_s))
     found = _chosen(simulator, options, best)
     near = neighbours(simulator, best, found.candidate)
-    notes = [*said, *_simplified(costs, options, best, found), *_notes(costs, found, lower_bound_s, options)]
+    notes = [*said, *_simplified(costs, options, best, found), *_notes(costs, found, least_s, options)]
     rows = _alternatives(others.references, near, None, partial(_excluded, costs, options))
-    return assemble(costs, found.candidate, options, lower_bound_s, rows, notes, bounds, found.step_s)
+    return assemble(costs, found.candidate, options, least_s, rows, notes, bounds, found.step_s)
 
 
 def _any_schedule(options: PlanOptions, costs: CostModel) -> bool:

@@ -16,12 +16,13 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated
 from autopar.planner.options import PlanOptions
 from autopar.planner.remedies import Fits, advice, scheduled
+from autopar.planner.search.best_first import MOST_CLOSELY_BOUNDED
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.shapes import Shape
 from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.stack import least_bound_s, stacked
+from autopar.planner.stack import least_bound_s, least_s, stacked
 from autopar.planner.trials import Trials
 from autopar.schedules import SCHEDULES
 
@@ -29,6 +30,7 @@ __all__ = [
     "bounds_of",
     "dictated_best",
     "improve",
+    "lower_bound_s",
     "otherwise",
     "shape_of",
     "tried_beside",
@@ -128,6 +130,17 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
     if not chunked(options.schedule):
         return stacked(costs, every, least_bound_s(options), step_s)
     return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
+
+
+def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s: float) -> float:
+    """Return what no plan of the schedule that the options name falls below, nor ``step_s``, one's own step.
+
+    Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without.
+    """
+    if chunked(options.schedule):
+        return bounds.linked_s
+    known = {family: work_s(costs, family) for family in runnable(costs, options)}
+    return max(bounds.linked_s, least_s(known, least_bound_s(options, MOST_CLOSELY_BOUNDED), costs, step_s))
 
 
 def tried_beside(costs: CostModel) -> list[str]:

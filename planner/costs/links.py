@@ -93,6 +93,7 @@ class LinkModel:
             rate = max(way.bytes_per_s for way in self._ways[curve.level])
             self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, rate))
         self._collected: dict[tuple[Collective, int, int, Level], float] = {}
+        self._least: dict[tuple[Collective, int, Level], float] = {}
         self._sent: dict[tuple[float, Level], float] = {}
 
     def among(self, devices: Sequence[int]) -> LinkModel:
@@ -148,6 +149,12 @@ class LinkModel:
 
     def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         """Return the seconds per byte that no size goes below."""
+        key = (kind, ranks, level)
+        if key not in self._least:
+            self._least[key] = self._least_per_byte(kind, ranks, level)
+        return self._least[key]
+
+    def _least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         largest = 2.0**62
         sizes = [largest]
         nearest = self._nearest(kind, ranks, level)

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
-from autopar.planner.costs.activations import Activations, rows_bytes
+from autopar.planner.costs.activations import Activations, Swept, rows_bytes
 from autopar.planner.costs.areas import Area, Areas, Counts, windowed
 from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
@@ -21,6 +21,8 @@ __all__ = ["Held", "MemoryModel", "Parts", "messages_of", "peak_of", "state_of"]
 
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""
+MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16
+"""Numbers of all stages that are remembered; and up to how many layers these have, or twice as many, or four times."""
 
 Bytes = int | Counts
 
@@ -174,6 +176,8 @@ class MemoryModel:
         self._totals: dict[float, tuple[int, int]] = {}
         self._fixed: dict[tuple[int, int], Parts] = {}
         self._windows: dict[int, Parts] = {}
+        self._swept: dict[tuple[float, frozenset[int]], tuple[int, Swept]] = {}
+        """Of all stages of up to so many layers."""
         layers = costs.layers
         state = (
             ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, tied: tied.bytes),
@@ -225,9 +229,25 @@ class MemoryModel:
             lasting = self._lasting.window(longest)
             running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
             self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
-        known = self._windows[longest]
-        swept = self._activations.window(rows, recompute, longest, np.asarray(known.gradients))
-        return known._replace(**swept._asdict())
+        swept = self._sweep(rows, recompute, longest)
+        activations, peak, first_peak = (np.asarray(each)[:, :longest] for each in swept)
+        return self._windows[longest]._replace(activations=activations, peak=peak, first_peak=first_peak)
+
+    def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> Swept:
+        """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
+        known = self._swept.get((rows, recompute))
+        if known is not None and known[0] >= longest:
+            return known[1]
+        reach = LEAST_LONGEST
+        while reach < longest:
+            reach *= 2
+        reach = min(reach, self._count)
+        gradients = windowed(self._state[2][0], reach) - self._state[2][1].window(reach)
+        swept = self._activations.window(rows, recompute, reach, gradients)
+        if 3 * reach * self._count * (1 + len(self._swept)) > MOST_SWEPT:
+            self._swept.clear()
+        self._swept[rows, recompute] = reach, swept
+        return swept
 
     def by_stop(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
         """Return :meth:`arrays` of all stages as ``[first, stop]``; 0 where there are none."""

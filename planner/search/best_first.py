@@ -20,22 +20,24 @@ from autopar.planner.costs.levels import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
+from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.caps import Capped
+from autopar.planner.search.choices import MOST_PARTS
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import Best
 from autopar.planner.search.opening import Opening
 from autopar.planner.search.prefix import NOTHING
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
-from autopar.planner.search.work import BEST_FIRST, fitted_us, simulated_us
+from autopar.planner.search.work import BEST_FIRST, ENOUGH, PACES, fitted_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Searched", "search", "tables_of"]
+__all__ = ["MOST_BOUNDED", "MOST_CLOSELY_BOUNDED", "Searched", "search", "tables_of"]
 
 MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
-MOST_BOUNDED = 10_000_000
+MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
 """Next stages that are kept where they are taken together."""
@@ -114,11 +116,15 @@ class _Search:
     ) -> None:
         self.simulator, self.costs = simulator, simulator.costs
         self.families, self.options, self.best, self.pool = families, options, best, pool
+        self.places = Places(self.costs, pool)
         self.tables: dict[int, SuffixTables] = {}
         self.heap: list[_Node] = []
         self.sequence = self.candidates = 0
         self.left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
         """Work that may yet be done."""
+        self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
+        self.pacing = PACES * options.effort
+        """Work that may yet be done to look for plans that keep a pace."""
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
@@ -126,8 +132,8 @@ class _Search:
 
     def go(self) -> Searched:
         """Search; see :func:`search`."""
-        for index, family in enumerate(self.families):
-            self._push(_Node(work_s(self.costs, family), self.costs.layer_count, 0.0, 0, index))
+        for index in self._promising_first():
+            self._begin(index)
         expansions = 0
         most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
@@ -150,6 +156,25 @@ class _Search:
                 self._complete(below)
         ahead = self.heap[0].bound_s if self.heap else float("inf")
         return Searched(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
+
+    def _promising_first(self) -> list[int]:
+        """Return the families, those first of which the best plans are known: others are the sooner left out."""
+        known = {
+            count: found.step_s for (trait, count), found in self.best.by_trait.items() if trait == "micro_batches"
+        }
+        counts = [family.micro_batches for family in self.families]
+        return sorted(range(len(counts)), key=lambda at: known.get(counts[at], float("inf")))
+
+    def _begin(self, index: int) -> None:
+        """Push a family whose plans are to be looked through one by one."""
+        family = self.families[index]
+        bound_s = work_s(self.costs, family)
+        if bound_s >= self.best.step_s:
+            self.floor_s = min(self.floor_s, bound_s)
+        elif self._prepare(index):
+            tables = self.tables[index]
+            bound_s = max(bound_s, tables.least_s + self.costs.profile.step_overhead_s)
+            self._push(_Node(bound_s, self.costs.layer_count, 0.0, 0, index))
 
     def _push(self, node: _Node) -> None:
         self.sequence += 1
@@ -221,27 +246,49 @@ class _Search:
 
     def _prepare(self, index: int) -> bool:
         """Make a family's tables; return whether its plans are to be looked through one by one."""
-        family, exact = self.families[index], self.options.gap == 0
-        opening = None
-        if not exact:
-            similar = StageTables(self.costs, self.pool, family, self.options, apart=False)
-            opening = Opening(self.simulator, similar, self.options, self.best)
-            opening.try_paces()
-        if opening is None or looked_at(self.costs, self.pool, family, self.options) <= MOST_APART:
-            stages = StageTables(self.costs, self.pool, family, self.options, apart=True)
+        family = self.families[index]
+        if self.options.gap == 0:
+            stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
             self.tables[index] = SuffixTables(stages, self.options)
             return True
-        found = opening.bounded()
-        # Not every plan is a node, but none is below this.
-        self.floor_s = min(self.floor_s, found.lower_bound_s)
-        if found.tables is not None:
-            self.tables[index] = found.tables
-        return found.tables is not None
+        apart = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART
+        if len(self.families) > 1:
+            # Tables that tell fewer recomputations apart are sooner made.
+            rough = self._opening(family, ranges=1)
+            if rough is None:
+                return False
+            least_s = 0.0 if rough.tables is None else rough.tables.least_s + self.costs.profile.step_overhead_s
+            if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
+                self.floor_s = min(self.floor_s, least_s)
+                return False
+        opening = self._opening(family, apart=apart)
+        if opening is None:
+            return False
+        if self.pacing > 0:
+            # However long it takes, for the most promising family.
+            self.pacing -= opening.try_paces()
+        tables = opening.tables
+        if not apart:
+            found = opening.bounded()
+            # Not every plan is a node, but none is below this.
+            self.floor_s, tables = min(self.floor_s, found.lower_bound_s), found.tables
+        if tables is not None:
+            self.tables[index] = tables
+        return tables is not None
+
+    def _opening(self, family: Family, *, apart: bool = False, ranges: int = MOST_PARTS) -> Opening | None:
+        """Open a family; none where no plan of it can be better than the best one."""
+        stages = StageTables(
+            self.costs, self.pool, family, self.options, apart=apart, ranges=ranges, places=self.places
+        )
+        opening = Opening(self.simulator, stages, self.options, self.best)
+        if not opening.hopeless:
+            return opening
+        self.floor_s = min(self.floor_s, self.best.step_s)
+        return None
 
     def _open(self, node: _Node) -> _Node | None:
         """Push every choice of the next stage but the best one; return that."""
-        if node.step is None and not self._prepare(node.family):
-            return None
         tables, path = self.tables[node.family], None
         stop = state = 0
         if node.step is not None:
@@ -294,16 +341,23 @@ def tables_of(
     cap_s: float = float("inf"),
     *,
     late: bool = False,
+    most: int = MOST_BOUNDED,
 ) -> SuffixTables | None:
     """Return tables of a family's plans of fewer seconds than a cap; none where they would take long.
 
-    ``late`` as of :class:`StageTables`.
+    ``late`` as of :class:`StageTables`; ``most`` are the stages, in all states, of which tables are made.
     """
-    most = looked_at(costs, pool, family, options)
-    if most > MOST_BOUNDED:
+    if looked_at(costs, pool, family, options) > most:
         return None
-    stages = StageTables(costs, pool, family, options, apart=options.gap == 0 or most <= MOST_APART, late=late)
-    return SuffixTables(stages, options, Capped(stages, cap_s))
+    places = Places(costs, pool)
+    for ranges in (MOST_PARTS,) if options.gap == 0 else (1, MOST_PARTS):
+        apart = options.gap == 0
+        stages = StageTables(costs, pool, family, options, apart=apart, late=late, ranges=ranges, places=places)
+        tables = SuffixTables(stages, options, Capped(stages, cap_s))
+        told = any(choice.recomputes for own in stages.choices.values() for choice in own)
+        if tables.least_s == float("inf") or not told:
+            break
+    return tables
 
 
 def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> int:

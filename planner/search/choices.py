@@ -11,7 +11,7 @@ from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
-__all__ = ["DIVISIONS", "Choice", "choices"]
+__all__ = ["DIVISIONS", "MOST_PARTS", "Choice", "choices"]
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
 MOST_PARTS, FEW_PARTS = 5, 2
@@ -60,25 +60,27 @@ class Choice(NamedTuple):
         return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
 
 
-def choices(costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True) -> list[Choice]:
+def choices(
+    costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True, ranges: int = MOST_PARTS
+) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
     ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all are to be told ``apart``,
-    the ranges are fewer for replicas that take turns, which seldom pay.
+    the ``ranges`` of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
     """
     shards = SHARDS if options.shard == "auto" else tuple(dict.fromkeys(("none", options.shard)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
     every = options.recompute == "full"
-    parts = min(MOST_PARTS, costs.layer_count)
-    ranges = range(parts + 1) if options.recompute == "auto" and binding else range(1)
+    parts = min(ranges, costs.layer_count)
+    recomputed = range(parts + 1) if options.recompute == "auto" and binding else range(1)
     alone = options.shard not in ("auto", "none")
     found = [
         Choice(division, shard, part, parts, every, alone=alone and shard == "none")
-        for part in ranges
+        for part in recomputed
         for division in divisions
         for shard in shards_of(division, shards)
     ]
-    if apart or len(ranges) == 1:
+    if apart or len(recomputed) == 1:
         return found
     few = min(FEW_PARTS, parts)
     turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]

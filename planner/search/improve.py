@@ -8,13 +8,16 @@ from heapq import nsmallest
 from itertools import accumulate
 from random import Random
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Family
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.climb import Climb
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import SINGLE, Layout, stages_of
-from autopar.planner.search.work import CLIMB, EQUAL, START
+from autopar.planner.search.work import CLIMB, ENOUGH, EQUAL, START
 from autopar.planner.shapes import balanced
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -27,10 +30,8 @@ FAR = 1.5
 """Of the best step; slower plans are no seeds."""
 FEW_STAGES = 16
 """Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
-JUDGED = 24
-"""Even splits that are simulated, the most promising ones."""
-ENOUGH = 0.05
-"""Gap to the lower bound at which local moves end, unless more effort is asked for."""
+FEW_JUDGED, JUDGED = 4, 32
+"""Even splits that are simulated, the most promising ones; few where that takes long."""
 
 
 def started(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
@@ -40,29 +41,31 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
     layouts = list(even_layouts(simulator, max(families)))
     manners = climb.manners()
     quick = sorted(
-        (_quick_s(simulator, family, layout, division), at, family, division)
+        (quickly.step_s(layout), at, family, division)
         for family in families
         for division in dict.fromkeys(each for each, _ in manners)
+        for quickly in (_Quick(simulator, family, division),)
         for at, layout in enumerate(layouts)
         if division == "split" or max(layout.widths) > 1
     )
     priced: list[tuple[float, int, Family, Layout]] = []
     for quick_s, at, family, division in quick:
-        if climb.left <= 0 or quick_s >= FAR * best.step_s:
+        if climb.left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
             break
         own = [manner for manner in manners if manner[0] == division]
         for manner in own if max(layouts[at].widths) > 1 else own[:1]:
             layout = layouts[at].run(manner)
             score = climb.score(family, layout, order, _depths(family, layout))
             priced.append((score, len(priced), family, layout))
-    # Of every number of stages first the most promising one: local moves change these numbers slowly.
-    known: Counter[int] = Counter()
+    # Of every number of stages, widths and division first the most promising one: local moves change these slowly.
+    known: Counter[object] = Counter()
     ranked = []
     for score, at, family, layout in sorted(priced):
-        ranked.append((known[len(layout.cuts)], score, at, family, layout))
-        known[len(layout.cuts)] += 1
-    for _, score, _, family, layout in nsmallest(JUDGED * options.effort, ranked):
-        if score < FAR * best.step_s:
+        alike = layout.widths, next((division for division, _ in layout.manners if division != "split"), "split")
+        ranked.append((known[alike], score, at, family, layout))
+        known[alike] += 1
+    for at, (_, score, _, family, layout) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
+        if score < FAR * best.step_s and (climb.left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
 
 
@@ -71,7 +74,9 @@ def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
     costs, devices = simulator.costs, len(simulator.costs.devices)
     edges = list(range(costs.layer_count + 1))
     for count in stage_counts(min(costs.layer_count, devices)):
-        widths = [(devices // count,) * count, even_shares(devices, count), even_shares(devices, count)[::-1]]
+        # Replicas that take turns wait for each other at every change of width, of which one is best.
+        ascending = tuple(sorted(even_shares(devices, count)))
+        widths = [(devices // count,) * count, ascending, ascending[::-1]]
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
         for each in dict.fromkeys(widths):
@@ -79,18 +84,34 @@ def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
                 yield Layout(cuts, each, (SINGLE,) * count)
 
 
-def _quick_s(simulator: Simulator, family: Family, layout: Layout, division: Division) -> float:
-    """Return about how long a step of a layout takes, were there no limit of memory; infinite where it cannot be."""
-    costs, loads, trips = simulator.costs, [], []
-    for first, stop, width, _ in stages_of(layout):
-        if width > (family.micro_batch_size if division == "split" else family.micro_batches) and not costs.divisible:
+class _Quick:
+    """About how long steps take in which replicas divide micro-batches in a way, were there no limit of memory."""
+
+    def __init__(self, simulator: Simulator, family: Family, division: Division) -> None:
+        self._costs, self._family, self._division = simulator.costs, family, division
+        self._sums: dict[int, npt.NDArray[np.float64]] = {}
+        """By width, the seconds of the layers up to every one."""
+
+    def step_s(self, layout: Layout) -> float:
+        """Return the seconds of a layout; infinite where it cannot be."""
+        count, stops, widths = self._family.micro_batches, np.array(layout.cuts), np.array(layout.widths)
+        most = self._family.micro_batch_size if self._division == "split" else count
+        if widths.max() > most and not self._costs.divisible:
             return float("inf")
-        rows = max(costs.shares(family.micro_batch_size, width, division))
-        own_s = sum(sums[stop] - sums[first] for sums in (costs.sums.forward(rows), costs.sums.backward(rows, 1.0)))
-        turns = 1.0 if division == "split" else -(-family.micro_batches // width) / family.micro_batches
-        loads.append(own_s * turns)
-        trips.append(own_s)
-    return (family.micro_batches - 1) * max(loads) + sum(trips)
+        own_s = np.zeros(len(stops))
+        firsts = np.append(0, stops[:-1])
+        for width in set(layout.widths):
+            some, sums = widths == width, self._of_width(width)
+            own_s[some] = sums[stops[some]] - sums[firsts[some]]
+        turns = 1.0 if self._division == "split" else -(-count // widths) / count
+        return float((count - 1) * (own_s * turns).max() + own_s.sum())
+
+    def _of_width(self, width: int) -> npt.NDArray[np.float64]:
+        if width not in self._sums:
+            rows = max(self._costs.shares(self._family.micro_batch_size, width, self._division))
+            sums = self._costs.sums
+            self._sums[width] = np.array(sums.forward(rows)) + np.array(sums.backward(rows, 1.0))
+        return self._sums[width]
 
 
 def _depths(family: Family, layout: Layout) -> list[int]:

@@ -18,24 +18,29 @@ from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 from autopar.planner.search.tables import SuffixTables
 from autopar.planner.search.trips import Trips
+from autopar.planner.search.work import swept_us
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Opened", "Opening"]
 
+MANY_TABLED = 150_000_000
+"""Stages in all states; of more, no table bounds plans."""
 MANY_ELEMENTS = 5_000_000
-"""Stages in all states, of those told apart; of more, one table is made, and plans are not looked through."""
+"""Stages in all states, of those taken together; of more, plans are not looked through."""
 MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
 FEW_PASSES, PASSES = 7, 8
 FEW_SWEEPS, SWEEPS = 19, 24
 MOST_BOUNDED = 5_000_000_000
 """Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
+FEW_CAPS, CAPS = 1, 3
+"""Between a bound and the best step, each of which excludes stages that others do not."""
 COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36
 """Of the pace with which devices alone would suffice, the first one that is tried."""
 LOWERED = 0.9525
-"""Of the best step, up to which a large family is bounded: the lower, the quicker."""
+"""Of the best step, up to which a family is bounded that is too large for tables: the lower, the quicker."""
 MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
 
@@ -55,21 +60,39 @@ class Opening:
     def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
         self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
         self.options, self.best = options, best
-        self.states = States(stages)
-        self.paces = Paces(stages, self.states, options)
         self.large = stages.size > MANY_ELEMENTS
         self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
+        self._capped = Capped(stages, best.step_s)
+        self.tables = self._below(self._capped) if stages.size <= MANY_TABLED and self._capped.possible else None
+        """Of the plans that may be better than the best one; none where there are none, or too many stages."""
 
-    def try_paces(self) -> None:
-        """Judge plans that keep a pace."""
-        if self._least_cap_s < float("inf"):
-            self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
+    @property
+    def hopeless(self) -> bool:
+        """Whether no plan can be better than the best one."""
+        return not self._capped.possible or (self.tables is not None and self.tables.least_s == float("inf"))
+
+    def try_paces(self) -> float:
+        """Judge plans that keep a pace; return the work of that."""
+        if self._least_cap_s == float("inf"):
+            return 0.0
+        self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
+        return self.passes * swept_us(self.stages.size)
 
     def bounded(self) -> Opened:
         """Prove a lower bound, and return tables of what may be better, unless these are too large to look through."""
         if self._least_cap_s == float("inf"):
             return Opened(float("inf"), None)
         return self._bounded(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
+
+    @cached_property
+    def states(self) -> States:
+        """The states of the pool."""
+        return States(self.stages)
+
+    @cached_property
+    def paces(self) -> Paces:
+        """What plans are made of, at any pace."""
+        return Paces(self.stages, self.states, self.options)
 
     @cached_property
     def _least_cap_s(self) -> float:
@@ -150,21 +173,20 @@ class Opening:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
         # Where no plan is known yet, what is slower than any sensible one is left out.
-        cap_s = min(self.best.step_s, MOST_CAP * lower_s) * (LOWERED if self.large else 1.0)
-        tables = None
-        if not (self.stages.chain and self.paces.many):
-            tables = SuffixTables(
-                self.stages, self.options, Capped(self.stages, cap_s), self.states, rounded=self.large
-            )
-            lower_s = max(lower_s, min(cap_s, tables.least_s + overhead_s))
-        if self.stages.chain:
-            trips = Trips(self.stages, self.states, self.options)
+        most_s = min(self.best.step_s, MOST_CAP * lower_s)
+        if self.tables is None and self.stages.chain:
             sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
-            lower_s = trips.bound_s(cap_s - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
-        if tables is None or self.large:
+            trips = Trips(self.stages, self.states, self.options)
+            lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
             return Opened(lower_s, None)
-        for _ in range(3 if tables.least_s < float("inf") else 0):
-            cap_s = (lower_s + min(self.best.step_s, MOST_CAP * lower_s)) / 2
-            below = SuffixTables(self.stages, self.options, Capped(self.stages, cap_s), self.states)
+        tables = self.tables or self._below(Capped(self.stages, most_s))
+        lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
+        for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
+            cap_s = (lower_s + most_s) / 2
+            below = self._below(Capped(self.stages, cap_s))
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return Opened(lower_s, tables)
+        return Opened(lower_s, None if self.large else tables)
+
+    def _below(self, capped: Capped) -> SuffixTables:
+        """Return the tables of plans that take less than a cap."""
+        return SuffixTables(self.stages, self.options, capped, self.states, rounded=self.large)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +10,9 @@ from autopar.planner.costs.levels import Levels
 
 __all__ = ["Ordered"]
 
-Number = TypeVar("Number", np.int64, np.float64)
+Numbers = npt.NDArray[np.float64]
+MOST_KEPT = 20_000_000
+"""Numbers that tell which layers are summed, and are remembered."""
 
 
 class Ordered:
@@ -36,19 +36,22 @@ class Ordered:
             rank = levels.rank(layer)
             ranks[layer] = layers if rank is None else rank
         longest = int(lengths[-1])
-        self._layers = np.full((layers, len(lengths), longest), layers)
-        for column, length in enumerate(lengths.tolist()):
-            own = np.minimum(np.arange(layers)[:, None] + np.arange(length), layers)
-            order = np.argsort(ranks[own], axis=1, kind="stable")
-            self._layers[:, column, :length] = np.take_along_axis(own, order, axis=1)
-        self._layers[ranks[self._layers] == layers] = layers
-        self.counts: Counts = (self._layers < layers).sum(axis=2)
+        inside = np.arange(longest) < lengths[:, None]
+        own = np.minimum(np.arange(layers)[:, None] + np.arange(longest), layers)
+        ranked = np.where(inside, ranks[own][:, None, :], layers)
+        self._rank = np.argsort(np.argsort(ranked, axis=2, kind="stable"), axis=2)
+        """Of every layer among those of a stage, ``[first, length, layer]``."""
+        self._layers = own
+        self.counts: Counts = (ranked < layers).sum(axis=2)
         """How many may be recomputed, ``[first, length]``."""
+        self._chosen: dict[bytes, Numbers] = {}
 
-    def sums(self, values: npt.NDArray[Number], counts: Counts) -> npt.NDArray[Number]:
+    def sums(self, values: Numbers, counts: Counts) -> Numbers:
         """Return sums of the values of so many layers of every stage, ``[first, length]``."""
-        padded = np.append(values, np.zeros(1, dtype=values.dtype))
-        running = np.cumsum(padded[self._layers], axis=2)
-        last = np.clip(counts - 1, 0, running.shape[2] - 1)
-        found = np.take_along_axis(running, last[:, :, None], axis=2)[:, :, 0]
-        return np.where(counts > 0, found, np.zeros(1, dtype=values.dtype))
+        key = counts.tobytes()
+        if key not in self._chosen:
+            if self._rank.size * (1 + len(self._chosen)) > MOST_KEPT:
+                self._chosen.clear()
+            self._chosen[key] = (self._rank < counts[:, :, None]).astype(np.float64)
+        padded = np.append(values, 0.0)
+        return np.asarray((self._chosen[key] @ padded[self._layers][:, :, None])[:, :, 0])

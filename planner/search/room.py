@@ -157,8 +157,7 @@ class Room:
     def _partly(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
         order = self.ordered(kind)
         low, high = choice.recomputed(order.counts)
-        memory = self.costs.memory[kind]
-        freed = order.sums(np.array([memory.freed_bytes(layer, rows) for layer in range(self.layers)]), high)
+        freed = self._summed(order, self._freed(rows, kind), high)
         every = self._whole_parts(rows, True, kind)
         whole = low == order.counts
         return none._replace(
@@ -179,8 +178,8 @@ class Room:
     def _surely(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
         order = self.ordered(kind)
         low, _ = choice.recomputed(order.counts)
-        freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
-        saved = order.sums(freed, low)
+        freed = self._freed(rows, kind)
+        saved = self._summed(order, freed, low)
         longest = int(self.lengths[-1])
         windows = np.lib.stride_tricks.sliding_window_view(np.append(freed, np.zeros(longest - 1, np.int64)), longest)
         at_work = np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1]
@@ -191,6 +190,14 @@ class Room:
             peak=np.where(whole, every.peak, none.peak - saved + at_work),
             first_peak=np.where(whole, every.first_peak, none.first_peak - saved + at_work),
         )
+
+    def _freed(self, rows: float, kind: int) -> Counts:
+        """Bytes by which recomputing it shrinks what a micro-batch in flight keeps, by layer."""
+        return np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
+
+    def _summed(self, order: Ordered, sizes: Counts, counts: Counts) -> Counts:
+        # Sums of bytes are whole numbers that floats hold exactly.
+        return np.rint(order.sums(sizes.astype(np.float64), counts)).astype(np.int64)
 
     def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
         key = (rows, every, kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.choices import Choice, choices
+from autopar.planner.search.choices import MOST_PARTS, Choice, choices
 from autopar.planner.search.queues import Queues, queues
 from autopar.planner.search.room import Room
 from autopar.planner.search.ways import Way, lengths_of, ways_of
@@ -95,18 +95,29 @@ class StageTables:
         *,
         apart: bool = True,
         late: bool = False,
+        ranges: int = MOST_PARTS,
+        places: Places | None = None,
     ) -> None:
+        """Price all stages.
+
+        Args:
+            ranges: of the layers of a stage that are recomputed, how many are told apart.
+            places: those of the pool, which other families may have looked up before.
+        """
         self.costs, self.pool, self.family, self.apart = costs, pool, family, apart
         self.layers = costs.layer_count
         self._halved, self._late = halves(family.schedule), late
-        self.places = Places(costs, pool)
         self._next: dict[int, Next] = {}
         self._alone_s: dict[int, Numbers] = {}
         self.room = Room(costs, family, pool)
-        self.choices = {kind: choices(costs, options, self.room.binding(kind), apart=apart) for kind in pool.kinds}
+        self.choices = {
+            kind: choices(costs, options, self.room.binding(kind), apart=apart, ranges=ranges) for kind in pool.kinds
+        }
         self.longest = self.layers if apart else self.room.reach(self.choices)
         every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], apart=apart)]
-        moves = [self.places.moves(way.kind, way.width) for way in every]
+        places = places or Places(costs, pool)
+        moves = [places.moves(way.kind, way.width) for way in every]
+        self.places, self.nears = tuple(places.known), tuple(places.nears)
         self.ways = [
             way._replace(variant=variant) for way, own in zip(every, moves, strict=True) for variant in range(len(own))
         ]
@@ -125,12 +136,10 @@ class StageTables:
         self._keys = list(dict.fromkeys((way.choice.division, way.widths) for way in self.ways))
         self._key_of = np.array([self._keys.index((way.choice.division, way.widths)) for way in self.ways])
         self._links = self._stacked_links()
-        if not apart:
-            self._drop_dominated()
 
     def _check_size(self) -> None:
         """Refuse tables that no ordinary machine holds, instead of dying of them."""
-        numbers = len(StageTerms._fields) * len(self.places.known) + len(LinkTerms._fields) * len(self.places.nears)
+        numbers = len(StageTerms._fields) * len(self.places) + len(LinkTerms._fields) * len(self.nears)
         size = 8 * numbers * len(self.ways) * self.layers * len(self.lengths)
         if size > MOST_BYTES:
             raise UsageError(
@@ -221,9 +230,9 @@ class StageTables:
         columns = int((self.lengths <= self.layers - first).sum())
         way = np.repeat(np.arange(len(self.ways)), columns)
         stage = self._stages.at((slice(None), slice(None), first, slice(columns)))
-        stage = stage.shaped((len(self.places.known), -1))
+        stage = stage.shaped((len(self.places), -1))
         link = self._links.at((slice(None), self._key_of, first, slice(columns)))
-        link = link.shaped((len(self.places.nears), -1))
+        link = link.shaped((len(self.nears), -1))
         fitting = np.flatnonzero(np.isfinite(stage.work_s).any(axis=0))
         column = np.tile(np.arange(columns), len(self.ways))[fitting]
         longest = np.minimum(self._ends[column], self.layers - first)
@@ -234,13 +243,13 @@ class StageTables:
 
     def _stacked_stages(self) -> StageTerms:
         """Terms ``[place, way, first, length]``."""
-        shape = (len(self.places.known), len(self.ways), self.layers, len(self.lengths))
+        shape = (len(self.places), len(self.ways), self.layers, len(self.lengths))
         terms = [np.ones(shape) for _ in StageTerms._fields]
         terms[2][:] = np.inf
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             for place in sorted(set(move.place[move.after < self.pool.states].tolist())):
-                level, limit = self.places.known[place]
+                level, limit = self.places[place]
                 found = [self._stage(way, width, level, limit) for width in way.widths]
                 for stack, each in zip(terms, zip(*found, strict=True), strict=True):
                     stack[place, at] = np.minimum.reduce(each)
@@ -257,30 +266,6 @@ class StageTables:
             own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
             known[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return known[key]
-
-    def _drop_dominated(self) -> None:
-        """Let no stage fit that takes as many devices as another of the same layers, and is better in nothing."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for at, way in enumerate(self.ways):
-            alike.setdefault((way.kind, way.width), []).append(at)
-        work = np.asarray(self._stages.work_s)
-        for ways in alike.values():
-            for at, other in permutations(ways, 2):
-                one, two = self.ways[at].choice, self.ways[other].choice
-                # What is run in one respect otherwise; of other pairs few are told.
-                apart = (one.division, one.shard) != (two.division, two.shard)
-                if apart and (one.part, one.parts) != (two.part, two.parts):
-                    continue
-                stages = ((np.asarray(each)[:, at], np.asarray(each)[:, other]) for each in self._stages)
-                links = (
-                    (np.asarray(each)[:, self._key_of[at]], np.asarray(each)[:, self._key_of[other]])
-                    for each in self._links
-                )
-                pairs = [*stages, *(links if self._key_of[at] != self._key_of[other] else ())]
-                no_worse = np.logical_and.reduce([(own >= better).all(axis=0) for own, better in pairs])
-                equal = np.logical_and.reduce([(own == better).all(axis=0) for own, better in pairs])
-                beaten = no_worse & (~equal | (at > other)) & np.isfinite(work[:, other]).any(axis=0)
-                work[:, at, beaten] = np.inf
 
     def _stage(self, way: Way, width: int, level: Level, limit: int) -> StageTerms:
         choice, kind = way.choice, way.kind
@@ -373,9 +358,7 @@ class StageTables:
 
     def _stacked_links(self) -> LinkTerms:
         """Terms ``[levels, key, first, length]``."""
-        rows = [
-            [self._link(widths, levels, division) for division, widths in self._keys] for levels in self.places.nears
-        ]
+        rows = [[self._link(widths, levels, division) for division, widths in self._keys] for levels in self.nears]
         return LinkTerms(*(np.stack([np.stack([each[term] for each in row]) for row in rows]) for term in range(6)))
 
     def _link(self, widths: Sequence[int], levels: frozenset[Level], division: Division) -> LinkTerms:

@@ -34,7 +34,7 @@ class States:
         """``[way, state]``."""
         self.left = pool.devices_left()
         """Devices."""
-        nears = len(stages.places.nears)
+        nears = len(stages.nears)
         self.codes = np.stack([move.place * nears + move.near for move in stages.moves])
         """Where a way stands: its place, and the levels to the next stage, ``[way, state]``."""
         self.groups = self._grouped(nears)

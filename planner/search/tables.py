@@ -67,7 +67,7 @@ class SuffixTables:
     @property
     def least_s(self) -> float:
         """The least bound of a plan, without what precedes every step; infinite where there is none below the cap."""
-        least_s = float(self._least[3, self.stages.constraints.least_stages - 1 :, 0, 0].min())
+        least_s = float(self._least[3, self.stages.constraints.least_stages - 1 :, 0, 0].min(initial=np.inf))
         return least_s * (1 - ROUNDING) if self._kind is np.float32 else least_s
 
     def behinds(self, stages: int | None) -> range:

@@ -121,7 +121,7 @@ class Trips:
         told = np.stack((self._stages.first, self._stages.stop, limits.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
         self._limits = limits._replace(group=np.cumsum(changes[: told.shape[1]]))
-        self._limited = len({place.limit for place in stages.places.known}) > 1
+        self._limited = len({place.limit for place in stages.places}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.

@@ -13,7 +13,7 @@ from autopar.planner.share_limits import limits_met
 
 __all__ = ["Way", "lengths_of", "ways_of"]
 
-MOST_CLASSES = {"split": 48, "round-robin": 8}
+MOST_CLASSES = 48
 """Of widths, where not every one is told apart; beyond, neighbouring ones are taken together."""
 EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
 """Of widths, those that so many layers have on average are told apart in any case, within limits."""
@@ -67,10 +67,9 @@ def _classes(costs: CostModel, family: Family, division: Division, widths: range
     exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
     merged: list[list[int]] = []
     kept: tuple[bool, ...] = ()
-    most = MOST_CLASSES[division]
-    ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
+    ratio = (widths[-1] / max(1, widths[0])) ** (1 / MOST_CLASSES) if len(widths) > 0 else 1.0
     for low, high, limits in classes:
-        if merged and limits == kept and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
+        if merged and limits == kept and len(classes) > MOST_CLASSES and low > exact and high <= merged[-1][0] * ratio:
             merged[-1] += [low, high]
         else:
             merged.append([low, high])

@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from autopar.planner.candidate import Candidate
 
-__all__ = ["BEST_FIRST", "CLIMB", "EQUAL", "START", "fitted_us", "priced_us", "scored_us", "simulated_us"]
+__all__ = [
+    "BEST_FIRST",
+    "CLIMB",
+    "ENOUGH",
+    "EQUAL",
+    "PACES",
+    "START",
+    "fitted_us",
+    "priced_us",
+    "scored_us",
+    "simulated_us",
+    "swept_us",
+]
 
-START, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
-"""For an effort of one: even splits, plans opened best first, local moves, and those that keep widths equal."""
+ENOUGH = 0.05
+"""Gap to the lower bound at which no more work is done, unless more effort is asked for."""
+START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
+"""For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
+SWEPT = 0.002
 SCORED, PRICED, FITTED = 5, 60, 700
 ACTION, PROGRAM = 0.5, 2_000
 
@@ -33,3 +48,8 @@ def fitted_us(stages: int) -> float:
 def simulated_us(candidate: Candidate) -> float:
     """Return the work of simulating a candidate."""
     return PROGRAM + ACTION * 2 * candidate.micro_batches * len(candidate.stages)
+
+
+def swept_us(stages: int) -> float:
+    """Return the work of looking for a plan that keeps a pace, of so many stages in all states of the pool."""
+    return SWEPT * stages
