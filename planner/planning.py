@@ -200,7 +200,7 @@ def _explained(
         # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
         for schedule in {(chunked(each), halves(each)): each for each in tried_beside(costs)}.values():
             asked = replace(options, schedule=schedule, chunks=None)
-            own = bounds_of(costs, asked, best.step_s)
+            own = bounds_of(costs, asked, best.step_s, quickly=True)
             if chunked(schedule):
                 bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
             else:

@@ -121,13 +121,13 @@ def shape_of(dictated: Dictated, options: PlanOptions) -> Shape:
     )
 
 
-def bounds_of(costs: CostModel, options: PlanOptions, step_s: float) -> Bounds:
-    """Return what bounds all plans of the schedule that the options name, on any stages.
+def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly: bool = False) -> Bounds:
+    """Return what bounds all plans of the schedule that the options name, on any stages; ``quickly``: by work alone.
 
     Layers of a rank's stages are not contiguous; of such schedules only their work is a bound.
     """
     every = runnable(costs, options)
-    if not chunked(options.schedule):
+    if not quickly and not chunked(options.schedule):
         return stacked(costs, every, least_bound_s(options), step_s)
     return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
 
