@@ -7,7 +7,7 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of
+from autopar.formats.plan import Division, Shard, shards_of
 from autopar.formats.predicted import Alternative
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, Placed, place
@@ -71,7 +71,7 @@ def frames(
 ) -> list[tuple[Placed, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
     if shards is None:
-        shards = SHARDS if options.shard == "auto" else (options.shard,)
+        shards = options.shards
     ways = [ways_of(costs, family, width, shards) for width in widths]
     if prod(map(len, ways)) <= MOST_FRAMES:
         return [place(family, cuts, widths, way, divisible=costs.divisible) for way in product(*ways)]

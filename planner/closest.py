@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turns
+from autopar.formats.plan import Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, Family, Placed, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.memory import Held, Parts, peak_of
@@ -191,7 +191,7 @@ class Closest:
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
-        shards: Sequence[Shard] = SHARDS if self.options.shard == "auto" else (self.options.shard,)
+        shards = self.options.shards
         division: Division = "round-robin" if turning else "split"
         for shard in shards_of(division, shards) if width > 1 else ("none",):
             for level in asked:

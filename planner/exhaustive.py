@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import UsageError
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of
+from autopar.formats.plan import Division, Shard, shards_of
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
@@ -197,7 +197,7 @@ def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division
 def _shards(options: PlanOptions, width: int) -> Sequence[Shard]:
     if width == 1:
         return ("none",)
-    return SHARDS if options.shard == "auto" else (options.shard,)
+    return options.shards
 
 
 def _recomputed(

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.layout import layout_of
-from autopar.formats.plan import Objective, ReplicatedState, Shard
+from autopar.formats.plan import SHARDS, Objective, ReplicatedState, Shard
 from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 from autopar.schedules.spelling import schedule_named
@@ -119,8 +119,8 @@ class PlanOptions:
             raise UsageError(f"--solver-seconds must be positive, found {self.solver_seconds}")
         if self.recompute not in ("auto", "none", "full"):
             raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
-        if self.shard not in ("auto", *get_args(Shard)):
-            raise UsageError(f"--shard must be one of auto, {', '.join(get_args(Shard))}; found {self.shard!r}")
+        if self.shard not in ("auto", *SHARDS):
+            raise UsageError(f"--shard must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
         if self.replicate_state not in (None, *get_args(ReplicatedState)):
             raise UsageError(f"--replicate-state must be first or average, found {self.replicate_state!r}")
         if self.max_stages is not None and self.min_stages > self.max_stages:
@@ -132,6 +132,11 @@ class PlanOptions:
     def simple(self) -> bool:
         """Whether the simplest of the plans that are about as fast is wanted."""
         return not self.exact and self.gap > 0 and self.solver != "exhaustive"
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What replicas may shard."""
+        return SHARDS if self.shard == "auto" else (self.shard,)
 
     @property
     def candidate_limit(self) -> int:

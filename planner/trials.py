@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from math import comb
 
-from autopar.formats.plan import SHARDS
 from autopar.planner.bounds.rank_bounds import least_s
 from autopar.planner.candidate import Candidate, Family, Placed, counts_beside, with_depths
 from autopar.planner.chunks import groups
@@ -136,7 +135,7 @@ class Trials:
     def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
         """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
         chunks = len(shape.cuts) // len(shape.widths)
-        shards = SHARDS if self.options.shard == "auto" else (self.options.shard,)
+        shards = self.options.shards
         for depths in SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches).values():
             for shard in shards:
                 found = self._fitting(family, placed(self.costs, family, shape, self.order, shard), depths)

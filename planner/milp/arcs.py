@@ -110,7 +110,7 @@ class _Pricing:
 
     def __init__(self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> None:
         self.costs, self.pool, self.family = costs, pool, family
-        self.shards = SHARDS if options.shard == "auto" else (options.shard,)
+        self.shards = options.shards
         self.recompute = options.recompute
         self.divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
         self.known: dict[tuple[object, ...], list[tuple[Placed, int, StageTerms]]] = {}

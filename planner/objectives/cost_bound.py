@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import SHARDS, Shard
 from autopar.planner.bounds.work import ROUNDING
 from autopar.planner.candidate import Family
 from autopar.planner.costs.memory import Held, peak_of
@@ -108,7 +107,7 @@ def _fits(
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
     parts = [costs.memory[kind].by_stop(rows, level) for level in dict.fromkeys(ends)]
-    shards: tuple[Shard, ...] = SHARDS if options.shard == "auto" else ("none", options.shard)
+    shards = ("none", *options.shards)
     warmup = turns if family.schedule == "gpipe" else 1
     held = [Held(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of
+from autopar.formats.plan import Division, Shard, shards_of
 from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -68,7 +68,7 @@ def choices(
     ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all are to be told ``apart``,
     the ``ranges`` of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
     """
-    shards = SHARDS if options.shard == "auto" else tuple(dict.fromkeys(("none", options.shard)))
+    shards = tuple(dict.fromkeys(("none", *options.shards)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
     every = options.recompute == "full"
     parts = min(ranges, costs.layer_count)

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from random import Random
 from typing import NamedTuple
 
-from autopar.formats.plan import SHARDS, Division, shards_of
+from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, Placed, counts_beside
 from autopar.planner.constraints import Constraints
@@ -203,7 +203,7 @@ class Climb:
 
     def manners(self) -> list[Manner]:
         """Return the manners in which replicas may be run."""
-        shards = SHARDS if self.options.shard == "auto" else (self.options.shard,)
+        shards = self.options.shards
         divisions: tuple[Division, ...] = ("split",) if self.costs.divisible else ("split", "round-robin")
         return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
 

@@ -39,6 +39,8 @@ COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
 """From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
 AHEAD = 1.36
 """Of the pace with which devices alone would suffice, the first one that is tried."""
+NEAR = 1.03
+"""Times the best step, up to which a plan of a pace is simulated: about how long it takes is known."""
 LOWERED = 0.9525
 """Of the best step, up to which a family is bounded that is too large for tables: the lower, the quicker."""
 MOST_CAP = 1000
@@ -121,13 +123,13 @@ class Opening:
                 low_s = next_s
         while passes < self.passes:
             passes, slower_s = passes + 1, slower_s * COARSE_STEP
-            if self._try(slower_s) >= self.best.step_s:
+            if self._try(slower_s) >= self.best.step_s * NEAR:
                 break
 
     def _try(self, beside_s: float) -> float:
         """Judge the plan of a pace, if it may be better; return about how long its step takes."""
         paced = Paced(self.paces, beside_s)
-        if paced.step_s >= self.best.step_s:
+        if paced.step_s >= self.best.step_s * NEAR:
             return paced.step_s
         family = self.stages.family
         chosen = paced.chosen()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.formats.plan import Division, turns
+from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.choices import Choice
@@ -48,22 +48,24 @@ def ways_of(costs: CostModel, family: Family, kind: int, choices: Sequence[Choic
     for number, choice in enumerate(choices):
         asked = choice.widths(micro_batches, rows, costs.divisible)
         widths = range(asked.start, min(asked.stop - 1, count) + 1)
-        classes = _classes(costs, family, choice.division, widths, apart)
+        classes = _classes(costs, family, choice, widths, apart)
         found += [Way(kind, number, choice, together[0], together) for together in classes]
     return found
 
 
-def _classes(costs: CostModel, family: Family, division: Division, widths: range, apart: bool) -> list[tuple[int, ...]]:
+def _classes(costs: CostModel, family: Family, choice: Choice, widths: range, apart: bool) -> list[tuple[int, ...]]:
+    division = choice.division
     if apart:
         return [(width,) for width in widths]
-    busiest: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
+    alike: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
     for width in widths:
         rows = family.micro_batch_size / width if costs.divisible else -(-family.micro_batch_size // width)
-        key = (rows, 0) if division == "split" else (0, len(turns(division, width, 0, family.micro_batches)))
-        # One replica makes its first gradients itself; several add to buffers.
+        busiest = rows if division == "split" else len(turns(division, width, 0, family.micro_batches))
+        # One replica makes its first gradients itself; several add to buffers. On more devices less of a shard is held.
+        held = width if choice.shard != "none" or width == 1 else 0
         limits = limits_met(costs, costs.shares(family.micro_batch_size, width, division))
-        busiest.setdefault((key[0], -1 if width == 1 else key[1], limits), []).append(width)
-    classes = [(each[0], each[-1], key[2]) for key, each in busiest.items()]
+        alike.setdefault((busiest, held, limits), []).append(width)
+    classes = [(each[0], each[-1], key[2]) for key, each in alike.items()]
     exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
     merged: list[list[int]] = []
     kept: tuple[bool, ...] = ()

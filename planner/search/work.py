@@ -25,7 +25,7 @@ ENOUGH = 0.05
 """Gap to the lower bound at which no more work is done, unless more effort is asked for."""
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
-SWEPT = 0.002
+SWEPT = 0.004
 SCORED, PRICED, FITTED = 5, 60, 700
 ACTION, PROGRAM = 0.5, 2_000
 
