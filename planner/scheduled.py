@@ -42,7 +42,7 @@ ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
 ACTIONS_BESIDE = 40_000
 """Simulated of each schedule that is tried beside what was found."""
-MOST_SEEDS, SEEDS_BESIDE = 8, 2
+MOST_SEEDS, SEEDS_BESIDE = 8, 4
 COUNTS_BESIDE = 1
 """Micro-batch counts that are tried beside what was found, on either side."""
 

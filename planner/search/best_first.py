@@ -29,8 +29,8 @@ from autopar.planner.search.judge import Best
 from autopar.planner.search.opening import Opening
 from autopar.planner.search.prefix import NOTHING
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import SuffixTables
-from autopar.planner.search.work import BEST_FIRST, ENOUGH, PACES, fitted_us, simulated_us
+from autopar.planner.search.tables import ROUNDING, SuffixTables
+from autopar.planner.search.work import BEST_FIRST, ENOUGH, PACES, fitted_us, least_gap, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["MOST_BOUNDED", "MOST_CLOSELY_BOUNDED", "Searched", "search", "tables_of"]
@@ -122,6 +122,7 @@ class _Search:
         self.sequence = self.candidates = 0
         self.left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
         """Work that may yet be done."""
+        self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
         self.pacing = PACES * options.effort
         """Work that may yet be done to look for plans that keep a pace."""
@@ -140,7 +141,7 @@ class _Search:
         while self.heap and self.candidates < limit and expansions < most and self.left > 0:
             proved_s = min(self.heap[0].bound_s, self.floor_s)
             if self.best.step_s <= self.heap[0].bound_s or (
-                self.best.step_s <= (1 + self.options.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
+                self.best.step_s <= (1 + self.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
             ):
                 break
             node = heapq.heappop(self.heap)
@@ -284,7 +285,7 @@ class _Search:
         opening = Opening(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
             return opening
-        self.floor_s = min(self.floor_s, self.best.step_s)
+        self.floor_s = min(self.floor_s, self.best.step_s * (1 - ROUNDING if opening.large else 1))
         return None
 
     def _open(self, node: _Node) -> _Node | None:

@@ -27,6 +27,7 @@ from autopar.planner.search.moves import (
     devices_moved,
     divided,
     joined,
+    layers_passed,
     manners_changed,
     stages_of,
 )
@@ -124,12 +125,22 @@ class Climb:
         if (family, layout, order) in self._tried:
             return None
         self._tried.add((family, layout, order))
+        return self._judged(family, layout, order, below_s)
+
+    def deepen(self, found: Found) -> None:
+        """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
+        at = self._at(found)
+        self._judged(at.family, at.layout, at.order, found.step_s, few=False)
+
+    def _judged(
+        self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
+    ) -> Found | None:
         frame = self._frame(family, layout, order)
         self.left -= priced_us(len(layout.cuts))
         if frame is None or bound(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
-        choices = depth_choices(self.costs, family, frame, spans, exact=False, few=True)
+        choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
         self.left -= fitted_us(len(frame))
         if choices.closest is not None:
             self.best.miss(*choices.closest)
@@ -187,6 +198,8 @@ class Climb:
         some = busy[:BUSY]
         inner = range(len(layout.cuts) - 1)
         for cuts in cuts_moved(layout.cuts, self.edges, inner, 2):
+            yield layout._replace(cuts=cuts)
+        for cuts in layers_passed(layout.cuts, self.edges, some):
             yield layout._replace(cuts=cuts)
         if self.equal:
             return

@@ -17,7 +17,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search.climb import Climb
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import SINGLE, Layout, stages_of
-from autopar.planner.search.work import CLIMB, ENOUGH, EQUAL, START
+from autopar.planner.search.work import CLIMB, ENOUGH, EQUAL, START, least_gap
 from autopar.planner.shapes import balanced
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -26,8 +26,8 @@ __all__ = ["climbed", "even_layouts", "started"]
 
 SEEDS = 4
 """Plans that local moves begin with: the fastest ones, of different numbers of stages."""
-FAR = 1.5
-"""Of the best step; slower plans are no seeds."""
+FAR, NEAR = 1.5, 1.02
+"""Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
 FEW_STAGES = 16
 """Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
 FEW_JUDGED, JUDGED = 4, 32
@@ -143,7 +143,7 @@ def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_
     """
     if best.found is None:
         return
-    gap = options.gap if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
+    gap = least_gap(options) if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
     enough_s = lower_bound_s * (1 + gap)
     if best.equal is not None:
         Climb(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
@@ -164,3 +164,6 @@ def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_
         if kicked is None:
             break
         climb.climb(kicked, enough_s)
+    for each in nsmallest(SEEDS, best.by_stages.values(), key=lambda each: each.step_s):
+        if each.step_s < NEAR * best.step_s:
+            climb.deepen(each)

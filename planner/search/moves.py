@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.plan import Division, Shard
 from autopar.planner.candidate import Candidate
 
-__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "manners_changed"]
+__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "layers_passed", "manners_changed"]
 
 Manner = tuple[Division, Shard]
 SINGLE: Manner = ("split", "none")
@@ -75,6 +76,25 @@ def cuts_moved(
             place = at + by if at < len(edges) and edges[at] == cuts[index] else at + by - (by > 0)
             if 0 <= place < len(edges) and low < edges[place] < high:
                 yield (*cuts[:index], edges[place], *cuts[index + 1 :])
+
+
+def layers_passed(cuts: Sequence[int], edges: Sequence[int], givers: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with a layer of one of the ``givers`` passed to another stage: those between move by an edge.
+
+    >>> list(layers_passed((2, 4, 6), range(7), (0,)))
+    [(1, 4, 6), (1, 3, 6)]
+    """
+    place = {edge: at for at, edge in enumerate(edges)}
+    known = all(cut in place for cut in cuts)
+    for giver in givers if known else ():
+        for taker in range(len(cuts)):
+            between = range(giver, taker) if taker > giver else range(taker, giver)
+            by = -1 if taker > giver else 1
+            moved = list(cuts)
+            for index in between:
+                moved[index] = edges[place[cuts[index]] + by]
+            if between and all(before < after for before, after in pairwise((0, *moved))):
+                yield tuple(moved)
 
 
 def devices_moved(

@@ -6,6 +6,7 @@ What bounds a search is a sum of these, so that the same question has the same a
 from __future__ import annotations
 
 from autopar.planner.candidate import Candidate
+from autopar.planner.options import PlanOptions
 
 __all__ = [
     "BEST_FIRST",
@@ -15,6 +16,7 @@ __all__ = [
     "PACES",
     "START",
     "fitted_us",
+    "least_gap",
     "priced_us",
     "scored_us",
     "simulated_us",
@@ -23,11 +25,18 @@ __all__ = [
 
 ENOUGH = 0.05
 """Gap to the lower bound at which no more work is done, unless more effort is asked for."""
+EXACT_GAP = 1e-3
+"""The same where the fastest plan is asked for."""
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
 SWEPT = 0.004
 SCORED, PRICED, FITTED = 5, 60, 700
 ACTION, PROGRAM = 0.5, 2_000
+
+
+def least_gap(options: PlanOptions) -> float:
+    """Return the gap to the lower bound at which plans are opened no more, and local moves where these go on."""
+    return min(EXACT_GAP, options.gap) if options.exact else options.gap
 
 
 def scored_us(stages: int) -> float:

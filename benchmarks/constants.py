@@ -1,0 +1,149 @@
+"""Constants: what another value of each constant of the planner's search costs, on a few medium problems.
+
+    python benchmarks/constants.py --json benchmarks/results/constants.json [--only climb] [--minutes 20]
+
+A line for every family of constants: with each of the other values, the mean and the largest ratio of the step to the
+step with the planner's own value, and the mean ratios of the lower bound and of processor seconds. The values of a line
+take turns on each problem, the planner's own first. What is recorded already is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from machine import Watch
+from medium import question
+
+from autopar.planner import plan
+
+INSTANCES = (
+    "48x32-unequal-tight-given-auto-1",
+    "36x128-unequal-ample-given-none-1",
+    "64x32-unequal-tight-given-none-1",
+    "48x64-equal-tight-given-auto-1",
+    "32x32-unequal-tight-free-none-1",
+)
+SEARCH = "autopar.planner.search."
+
+
+class Line(NamedTuple):
+    """A family of constants."""
+
+    modules: tuple[str, ...]
+    """That hold them, below the search."""
+    others: tuple[Mapping[str, Any], ...]
+    """Other values."""
+
+
+LINES = {
+    "even splits: numbers of stages": Line(("improve",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
+    "even splits: simulated": Line(("improve",), ({"JUDGED": 12}, {"JUDGED": 80})),
+    "even splits: work": Line(("improve",), ({"START": 3e5}, {"START": 3e6})),
+    "local moves: seeds": Line(("improve",), ({"SEEDS": 1}, {"SEEDS": 12})),
+    "local moves: how far a seed may be": Line(("improve",), ({"FAR": 1.1}, {"FAR": 3.0})),
+    "local moves: work": Line(("improve",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
+    "local moves: stages that take devices": Line(("climb",), ({"BUSY": 2}, {"BUSY": 20})),
+    "local moves: moves simulated": Line(("climb",), ({"TRIES": 3}, {"TRIES": 40})),
+    "local moves: power of the mean": Line(("climb",), ({"NORM": 4}, {"NORM": 64})),
+    "local moves: sideways": Line(("climb",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
+    "local moves: kicks": Line(("climb",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
+    "best first: work and plans": Line(
+        ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
+    ),
+    "best first: plans in any case": Line(("best_first",), ({"LEAST_CANDIDATES": 1}, {"LEAST_CANDIDATES": 500})),
+    "best first: how far first depths may be": Line(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
+    "bounds: stages told apart": Line(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
+    "bounds: caps": Line(("opening",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
+    "bounds: sorts of widths": Line(("ways",), ({"MOST_CLASSES": 8}, {"MOST_CLASSES": 200})),
+    "bounds: widths told apart": Line(("ways",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
+    "bounds: lengths": Line(("ways",), ({"EXACT_LENGTHS": 8}, {"GROWTH": 1.5}, {"EXACT_LENGTHS": 96})),
+    "paces: passes": Line(("opening",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
+    "paces: work": Line(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
+    "paces: first one": Line(("opening",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
+    "paces: steps": Line(("opening",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
+    "paces: how far plans are simulated": Line(("opening",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
+    "paces: more in flight": Line(("paced",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
+    "depths: ahead of the pace": Line(("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})),
+    "depths: steps between paces": Line(("depths",), ({"FINER": 1.1}, {"FINER": 1.005})),
+    "depths: rounds": Line(("depths",), ({"ROUNDS": 1}, {"ROUNDS": 8})),
+    "depths: slopes": Line(("depths",), ({"SLOPES": (1.0,)}, {"SLOPES": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)})),
+}
+
+
+@contextmanager
+def instead(line: Line, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give the constants other values for a while."""
+    modules = [importlib.import_module(SEARCH + each) for each in line.modules]
+    before = [(module, name, getattr(module, name)) for module in modules for name in values]
+    for module, name, _ in before:
+        setattr(module, name, values[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def measured(line: Line) -> list[dict[str, Any]]:
+    """Return what every other value costs."""
+    ratios: list[list[tuple[float, float, float]]] = [[] for _ in line.others]
+    for name in INSTANCES:
+        own = _planned(name)
+        for at, values in enumerate(line.others):
+            with instead(line, values):
+                other = _planned(name)
+            ratios[at].append((other[0] / own[0], other[1] / own[1], other[2] / own[2]))
+    found = []
+    for values, each in zip(line.others, ratios, strict=True):
+        steps, bounds, seconds = zip(*each, strict=True)
+        found.append(
+            {
+                "values": {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+                "step": round(statistics.mean(steps), 4),
+                "step_at_most": round(max(steps), 4),
+                "lower_bound": round(statistics.mean(bounds), 4),
+                "processor_s": round(statistics.mean(seconds), 2),
+            }
+        )
+    return found
+
+
+def _planned(name: str) -> tuple[float, float, float]:
+    """Return the step, the bound and the processor seconds of a plan."""
+    asked = question(name)
+    began = time.process_time()
+    made = plan(asked.profile, asked.cluster, asked.options)
+    return made.predicted.step_s, made.predicted.lower_bound_s, time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--only", default="", help="lines whose names hold this")
+    parser.add_argument("--minutes", type=float, default=20.0, help="after which no further line is begun")
+    arguments = parser.parse_args()
+    watch, end_s = Watch(), time.monotonic() + 60 * arguments.minutes
+    known: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())["lines"]
+    for name, line in LINES.items():
+        if arguments.only in name and name not in known and time.monotonic() < end_s:
+            known[name] = measured(line)
+            sys.stderr.write(f"{name}: {known[name]}\n")
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps({"lines": known}, indent=1) + "\n")
+    ordered = {name: known[name] for name in LINES if name in known}
+    watch.record({"instances": INSTANCES, "lines": ordered}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
