@@ -25,6 +25,7 @@ from autopar.planner.search.moves import (
     devices_moved,
     divided,
     joined,
+    layers_passed,
     stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
@@ -48,6 +49,7 @@ def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
         idle, stages = devices - sum(layout.widths), range(len(layout.cuts))
         sums = [float(at) for at in range(layers + 1)]
         near = [layout._replace(cuts=cuts) for cuts in cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
+        near += [layout._replace(cuts=cuts) for cuts in layers_passed(layout.cuts, range(layers + 1), stages)]
         near += [*joined(layout, stages[:-1]), *divided(layout, stages, sums, idle)]
         for widths in devices_moved(layout.widths, idle, stages, all_used=False):
             near.append(layout._replace(widths=widths))
