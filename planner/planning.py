@@ -36,6 +36,8 @@ from autopar.planner.placement.grouping import pool_of
 from autopar.planner.progress import Progress, untold
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import (
+    MOST_ACTIONS,
+    actions_of,
     bounds_of,
     dictated_best,
     improve,
@@ -191,7 +193,13 @@ def _explained(
     simulator.progress("bounding plans from below", 0.8)
     bounds = stacked(costs, every, least_bound_s(options), best.step_s)
     least_s = max(least_s, bounds.linked_s)
-    if _any_schedule(options, costs):
+    said = list(said)
+    many = best.found is not None and actions_of(best.found.candidate) > MOST_ACTIONS
+    if many and _any_schedule(options, costs):
+        said.append(
+            "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; --schedule does"
+        )
+    elif _any_schedule(options, costs):
         simulator.progress("trying other schedules", 0.9)
         improve(simulator, options, best)
         for each in otherwise(simulator, options, best.found.candidate) if best.found is not None else ():

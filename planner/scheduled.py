@@ -27,6 +27,8 @@ from autopar.planner.trials import Trials
 from autopar.schedules import SCHEDULES
 
 __all__ = [
+    "MOST_ACTIONS",
+    "actions_of",
     "bounds_of",
     "dictated_best",
     "improve",
@@ -42,6 +44,8 @@ ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
 ACTIONS_BESIDE = 40_000
 """Simulated of each schedule that is tried beside what was found."""
+MOST_ACTIONS = 200_000
+"""Of a step of the best plan, up to which other schedules are tried beside it."""
 MOST_SEEDS, SEEDS_BESIDE = 8, 4
 COUNTS_BESIDE = 1
 """Micro-batch counts that are tried beside what was found, on either side."""
@@ -146,6 +150,11 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
 def tried_beside(costs: CostModel) -> list[str]:
     """Return the schedules that are tried beside `1f1b`: with backwards in halves only where the profile has them."""
     return [each for each in SCHEDULES if not plain(each) and (costs.halved or not halves(each))]
+
+
+def actions_of(candidate: Candidate) -> int:
+    """Return how many forwards and backwards a step has, those of replicas counted once."""
+    return 2 * candidate.micro_batches * len(candidate.stages)
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
