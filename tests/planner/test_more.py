@@ -64,4 +64,4 @@ def test_more_never_makes_a_plan_slower(what: str) -> None:
             assert after.predicted.step_s <= before.predicted.step_s * (1 + most), f"seed {seed}"
             assert not [*_rows_below(before), *_rows_below(after)], f"seed {seed}"
             compared += 1
-    assert compared >= 12
+    assert compared >= 8
