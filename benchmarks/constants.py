@@ -35,7 +35,7 @@ INSTANCES = (
 SEARCH = "autopar.planner.search."
 
 
-class Line(NamedTuple):
+class ConstantFamily(NamedTuple):
     """A family of constants."""
 
     modules: tuple[str, ...]
@@ -45,42 +45,48 @@ class Line(NamedTuple):
 
 
 LINES = {
-    "even splits: numbers of stages": Line(("improve",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
-    "even splits: simulated": Line(("improve",), ({"JUDGED": 12}, {"JUDGED": 80})),
-    "even splits: work": Line(("improve",), ({"START": 3e5}, {"START": 3e6})),
-    "local moves: seeds": Line(("improve",), ({"SEEDS": 1}, {"SEEDS": 12})),
-    "local moves: how far a seed may be": Line(("improve",), ({"FAR": 1.1}, {"FAR": 3.0})),
-    "local moves: work": Line(("improve",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
-    "local moves: stages that take devices": Line(("climb",), ({"BUSY": 2}, {"BUSY": 20})),
-    "local moves: moves simulated": Line(("climb",), ({"TRIES": 3}, {"TRIES": 40})),
-    "local moves: power of the mean": Line(("climb",), ({"NORM": 4}, {"NORM": 64})),
-    "local moves: sideways": Line(("climb",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
-    "local moves: kicks": Line(("climb",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
-    "best first: work and plans": Line(
+    "even splits: numbers of stages": ConstantFamily(("improve",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
+    "even splits: simulated": ConstantFamily(("improve",), ({"JUDGED": 12}, {"JUDGED": 80})),
+    "even splits: work": ConstantFamily(("improve",), ({"START": 3e5}, {"START": 3e6})),
+    "local moves: seeds": ConstantFamily(("improve",), ({"SEEDS": 1}, {"SEEDS": 12})),
+    "local moves: how far a seed may be": ConstantFamily(("improve",), ({"FAR": 1.1}, {"FAR": 3.0})),
+    "local moves: work": ConstantFamily(("improve",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
+    "local moves: stages that take devices": ConstantFamily(("climb",), ({"BUSY": 2}, {"BUSY": 20})),
+    "local moves: moves simulated": ConstantFamily(("climb",), ({"TRIES": 3}, {"TRIES": 40})),
+    "local moves: power of the mean": ConstantFamily(("climb",), ({"NORM": 4}, {"NORM": 64})),
+    "local moves: sideways": ConstantFamily(("climb",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
+    "local moves: kicks": ConstantFamily(("climb",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
+    "best first: work and plans": ConstantFamily(
         ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
     ),
-    "best first: plans in any case": Line(("best_first",), ({"LEAST_CANDIDATES": 1}, {"LEAST_CANDIDATES": 500})),
-    "best first: how far first depths may be": Line(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
-    "bounds: stages told apart": Line(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
-    "bounds: caps": Line(("opening",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
-    "bounds: sorts of widths": Line(("ways",), ({"MOST_CLASSES": 8}, {"MOST_CLASSES": 200})),
-    "bounds: widths told apart": Line(("ways",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
-    "bounds: lengths": Line(("ways",), ({"EXACT_LENGTHS": 8}, {"GROWTH": 1.5}, {"EXACT_LENGTHS": 96})),
-    "paces: passes": Line(("opening",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
-    "paces: work": Line(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
-    "paces: first one": Line(("opening",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
-    "paces: steps": Line(("opening",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
-    "paces: how far plans are simulated": Line(("opening",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
-    "paces: more in flight": Line(("paced",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
-    "depths: ahead of the pace": Line(("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})),
-    "depths: steps between paces": Line(("depths",), ({"FINER": 1.1}, {"FINER": 1.005})),
-    "depths: rounds": Line(("depths",), ({"ROUNDS": 1}, {"ROUNDS": 8})),
-    "depths: slopes": Line(("depths",), ({"SLOPES": (1.0,)}, {"SLOPES": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)})),
+    "best first: plans in any case": ConstantFamily(
+        ("best_first",), ({"LEAST_CANDIDATES": 1}, {"LEAST_CANDIDATES": 500})
+    ),
+    "best first: how far first depths may be": ConstantFamily(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
+    "bounds: stages told apart": ConstantFamily(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
+    "bounds: caps": ConstantFamily(("opening",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
+    "bounds: sorts of widths": ConstantFamily(("ways",), ({"MOST_CLASSES": 8}, {"MOST_CLASSES": 200})),
+    "bounds: widths told apart": ConstantFamily(("ways",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
+    "bounds: lengths": ConstantFamily(("ways",), ({"EXACT_LENGTHS": 8}, {"GROWTH": 1.5}, {"EXACT_LENGTHS": 96})),
+    "paces: passes": ConstantFamily(("opening",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
+    "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
+    "paces: first one": ConstantFamily(("opening",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
+    "paces: steps": ConstantFamily(("opening",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
+    "paces: how far plans are simulated": ConstantFamily(("opening",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
+    "paces: more in flight": ConstantFamily(("paced",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
+    "depths: ahead of the pace": ConstantFamily(
+        ("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})
+    ),
+    "depths: steps between paces": ConstantFamily(("depths",), ({"FINER": 1.1}, {"FINER": 1.005})),
+    "depths: rounds": ConstantFamily(("depths",), ({"ROUNDS": 1}, {"ROUNDS": 8})),
+    "depths: slopes": ConstantFamily(
+        ("depths",), ({"SLOPES": (1.0,)}, {"SLOPES": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)})
+    ),
 }
 
 
 @contextmanager
-def instead(line: Line, values: Mapping[str, Any]) -> Iterator[None]:
+def instead(line: ConstantFamily, values: Mapping[str, Any]) -> Iterator[None]:
     """Give the constants other values for a while."""
     modules = [importlib.import_module(SEARCH + each) for each in line.modules]
     before = [(module, name, getattr(module, name)) for module in modules for name in values]
@@ -93,7 +99,7 @@ def instead(line: Line, values: Mapping[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def measured(line: Line) -> list[dict[str, Any]]:
+def measured(line: ConstantFamily) -> list[dict[str, Any]]:
     """Return what every other value costs."""
     ratios: list[list[tuple[float, float, float]]] = [[] for _ in line.others]
     for name in INSTANCES:

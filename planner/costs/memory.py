@@ -222,6 +222,12 @@ class MemoryModel:
         ``recompute`` are layers of the model: a stage recomputes those of its own among them. What stages would hold
         that end behind the last layer has no meaning.
         """
+        swept = self._sweep(rows, recompute, longest)
+        activations, peak, first_peak = (np.asarray(each)[:, :longest] for each in swept)
+        return self._window(longest)._replace(activations=activations, peak=peak, first_peak=first_peak)
+
+    def _window(self, longest: int) -> Parts:
+        """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
         if longest not in self._windows:
             state = [windowed(sums, longest) - shared.window(longest) for sums, shared in self._state]
             update = np.add if self.updates_at_once else np.maximum
@@ -229,9 +235,7 @@ class MemoryModel:
             lasting = self._lasting.window(longest)
             running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
             self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
-        swept = self._sweep(rows, recompute, longest)
-        activations, peak, first_peak = (np.asarray(each)[:, :longest] for each in swept)
-        return self._windows[longest]._replace(activations=activations, peak=peak, first_peak=first_peak)
+        return self._windows[longest]
 
     def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> Swept:
         """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
@@ -242,8 +246,7 @@ class MemoryModel:
         while reach < longest:
             reach *= 2
         reach = min(reach, self._count)
-        gradients = windowed(self._state[2][0], reach) - self._state[2][1].window(reach)
-        swept = self._activations.window(rows, recompute, reach, gradients)
+        swept = self._activations.window(rows, recompute, reach, np.asarray(self._window(reach).gradients))
         if 3 * reach * self._count * (1 + len(self._swept)) > MOST_SWEPT:
             self._swept.clear()
         self._swept[rows, recompute] = reach, swept

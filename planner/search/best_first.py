@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.plan import SHARDS
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms
 from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family, Placed
@@ -364,8 +363,7 @@ def tables_of(
 def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> int:
     """Return about how many stages there are, over all states of the pool, were each told apart."""
     widths = min(len(costs.devices), family.micro_batch_size) + min(len(costs.devices), family.micro_batches)
-    shards = len(SHARDS) if options.shard == "auto" else 1
-    return pool.states * widths * shards * costs.layer_count**2 // 2
+    return pool.states * widths * len(options.shards) * costs.layer_count**2 // 2
 
 
 def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> Searched:

@@ -61,7 +61,7 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
     known: Counter[object] = Counter()
     ranked = []
     for score, at, family, layout in sorted(priced):
-        alike = layout.widths, next((division for division, _ in layout.manners if division != "split"), "split")
+        alike = layout.widths, tuple(division for division, _ in layout.manners)
         ranked.append((known[alike], score, at, family, layout))
         known[alike] += 1
     for at, (_, score, _, family, layout) in enumerate(nsmallest(JUDGED * options.effort, ranked)):

@@ -13,7 +13,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search.caps import Capped
 from autopar.planner.search.depths import depth_choices, least_recomputed
 from autopar.planner.search.judge import Best
-from autopar.planner.search.paced import Chosen, Paced, Paces
+from autopar.planner.search.paced import MANY_SWEPT, Chosen, Paced, Paces
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 from autopar.planner.search.tables import SuffixTables
@@ -23,8 +23,6 @@ from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["Opened", "Opening"]
 
-MANY_TABLED = 150_000_000
-"""Stages in all states; of more, no table bounds plans."""
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those taken together; of more, plans are not looked through."""
 MOST_SWEPT = 1_200_000_000
@@ -65,7 +63,7 @@ class Opening:
         self.large = stages.size > MANY_ELEMENTS
         self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
         self._capped = Capped(stages, best.step_s)
-        self.tables = self._below(self._capped) if stages.size <= MANY_TABLED and self._capped.possible else None
+        self.tables = self._below(self._capped) if stages.size <= MANY_SWEPT and self._capped.possible else None
         """Of the plans that may be better than the best one; none where there are none, or too many stages."""
 
     @property

@@ -31,7 +31,7 @@ from autopar.planner.search.room import LEAD
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 
-__all__ = ["Chosen", "Paced", "Paces"]
+__all__ = ["MANY_SWEPT", "Chosen", "Paced", "Paces"]
 
 Numbers = npt.NDArray[np.floating]
 WAITING = 1.04

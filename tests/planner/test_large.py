@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster
@@ -58,7 +59,8 @@ def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     assert ratios[int(0.8 * len(ratios))] <= 1.1
 
 
-def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap() -> None:
+@pytest.mark.parametrize("ranges", [1, 2, 5])
+def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(ranges: int) -> None:
     compared = 0
     for seed in range(40):
         profile, cluster, options = _instance(seed)
@@ -70,7 +72,7 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap()
                 bounds.setdefault(candidate.micro_batches, []).append(bound(costs, candidate))
         for family in families(costs.batch, options):
             least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
-            stages = StageTables(costs, pool, family, options, apart=False)
+            stages = StageTables(costs, pool, family, options, apart=False, ranges=ranges)
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
