@@ -26,10 +26,9 @@ from medium import question
 from autopar.planner import plan
 
 INSTANCES = (
-    "48x32-unequal-tight-given-auto-1",
+    "24x64-unequal-tight-given-auto-1",
     "36x128-unequal-ample-given-none-1",
-    "64x32-unequal-tight-given-none-1",
-    "48x64-equal-tight-given-auto-1",
+    "48x32-unequal-tight-given-auto-1",
     "32x32-unequal-tight-free-none-1",
 )
 SEARCH = "autopar.planner.search."
@@ -52,7 +51,9 @@ LINES = {
     "local moves: how far a seed may be": ConstantFamily(("improve",), ({"FAR": 1.1}, {"FAR": 3.0})),
     "local moves: work": ConstantFamily(("improve",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
     "local moves: stages that take devices": ConstantFamily(("climb",), ({"BUSY": 2}, {"BUSY": 20})),
-    "local moves: moves simulated": ConstantFamily(("climb",), ({"TRIES": 3}, {"TRIES": 40})),
+    "local moves: moves simulated": ConstantFamily(
+        ("improve",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
+    ),
     "local moves: power of the mean": ConstantFamily(("climb",), ({"NORM": 4}, {"NORM": 64})),
     "local moves: sideways": ConstantFamily(("climb",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
     "local moves: kicks": ConstantFamily(("climb",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),

@@ -14,12 +14,18 @@ __all__ = ["position", "unknown"]
 def position(name: str, names: Sequence[str]) -> int | None:
     """Return the index of a layer, None where there is none. A number is an index, even of layers named by numbers.
 
+    A layer that joins modules is meant by each of them.
+
     >>> position("h", ["wte", "h"]), position("0", ["wte", "h"]), position("head", ["wte", "h"])
     (1, 0, None)
+    >>> position("head", ["wte", "norm+head"])
+    1
     """
     if re.fullmatch(r"\d{1,9}", name):
         return int(name) if int(name) < len(names) else None
-    return names.index(name) if name in names else None
+    if name in names:
+        return names.index(name)
+    return next((index for index, each in enumerate(names) if name in each.split("+")), None)
 
 
 def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:

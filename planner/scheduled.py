@@ -144,7 +144,8 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
     if chunked(options.schedule):
         return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
-    return max(bounds.linked_s, least_s(known, least_bound_s(options, MOST_CLOSELY_BOUNDED), costs, step_s))
+    least = least_bound_s(options, MOST_CLOSELY_BOUNDED)
+    return max(bounds.linked_s, least_s(known, least, costs, step_s, descending=True))
 
 
 def tried_beside(costs: CostModel) -> list[str]:

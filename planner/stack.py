@@ -53,12 +53,18 @@ def stacked(costs: CostModel, families: Sequence[Family], least: Least, step_s: 
     return Bounds(work_s=work, contiguous_s=contiguous, linked_s=linked)
 
 
-def least_s(known: dict[Family, float], least: Least, costs: CostModel, most_s: float) -> float:
-    """Return the least bound of all families, but at most ``most_s``; ``known`` bounds become those of ``costs``."""
+def least_s(
+    known: dict[Family, float], least: Least, costs: CostModel, most_s: float, *, descending: bool = False
+) -> float:
+    """Return the least bound of all families, but at most ``most_s``; ``known`` bounds become those of ``costs``.
+
+    Families of low known bounds are looked at first, or, ``descending``, last: where these are of few micro-batches
+    that do not fit, they are the sooner left out.
+    """
     best = most_s
-    for family in sorted(known, key=lambda each: (known[each], each)):
+    for family in sorted(known, key=lambda each: (known[each], each), reverse=descending):
         if known[family] >= best:
-            break
+            continue
         known[family] = max(known[family], least(costs, family, best))
         best = min(best, known[family])
     return best

@@ -1,4 +1,7 @@
-"""Merged: a graph with fewer layers, as an earlier autopar found them, which did not split stages into their blocks."""
+"""Merged: a graph with fewer layers, or other names, as an earlier autopar had them.
+
+It did not split stages into their blocks, and named a layer that joins modules after the first of them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
         return graph
     groups: list[list[Segment]] = []
     for part in exported.segments:
-        if len(groups) < len(names) and _within(part.name, names[len(groups)]):
+        if len(groups) < len(names) and _within(part, names[len(groups)]):
             groups.append([])
-        if not groups or not _within(part.name, names[len(groups) - 1]):
+        if not groups or not _within(part, names[len(groups) - 1]):
             return graph
         groups[-1].append(part)
     if len(groups) < len(names):
@@ -41,10 +44,10 @@ def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
     return replace(found, notes=graph.notes)
 
 
-def _within(unit: str, other: str) -> bool:
-    """Tell whether one unit's call is another's or lies within it."""
-    (path, _, again), (outer, _, outer_again) = unit.partition("@"), other.partition("@")
-    return again == outer_again and f"{path}.".startswith(f"{outer}.")
+def _within(part: Segment, name: str) -> bool:
+    """Tell whether a layer is one of this name, or begins with a call that is of this name or lies within it."""
+    (path, _, again), (outer, _, outer_again) = part.modules[0].partition("@"), name.partition("@")
+    return part.name == name or (again == outer_again and f"{path}.".startswith(f"{outer}."))
 
 
 def _joined(name: str, parts: Sequence[Segment], order: dict[str, int]) -> Segment:

@@ -36,6 +36,10 @@ __all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment", "segment_like
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
+MOST_OTHERS = 2
+"""Modules that a layer is named after beside its first one."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What the placeholders of an exported graph are."""
@@ -60,6 +64,7 @@ class Segment:
 
     name: str
     modules: tuple[str, ...]
+    """Units whose calls it holds, the one that it begins with first."""
     nodes: tuple[str, ...]
     """All nodes it computes, free ones included, in graph order."""
     owned: frozenset[str]
@@ -274,20 +279,31 @@ def _describe(
         added = _closure(nodes, free, owned, outputs)
         everything = sorted((*owned, *added), key=order.__getitem__)
         modules = dict.fromkeys(unit for unit in units[low:high] if unit is not None)
+        holding = {unit for unit, node in zip(units[low:high], owned, strict=True) if _reads_parameter(nodes, node)}
         for node in everything:
             # A free node that reads parameters is listed where it is first computed, unless its module has a layer.
             unit = finder.of(node) if node in added and _reads_parameter(nodes, node) else None
             if unit is not None and unit not in taken:
                 taken.add(unit)
                 modules[unit] = None
-        names = tuple(modules) or ("model",)
+        units_of = tuple(modules) or ("model",)
         yield Segment(
-            name=names[0],
-            modules=names,
+            name=_layer_name(units_of[0], [unit for unit in units_of[1:] if unit in holding]),
+            modules=units_of,
             nodes=tuple(node.name for node in everything),
             owned=frozenset(node.name for node in owned),
             random=any(node in nodes.random for node in owned),
         )
+
+
+def _layer_name(first: str, others: Sequence[str]) -> str:
+    """Return the name of a layer that joins modules: the first one, and the others that read parameters.
+
+    >>> _layer_name("norm", ["head"]), _layer_name("conv1", ["bn1", "conv2", "bn2"])
+    ('norm+head', 'conv1+...+bn2')
+    """
+    shown = others if len(others) <= MOST_OTHERS else ["...", others[-1]]
+    return "+".join((first, *shown))
 
 
 def _reads_parameter(nodes: _Nodes, node: fx.Node) -> bool:

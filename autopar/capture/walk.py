@@ -92,8 +92,10 @@ class Walk:
     def _first_calls(self, layers: Sequence[str], user: UserModel) -> dict[Key, str]:
         found: dict[Key, str] = {}
         for layer in layers:
-            path, _, again = layer.rpartition("@")
-            path, count = (path, int(again)) if path and again.isdigit() else (layer, 1)
+            # A layer that joins modules begins with the first that it is named after.
+            first = layer.partition("+")[0]
+            path, _, again = first.rpartition("@")
+            path, count = (path, int(again)) if path and again.isdigit() else (first, 1)
             try:
                 canonical = self._paths[id(self.model.get_submodule(path))]
             except AttributeError:

@@ -13,7 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from autopar.formats.plan import Division, shards_of
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import bound, link_terms
 from autopar.planner.candidate import Candidate, Family, Placed, counts_beside
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.levels import Span
@@ -34,13 +34,13 @@ from autopar.planner.search.moves import (
 from autopar.planner.search.work import fitted_us, priced_us, scored_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Climb"]
+__all__ = ["FEW_TRIES", "TRIES", "Climb"]
 
 MOST_EDGES = 1024
 BUSY = 6
 """Stages that take devices, or are divided: those that compute longest."""
-TRIES = 12
-"""Moves that are simulated of those to a plan's neighbours, the most promising ones."""
+FEW_TRIES, TRIES = 12, 96
+"""Moves that are simulated of those to a plan's neighbours, the most promising ones; more where few led on."""
 NORM = 16
 """Power of the mean that stands for the slowest stage: it grows with how many are about as slow."""
 SIDEWAYS = 2e-3
@@ -73,6 +73,18 @@ class _Stage(NamedTuple):
     devices: tuple[int, ...]
 
 
+class _Price(NamedTuple):
+    """What a stage, or the boundary before it, adds to a step."""
+
+    load_s: float
+    """Per micro-batch, how long it is occupied."""
+    forward_s: float
+    backward_s: float
+    """One micro-batch's way through it, and back."""
+    closing_s: float
+    """Reduction that is left after the last backward, and the update."""
+
+
 class Climb:
     """Moves from plan to plan; what it meets is kept in ``best``."""
 
@@ -88,16 +100,20 @@ class Climb:
         self.rules = Constraints.of(self.costs, options)
         self.edges = self.rules.edges(MOST_EDGES)
         self._places: dict[tuple[int, ...], tuple[object, ...] | None] = {}
-        self._own_s: dict[tuple[object, ...], float | None] = {}
+        self._prices: dict[tuple[object, ...], _Price | None] = {}
+        self._links: dict[tuple[object, ...], _Price] = {}
         self._tried: set[tuple[Family, Layout, tuple[int, ...]]] = set()
 
-    def climb(self, found: Found, enough_s: float = 0.0) -> None:
-        """Move on from a plan while that makes it faster, or its slow stages fewer, until it is fast enough."""
+    def climb(self, found: Found, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
+        """Move on from a plan while that makes it faster, or its slow stages fewer, until it is fast enough.
+
+        Of the moves from every plan, ``tries`` are simulated.
+        """
         at = self._at(found)
         self._tried.add((at.family, at.layout, at.order))
         sideways = 0
         while self.left > 0 and at.found.step_s > enough_s:
-            after = self._next(at)
+            after = self._next(at, tries)
             if after is None:
                 return
             sideways = 0 if after.found.step_s < at.found.step_s * (1 - 1e-6) else sideways + 1
@@ -159,13 +175,13 @@ class Climb:
                 found = Found(step_s, candidate)
         return found
 
-    def _next(self, at: _At) -> _At | None:
+    def _next(self, at: _At, tries: int) -> _At | None:
         """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
         own_s = self._score(at, at.layout)
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried)
         near = {layout: self._score(at, layout) for layout in untried}
         beside: tuple[float, _At] | None = None
-        for layout in nsmallest(TRIES, near, key=lambda each: near[each]):
+        for layout in nsmallest(tries, near, key=lambda each: near[each]):
             if self.left <= 0 or near[layout] == float("inf"):
                 break
             found = self.judge(at.family, layout, at.order, at.found.step_s * (1 + SIDEWAYS))
@@ -222,13 +238,15 @@ class Climb:
 
     def _busy(self, at: _At) -> list[int]:
         """Return the stages, those first that compute longest."""
-        loads = [self._load_s(at.family, stage) for stage in at.found.candidate.stages]
+        loads = [self._price_of(at.family, stage).load_s for stage in at.found.candidate.stages]
         return sorted(range(len(loads)), key=lambda index: -loads[index])
 
-    def _load_s(self, family: Family, stage: Placed) -> float:
+    def _price_of(self, family: Family, stage: Placed) -> _Price:
         turns = stage.turns(0, family.micro_batches)
-        own_s = self.costs.forward_s(stage, 0) + self.costs.backward_s(stage, 0, turns)
-        return own_s * turns / family.micro_batches
+        forward_s, backward_s = self.costs.forward_s(stage, 0), self.costs.backward_s(stage, 0, turns)
+        load_s = (forward_s + backward_s) * turns / family.micro_batches
+        closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
+        return _Price(load_s, forward_s, backward_s, closing_s)
 
     def _score(self, at: _At, layout: Layout) -> float:
         return self.score(at.family, layout, at.order, self._depths(at))
@@ -239,38 +257,59 @@ class Climb:
         ``depths`` are how many micro-batches are in flight, by layer.
         """
         self.left -= scored_us(len(layout.cuts))
-        loads, trip_s, begin = [], 0.0, 0
+        loads, trip_s, back_s, closing_s, begin = [], 0.0, 0.0, 0.0, 0
         before: _Stage | None = None
         for first, stop, width, manner in stages_of(layout):
             stage = _Stage(first, stop, width, manner, depths[first], order[begin : begin + width])
-            load_s = self._fitted_s(family, before, stage)
-            if load_s is None:
+            price = self._price(family, before, stage)
+            if price is None:
                 return float("inf")
-            loads.append(load_s)
-            turning = width if manner[0] == "round-robin" else 1
-            trip_s += load_s * turning
+            if before is not None:
+                sent = self._sent(family, before, stage)
+                loads.append(sent.load_s)
+                trip_s += sent.forward_s + sent.backward_s
+                back_s += sent.backward_s
+            loads.append(price.load_s)
+            trip_s += price.forward_s + price.backward_s
+            # Behind a stage's last backward are those of the stages before it, beside which it reduces and updates.
+            closing_s = max(closing_s, price.closing_s - back_s)
+            back_s += price.backward_s
             before, begin = stage, begin + width
         slowest = max(loads)
         if slowest <= 0:
             return 0.0
         mean: float = (sum((load / slowest) ** NORM for load in loads) / len(loads)) ** (1 / NORM) * slowest
-        return (family.micro_batches - 1) * mean + trip_s
+        return (family.micro_batches - 1) * mean + trip_s + closing_s
+
+    def _sent(self, family: Family, before: _Stage, stage: _Stage) -> _Price:
+        """Return the price of the tensors of a boundary, which occupy a queue each way."""
+        level = self.costs.links.level((before.devices[-1], stage.devices[-1]))
+        key = family, *before[:4], *stage[:4], level
+        if key not in self._links:
+            self.left -= priced_us(1)
+            sender, receiver = self._placed(family, before), self._placed(family, stage)
+            assert sender is not None
+            assert receiver is not None
+            link = link_terms(self.costs, sender, receiver, Candidate(*family, (sender, receiver)))
+            work_s = max(float(link.forth_work_s), float(link.back_work_s))
+            self._links[key] = _Price(work_s / family.micro_batches, float(link.forth_s), float(link.back_s), 0.0)
+        return self._links[key]
 
     def _depths(self, at: _At) -> list[int]:
         """Return how many micro-batches are in flight, by layer."""
         return [stage.in_flight for stage in at.found.candidate.stages for _ in range(stage.first, stage.stop)]
 
-    def _fitted_s(self, family: Family, before: _Stage | None, stage: _Stage) -> float | None:
-        """Return a stage's load with so many in flight, recomputing as little as fits; None where nothing fits."""
+    def _price(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
+        """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
         where = self._where(stage.devices)
         lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
         key = family, *stage[:5], lead, where
-        if key not in self._own_s:
+        if key not in self._prices:
             self.left -= priced_us(4)
-            self._own_s[key] = None if where is None else self._least_s(family, before, stage)
-        return self._own_s[key]
+            self._prices[key] = None if where is None else self._least(family, before, stage)
+        return self._prices[key]
 
-    def _least_s(self, family: Family, before: _Stage | None, stage: _Stage) -> float | None:
+    def _least(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
         near = [self._placed(family, each) for each in (before, stage) if each is not None]
         if None in near:
             return None
@@ -280,7 +319,7 @@ class Climb:
         candidate, _ = least_recomputed(self.costs, family, near, spans)  # type: ignore[arg-type]
         if self.costs.shortfall(candidate, len(near) - 1) > 0:
             return None
-        return self._load_s(family, candidate.stages[-1])
+        return self._price_of(family, candidate.stages[-1])
 
     def _placed(self, family: Family, stage: _Stage) -> Placed | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""

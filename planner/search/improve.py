@@ -14,8 +14,8 @@ import numpy.typing as npt
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Family
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.climb import Climb
-from autopar.planner.search.judge import Best
+from autopar.planner.search.climb import FEW_TRIES, TRIES, Climb
+from autopar.planner.search.judge import Best, Found
 from autopar.planner.search.moves import SINGLE, Layout, stages_of
 from autopar.planner.search.work import CLIMB, ENOUGH, EQUAL, START, least_gap
 from autopar.planner.shapes import balanced
@@ -136,6 +136,13 @@ def stage_counts(most: int) -> list[int]:
     return found
 
 
+def _seed(best: Best, done: set[int]) -> Found | None:
+    """Return the best of the fastest plans of a number of stages that is not done."""
+    seeds = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))[:SEEDS]
+    fast = (each for count, each in seeds if count not in done and each.step_s < FAR * best.step_s)
+    return next(fast, None)
+
+
 def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
     """Make local moves from the best plans, until one is close enough to the lower bound or the work is done.
 
@@ -150,16 +157,16 @@ def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_
     if options.equal_widths:
         return
     climb = Climb(simulator, options, best, CLIMB * options.effort)
-    done: set[int] = set()
+    for tries in (FEW_TRIES, TRIES):
+        done: set[int] = set()
+        while climb.left > 0 and best.step_s > enough_s:
+            seed = _seed(best, done)
+            if seed is None:
+                break
+            done.add(len(seed.candidate.stages))
+            climb.climb(seed, enough_s, tries)
     draw = Random(0)
     while climb.left > 0 and best.step_s > enough_s:
-        seeds = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
-        fast = (each for count, each in seeds[:SEEDS] if count not in done and each.step_s < FAR * best.step_s)
-        seed = next(fast, None)
-        if seed is not None:
-            done.add(len(seed.candidate.stages))
-            climb.climb(seed, enough_s)
-            continue
         kicked = climb.kicked(best.found, draw)
         if kicked is None:
             break

@@ -31,7 +31,7 @@ START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
 SWEPT = 0.004
 SCORED, PRICED, FITTED = 5, 60, 700
-ACTION, PROGRAM = 0.5, 2_000
+ACTION, PROGRAM = 1.2, 1_000
 
 
 def least_gap(options: PlanOptions) -> float:

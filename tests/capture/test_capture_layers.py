@@ -206,6 +206,24 @@ def test_modules_that_multiply_nothing_are_joined_to_a_neighbour(modules, expect
     assert [layer.modules for layer in graph.layers] == expected
 
 
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (("norm", "head"), ["norm+head"]),
+        (("norm", "drop", "head"), ["norm+head"]),
+        (("head", "drop"), ["head"]),
+        (("stem", "norm", "other"), ["stem+norm+other"]),
+        (("stem", "norm", "other", "last"), ["stem+...+last"]),
+    ],
+)
+def test_a_layer_that_joins_modules_is_named_after_those_that_hold_parameters(modules, expected):
+    made = {"drop": nn.Dropout(0.5), "head": nn.Linear(8, 4), "stem": norm()}
+    model = Named(**{name: made.get(name, norm()) for name in modules})
+    batch = [torch.ones(3, 8), torch.ones(3, 1)]
+    graph = capture_module(model, batch, lambda output, _: output.square().mean())
+    assert [layer.name for layer in graph.layers] == expected
+
+
 def test_joined_modules_leave_equal_layers_equal():
     modules = {"stem": nn.Linear(8, 8), "drop": nn.Dropout(0.5), "norm": norm(), "head": nn.Linear(8, 4)}
     model = Named(**modules)
@@ -230,5 +248,5 @@ def test_a_gpt_has_a_layer_for_its_embeddings_one_for_each_block_and_one_for_its
     user = load(f"hf:{tmp_path}")
     graph = capture(user, user.build(hollow=True))
     blocks = [f"transformer.h.{index}" for index in range(5)]
-    assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f"]
+    assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f+lm_head"]
     assert len({layer.fingerprint for layer in graph.layers}) == 3

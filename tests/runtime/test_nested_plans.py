@@ -115,3 +115,20 @@ def test_a_plan_of_whole_stages_runs_as_it_did(
         before = capture(user, user.build(0))
     assert [layer.name for layer in before.layers] == ["stem", "stages.0", "stages.1", "stages.2", "head"]
     check(user, dictate(before, user, [1, 2], 3, 4, cuts=[cut]), tmp_path)
+
+
+def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FILE.replace("self.head =", "self.norm = nn.LayerNorm(6)\n        self.head =")
+    (tmp_path / "model.py").write_text(text.replace("self.stem(x)", "F.dropout(self.norm(self.stem(x)), 0.3)"))
+    user = load(str(tmp_path / "model.py"))
+    after = capture(user, user.build(0))
+    assert after.layers[0].name == "stem+norm"
+    assert after.layers[0].random
+    check(user, dictate(after, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cutting, "_layer_name", lambda first, others: first)
+        before = capture(user, user.build(0))
+    assert before.layers[0].name == "stem"
+    check(user, dictate(before, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
