@@ -87,15 +87,24 @@ def depths(stages: int, pipelined: Pipelined) -> tuple[int, ...]:
 
 def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[list[int]]]:
     """Return what devices make up, and the devices of every sort: those that could change places unnoticed."""
-    sorts: list[list[int]] = []
-    for device in devices:
-        known = next((sort for sort in sorts if _alike(costs, sort[0], device, devices)), None)
-        if known is None:
-            sorts.append([device])
-        else:
-            known.append(device)
-    firsts = [sort[0] for sort in sorts]
     links = costs.links
+    places = links.topology.racks, links.topology.nodes, costs.kind_of, costs.limits_bytes
+    on_node: dict[tuple[object, ...], list[int]] = {}
+    for device in devices:
+        on_node.setdefault(tuple(of[device] for of in places), []).append(device)
+    # Whatever tells devices of different nodes apart, two of each node do.
+    some = [device for same in on_node.values() for device in same[:2]]
+    alike: list[list[int]] = []
+    for same in on_node.values():
+        # Those beside it are the likeliest to tell a device apart.
+        known = next((sort for sort in alike if _alike(costs, sort[0], same[0], [*sort[1:2], *same[1:2], *some])), None)
+        if known is None:
+            alike.append(list(same))
+        else:
+            known += same
+    place = {device: at for at, device in enumerate(devices)}
+    sorts = [sorted(sort, key=place.__getitem__) for sort in alike]
+    firsts = [sort[0] for sort in sorts]
     # A sort of one has no link of its own.
     levels = tuple(tuple(links.level((one, sort[-1])) for sort in sorts) for one in firsts)
     kinds, limits = (tuple(of[device] for device in firsts) for of in (costs.kind_of, costs.limits_bytes))

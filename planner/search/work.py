@@ -31,7 +31,8 @@ START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
 SWEPT = 0.004
 SCORED, PRICED, FITTED = 5, 60, 700
-ACTION, PROGRAM = 1.2, 1_000
+ACTION, WAVE, PROGRAM = 1.2, 45, 1_000
+"""Of a simulation: every action, or, of many stages, those that are simulated at once."""
 
 
 def least_gap(options: PlanOptions) -> float:
@@ -56,7 +57,8 @@ def fitted_us(stages: int) -> float:
 
 def simulated_us(candidate: Candidate) -> float:
     """Return the work of simulating a candidate."""
-    return PROGRAM + ACTION * 2 * candidate.micro_batches * len(candidate.stages)
+    count, stages = candidate.micro_batches, len(candidate.stages)
+    return PROGRAM + min(ACTION * 2 * count * stages, WAVE * (count + stages))
 
 
 def swept_us(stages: int) -> float:
