@@ -24,6 +24,7 @@ from machine import Watch
 from medium import question
 
 from autopar.planner import plan
+from autopar.planner.search.choices import Fineness
 
 INSTANCES = (
     "24x64-unequal-tight-given-auto-1",
@@ -66,9 +67,17 @@ LINES = {
     "best first: how far first depths may be": ConstantFamily(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
     "bounds: stages told apart": ConstantFamily(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
     "bounds: caps": ConstantFamily(("opening",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
-    "bounds: sorts of widths": ConstantFamily(("ways",), ({"MOST_CLASSES": 8}, {"MOST_CLASSES": 200})),
+    "bounds: sorts of widths": ConstantFamily(
+        ("best_first",), ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=200)})
+    ),
     "bounds: widths told apart": ConstantFamily(("ways",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
-    "bounds: lengths": ConstantFamily(("ways",), ({"EXACT_LENGTHS": 8}, {"GROWTH": 1.5}, {"EXACT_LENGTHS": 96})),
+    "bounds: lengths": ConstantFamily(
+        ("best_first",),
+        ({"FINE": Fineness(lengths=8)}, {"FINE": Fineness(growth=1.5)}, {"FINE": Fineness(lengths=96)}),
+    ),
+    "bounds: recomputation": ConstantFamily(
+        ("best_first",), ({"FINE": Fineness(ranges=2)}, {"FINE": Fineness(ranges=10)}, {"ROUGH": Fineness(ranges=2)})
+    ),
     "paces: passes": ConstantFamily(("opening",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
     "paces: first one": ConstantFamily(("opening",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),

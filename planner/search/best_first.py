@@ -22,7 +22,7 @@ from autopar.planner.placement.grouping import pool_of
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.caps import Capped
-from autopar.planner.search.choices import MOST_PARTS
+from autopar.planner.search.choices import FINE, ROUGH, Fineness
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import Best
 from autopar.planner.search.opening import Opening
@@ -254,14 +254,14 @@ class _Search:
         apart = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART
         if len(self.families) > 1:
             # Tables that tell fewer recomputations apart are sooner made.
-            rough = self._opening(family, ranges=1)
+            rough = self._opening(family, ROUGH)
             if rough is None:
                 return False
             least_s = 0.0 if rough.tables is None else rough.tables.least_s + self.costs.profile.step_overhead_s
             if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
                 self.floor_s = min(self.floor_s, least_s)
                 return False
-        opening = self._opening(family, apart=apart)
+        opening = self._opening(family, FINE, apart=apart)
         if opening is None:
             return False
         if self.pacing > 0:
@@ -276,10 +276,10 @@ class _Search:
             self.tables[index] = tables
         return tables is not None
 
-    def _opening(self, family: Family, *, apart: bool = False, ranges: int = MOST_PARTS) -> Opening | None:
+    def _opening(self, family: Family, fineness: Fineness, *, apart: bool = False) -> Opening | None:
         """Open a family; none where no plan of it can be better than the best one."""
         stages = StageTables(
-            self.costs, self.pool, family, self.options, apart=apart, ranges=ranges, places=self.places
+            self.costs, self.pool, family, self.options, apart=apart, fineness=fineness, places=self.places
         )
         opening = Opening(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
@@ -350,9 +350,9 @@ def tables_of(
     if looked_at(costs, pool, family, options) > most:
         return None
     places = Places(costs, pool)
-    for ranges in (MOST_PARTS,) if options.gap == 0 else (1, MOST_PARTS):
+    for fineness in (FINE,) if options.gap == 0 else (ROUGH, FINE):
         apart = options.gap == 0
-        stages = StageTables(costs, pool, family, options, apart=apart, late=late, ranges=ranges, places=places)
+        stages = StageTables(costs, pool, family, options, apart=apart, late=late, fineness=fineness, places=places)
         tables = SuffixTables(stages, options, Capped(stages, cap_s))
         told = any(choice.recomputes for own in stages.choices.values() for choice in own)
         if tables.least_s == float("inf") or not told:

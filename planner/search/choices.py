@@ -11,10 +11,26 @@ from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
-__all__ = ["DIVISIONS", "MOST_PARTS", "Choice", "choices"]
+__all__ = ["DIVISIONS", "FINE", "ROUGH", "Choice", "Fineness", "choices"]
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
-MOST_PARTS, FEW_PARTS = 5, 2
+FEW_RANGES = 2
+"""Of layers that are recomputed, on replicas that take turns, which seldom pay."""
+
+
+class Fineness(NamedTuple):
+    """How many stages are told apart, where not every one is."""
+
+    ranges: int = 5
+    """Of the layers of a stage that are recomputed."""
+    classes: int = 48
+    """Of widths, about."""
+    lengths: int = 24
+    """Numbers of layers up to which each is told apart; of more, those that differ by ``growth``."""
+    growth: float = 1.12
+
+
+FINE, ROUGH = Fineness(), Fineness(ranges=1)
 
 
 class Choice(NamedTuple):
@@ -61,7 +77,7 @@ class Choice(NamedTuple):
 
 
 def choices(
-    costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True, ranges: int = MOST_PARTS
+    costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True, ranges: int = FINE.ranges
 ) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
@@ -82,6 +98,6 @@ def choices(
     ]
     if apart or len(recomputed) == 1:
         return found
-    few = min(FEW_PARTS, parts)
+    few = min(FEW_RANGES, parts)
     turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]
     return [*(choice for choice in found if choice.division == "split"), *turning]

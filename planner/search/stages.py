@@ -26,7 +26,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.choices import MOST_PARTS, Choice, choices
+from autopar.planner.search.choices import FINE, Choice, Fineness, choices
 from autopar.planner.search.queues import Queues, queues
 from autopar.planner.search.room import Room
 from autopar.planner.search.ways import Way, lengths_of, ways_of
@@ -95,13 +95,13 @@ class StageTables:
         *,
         apart: bool = True,
         late: bool = False,
-        ranges: int = MOST_PARTS,
+        fineness: Fineness = FINE,
         places: Places | None = None,
     ) -> None:
         """Price all stages.
 
         Args:
-            ranges: of the layers of a stage that are recomputed, how many are told apart.
+            fineness: how many stages are told apart, if not all are.
             places: those of the pool, which other families may have looked up before.
         """
         self.costs, self.pool, self.family, self.apart = costs, pool, family, apart
@@ -111,10 +111,12 @@ class StageTables:
         self._alone_s: dict[int, Numbers] = {}
         self.room = Room(costs, family, pool)
         self.choices = {
-            kind: choices(costs, options, self.room.binding(kind), apart=apart, ranges=ranges) for kind in pool.kinds
+            kind: choices(costs, options, self.room.binding(kind), apart=apart, ranges=fineness.ranges)
+            for kind in pool.kinds
         }
         self.longest = self.layers if apart else self.room.reach(self.choices)
-        every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], apart=apart)]
+        most = None if apart else fineness.classes
+        every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], most)]
         places = places or Places(costs, pool)
         moves = [places.moves(way.kind, way.width) for way in every]
         self.places, self.nears = tuple(places.known), tuple(places.nears)
@@ -122,7 +124,7 @@ class StageTables:
             way._replace(variant=variant) for way, own in zip(every, moves, strict=True) for variant in range(len(own))
         ]
         self.moves = [move for own in moves for move in own]
-        self.lengths = np.array(lengths_of(self.longest, apart=apart))
+        self.lengths = np.array(lengths_of(self.longest, None if apart else fineness))
         self.constraints = Constraints.of(costs, options)
         self.room.look_at(self.lengths)
         self._widths = np.array([way.width for way in self.ways])

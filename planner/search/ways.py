@@ -8,17 +8,13 @@ from typing import NamedTuple
 from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.choices import Choice
+from autopar.planner.search.choices import Choice, Fineness
 from autopar.planner.share_limits import limits_met
 
 __all__ = ["Way", "lengths_of", "ways_of"]
 
-MOST_CLASSES = 48
-"""Of widths, where not every one is told apart; beyond, neighbouring ones are taken together."""
 EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
 """Of widths, those that so many layers have on average are told apart in any case, within limits."""
-EXACT_LENGTHS = 24
-GROWTH = 1.12
 
 
 class Way(NamedTuple):
@@ -36,11 +32,13 @@ class Way(NamedTuple):
     """Which of the ways of taking so many devices."""
 
 
-def ways_of(costs: CostModel, family: Family, kind: int, choices: Sequence[Choice], *, apart: bool) -> list[Way]:
+def ways_of(
+    costs: CostModel, family: Family, kind: int, choices: Sequence[Choice], most: int | None = None
+) -> list[Way]:
     """Return every way to run a stage on a kind of device, whatever its layers.
 
-    Unless all widths are to be told ``apart``, a way stands for all whose busiest replicas have as much to do: more
-    devices than the fewest of them gain next to nothing.
+    Where not all widths are told apart, but ``most``, a way stands for all whose busiest replicas have as much to do:
+    more devices than the fewest of them gain next to nothing. Of more than these, neighbouring ones are taken together.
     """
     count = costs.kind_of.count(kind)
     rows, micro_batches = family.micro_batch_size, family.micro_batches
@@ -48,14 +46,16 @@ def ways_of(costs: CostModel, family: Family, kind: int, choices: Sequence[Choic
     for number, choice in enumerate(choices):
         asked = choice.widths(micro_batches, rows, costs.divisible)
         widths = range(asked.start, min(asked.stop - 1, count) + 1)
-        classes = _classes(costs, family, choice, widths, apart)
+        classes = _classes(costs, family, choice, widths, most)
         found += [Way(kind, number, choice, together[0], together) for together in classes]
     return found
 
 
-def _classes(costs: CostModel, family: Family, choice: Choice, widths: range, apart: bool) -> list[tuple[int, ...]]:
+def _classes(
+    costs: CostModel, family: Family, choice: Choice, widths: range, most: int | None
+) -> list[tuple[int, ...]]:
     division = choice.division
-    if apart:
+    if most is None:
         return [(width,) for width in widths]
     alike: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
     for width in widths:
@@ -69,9 +69,9 @@ def _classes(costs: CostModel, family: Family, choice: Choice, widths: range, ap
     exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
     merged: list[list[int]] = []
     kept: tuple[bool, ...] = ()
-    ratio = (widths[-1] / max(1, widths[0])) ** (1 / MOST_CLASSES) if len(widths) > 0 else 1.0
+    ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
     for low, high, limits in classes:
-        if merged and limits == kept and len(classes) > MOST_CLASSES and low > exact and high <= merged[-1][0] * ratio:
+        if merged and limits == kept and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
             merged[-1] += [low, high]
         else:
             merged.append([low, high])
@@ -79,15 +79,15 @@ def _classes(costs: CostModel, family: Family, choice: Choice, widths: range, ap
     return [tuple(sorted(set(each))) for each in merged]
 
 
-def lengths_of(longest: int, *, apart: bool) -> list[int]:
-    """Return the numbers of layers of stages that are told apart, ascending from 1.
+def lengths_of(longest: int, fineness: Fineness | None = None) -> list[int]:
+    """Return the numbers of layers of stages that are told apart, ascending from 1; without ``fineness``, all.
 
-    >>> lengths_of(40, apart=False)[20:]
+    >>> lengths_of(40, Fineness())[20:]
     [21, 22, 23, 24, 27, 31, 35, 40]
     """
-    if apart:
+    if fineness is None:
         return list(range(1, longest + 1))
-    found = list(range(1, min(longest, EXACT_LENGTHS) + 1))
-    while (after := int(found[-1] * GROWTH) + 1) <= longest:
+    found = list(range(1, min(longest, fineness.lengths) + 1))
+    while (after := int(found[-1] * fineness.growth) + 1) <= longest:
         found.append(after)
     return found

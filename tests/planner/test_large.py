@@ -18,6 +18,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.search.best_first import Searched, search
 from autopar.planner.search.caps import Capped
+from autopar.planner.search.choices import FINE, ROUGH, Fineness
 from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
@@ -59,8 +60,8 @@ def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     assert ratios[int(0.8 * len(ratios))] <= 1.1
 
 
-@pytest.mark.parametrize("ranges", [1, 2, 5])
-def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(ranges: int) -> None:
+@pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
+def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0
     for seed in range(40):
         profile, cluster, options = _instance(seed)
@@ -72,7 +73,7 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(r
                 bounds.setdefault(candidate.micro_batches, []).append(bound(costs, candidate))
         for family in families(costs.batch, options):
             least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
-            stages = StageTables(costs, pool, family, options, apart=False, ranges=ranges)
+            stages = StageTables(costs, pool, family, options, apart=False, fineness=fineness)
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
