@@ -3,9 +3,9 @@
     python benchmarks/scale.py --json benchmarks/results/scale.json --png benchmarks/results/scale.png
 
 Plans the instances of `instances.py`: ten of 1,000 layers on 1,024 devices, 100 blocks that are all alike on as many,
-and smaller ones for the picture. Every instance is planned in a process of its own, on one core; seconds are of the
-process' own CPU time within `plan()`, the gap is of the plan's step to its lower bound, and `fits` says whether every
-stage keeps within the memory.
+and smaller ones for the picture, all with `--exact` and `--shard none`; and the first one with all sorts of sharding.
+Every instance is planned in a process of its own, on one core; seconds are of the process' own CPU time within
+`plan()`, the gap is of the plan's step to its lower bound, and `fits` says whether every stage keeps within the memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import matplotlib
+
+if TYPE_CHECKING:
+    from autopar.formats.plan import Shard
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -47,20 +52,22 @@ def main() -> None:
     large = [_apart(seed, LAYERS, DEVICES, False) for seed in SEEDS[: arguments.seeds]]
     repeated = _apart(0, 100, DEVICES, True)
     growth = [_apart(0, *size, False) for size in GROWTH]
+    sharded = _apart(0, LAYERS, DEVICES, False, "auto")
     found = {
         "median_gap": statistics.median(each["gap"] for each in large),
         "median_s": statistics.median(each["plan_s"] for each in large),
         "large": large,
         "repeated": repeated,
         "growth": [*growth, large[0]],
+        "sharded": sharded,
     }
     watch.record(found, arguments.json)
     if arguments.png:
         _draw([*growth, large[0]], arguments.png)
 
 
-def _apart(seed: int, layers: int, devices: int, repeated: bool) -> dict[str, float]:
-    case = json.dumps([seed, layers, devices, repeated])
+def _apart(seed: int, layers: int, devices: int, repeated: bool, shard: str = "none") -> dict[str, float]:
+    case = json.dumps([seed, layers, devices, repeated, shard])
     one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--case", case]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **one})
@@ -69,14 +76,14 @@ def _apart(seed: int, layers: int, devices: int, repeated: bool) -> dict[str, fl
     return found
 
 
-def _case(seed: int, layers: int, devices: int, repeated: bool) -> dict[str, object]:
+def _case(seed: int, layers: int, devices: int, repeated: bool, shard: Shard | Literal["auto"]) -> dict[str, object]:
     from instances import instance
 
     from autopar.planner import plan
 
     made = instance(seed, layers, devices, repeated=repeated)
     begun = time.process_time()
-    found = plan(made.profile, made.cluster, made.options)
+    found = plan(made.profile, made.cluster, replace(made.options, shard=shard, exact=True))
     seconds = time.process_time() - begun
     predicted = found.predicted
     return {
@@ -84,6 +91,7 @@ def _case(seed: int, layers: int, devices: int, repeated: bool) -> dict[str, obj
         "layers": layers,
         "devices": devices,
         "repeated": repeated,
+        "shard": shard,
         "micro_batches": found.micro_batches,
         "memory_bytes": made.options.memory_bytes,
         "plan_s": round(seconds, 2),

@@ -45,8 +45,8 @@ NORM = 16
 """Power of the mean that stands for the slowest stage: it grows with how many are about as slow."""
 SIDEWAYS = 2e-3
 """By what share a plan may be slower than the one before, if fewer of its stages are slow."""
-MOST_SIDEWAYS = 6
-"""Such moves, one after the other."""
+MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
+"""Such moves, one after the other; and further ones that are simulated where one is known."""
 KICKS, KICKED_AMONG = 3, 30
 """Moves away from a plan where no single one helps, each drawn among so many."""
 
@@ -181,9 +181,11 @@ class Climb:
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried)
         near = {layout: self._score(at, layout) for layout in untried}
         beside: tuple[float, _At] | None = None
+        left = tries
         for layout in nsmallest(tries, near, key=lambda each: near[each]):
-            if self.left <= 0 or near[layout] == float("inf"):
+            if self.left <= 0 or left == 0 or near[layout] == float("inf"):
                 break
+            left -= 1
             found = self.judge(at.family, layout, at.order, at.found.step_s * (1 + SIDEWAYS))
             if found is None:
                 continue
@@ -192,6 +194,7 @@ class Climb:
                 return after
             if near[layout] < min(own_s * (1 - 1e-6), float("inf") if beside is None else beside[0]):
                 beside = near[layout], after
+                left = min(left, TRIES_BESIDE)
         return self._otherwise(at) or (None if beside is None else beside[1])
 
     def _otherwise(self, at: _At) -> _At | None:

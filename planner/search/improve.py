@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import nsmallest
+from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
 from random import Random
 
@@ -15,17 +15,17 @@ from autopar.formats.plan import Division
 from autopar.planner.candidate import Family
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.climb import FEW_TRIES, TRIES, Climb
-from autopar.planner.search.judge import Best, Found
+from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import SINGLE, Layout, stages_of
 from autopar.planner.search.work import CLIMB, ENOUGH, EQUAL, START, least_gap
 from autopar.planner.shapes import balanced
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
-__all__ = ["climbed", "even_layouts", "started"]
+__all__ = ["climbed", "even_layouts", "started", "widths_by_time"]
 
 SEEDS = 4
-"""Plans that local moves begin with: the fastest ones, of different numbers of stages."""
+"""Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns."""
 FAR, NEAR = 1.5, 1.02
 """Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
 FEW_STAGES = 16
@@ -70,9 +70,14 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
 
 
 def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
-    """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices."""
+    """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
+
+    On all devices, widths are as equal as can be, or go by the time that stages take.
+    """
     costs, devices = simulator.costs, len(simulator.costs.devices)
     edges = list(range(costs.layer_count + 1))
+    rows = family.micro_batch_size
+    running = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
     for count in stage_counts(min(costs.layer_count, devices)):
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
@@ -82,6 +87,26 @@ def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
         for each in dict.fromkeys(widths):
             for cuts in dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike)):
                 yield Layout(cuts, each, (SINGLE,) * count)
+        for cuts in dict.fromkeys((balanced(costs, family, widths[0], 1, edges).cuts, *alike)):
+            seconds = np.diff(running[[0, *cuts]]).tolist()
+            yield Layout(cuts, widths_by_time(seconds, devices), (SINGLE,) * count)
+
+
+def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
+    """Return how many devices stages get that take so long on one, so that the slowest is about as quick as can be.
+
+    >>> widths_by_time([1.0, 3.0, 2.0], 12), widths_by_time([1.0, 1.0], 5)
+    ((2, 6, 4), (3, 2))
+    """
+    total, more = sum(seconds), devices - len(seconds)
+    widths = [1 + int(more * each / total) if total > 0 else 1 for each in seconds]
+    slowest = [(-each / width, at) for at, (each, width) in enumerate(zip(seconds, widths, strict=True))]
+    heapify(slowest)
+    for _ in range(devices - sum(widths)):
+        at = slowest[0][1]
+        widths[at] += 1
+        heapreplace(slowest, (-seconds[at] / widths[at], at))
+    return tuple(widths)
 
 
 class _Quick:
@@ -136,11 +161,10 @@ def stage_counts(most: int) -> list[int]:
     return found
 
 
-def _seed(best: Best, done: set[int]) -> Found | None:
-    """Return the best of the fastest plans of a number of stages that is not done."""
-    seeds = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))[:SEEDS]
-    fast = (each for count, each in seeds if count not in done and each.step_s < FAR * best.step_s)
-    return next(fast, None)
+def _seed(best: Best, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
+    """Return of which number of stages, with turns or without, the fastest plan is the best one that is not done."""
+    seeds = sorted(best.by_manner.items(), key=lambda each: (each[1].step_s, each[0]))[:SEEDS]
+    return next((manner for manner, each in seeds if manner not in done and each.step_s < FAR * best.step_s), None)
 
 
 def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
@@ -158,19 +182,19 @@ def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_
         return
     climb = Climb(simulator, options, best, CLIMB * options.effort)
     for tries in (FEW_TRIES, TRIES):
-        done: set[int] = set()
+        done: set[tuple[int, bool]] = set()
         while climb.left > 0 and best.step_s > enough_s:
-            seed = _seed(best, done)
-            if seed is None:
+            manner = _seed(best, done)
+            if manner is None:
                 break
-            done.add(len(seed.candidate.stages))
-            climb.climb(seed, enough_s, tries)
+            done.add(manner)
+            climb.climb(best.by_manner[manner], enough_s, tries)
     draw = Random(0)
     while climb.left > 0 and best.step_s > enough_s:
         kicked = climb.kicked(best.found, draw)
         if kicked is None:
             break
         climb.climb(kicked, enough_s)
-    for each in nsmallest(SEEDS, best.by_stages.values(), key=lambda each: each.step_s):
+    for each in nsmallest(SEEDS, best.by_manner.values(), key=lambda each: each.step_s):
         if each.step_s < NEAR * best.step_s:
             climb.deepen(each)

@@ -37,6 +37,8 @@ class Best:
         self._cap_s = cap_s
         self.found: Found | None = None
         self.by_stages: dict[int, Found] = {}
+        self.by_manner: dict[tuple[int, bool], Found] = {}
+        """By the number of stages, and whether replicas take turns."""
         self.by_trait: dict[Trait, Found] = {}
         self.near: dict[Candidate, float] = {}
         """Candidates about as fast as the best one was, and their seconds, or lower bounds of these."""
@@ -74,6 +76,9 @@ class Best:
         count = len(found.candidate.stages)
         if count not in self.by_stages or found.step_s < self.by_stages[count].step_s:
             self.by_stages[count] = found
+        manner = count, any(stage.turning > 1 for stage in found.candidate.stages)
+        if manner not in self.by_manner or found.step_s < self.by_manner[manner].step_s:
+            self.by_manner[manner] = found
         for trait in traits_of(found.candidate):
             if trait not in self.by_trait or found.step_s < self.by_trait[trait].step_s:
                 self.by_trait[trait] = found
