@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
@@ -16,7 +17,7 @@ from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.climb import Climb
-from autopar.planner.search.improve import climbed, started
+from autopar.planner.search.improve import climbed, started, widths_by_time
 from autopar.planner.search.judge import Best, equal_widths
 from autopar.planner.search.moves import (
     SINGLE,
@@ -145,3 +146,40 @@ def test_compiled_layers_are_not_sharded_unasked_and_not_when_asked() -> None:
         assert {stage.shard for stage in made.stages} == {"none"}, f"seed {seed}"
         with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with --shard none"):
             plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3, shard="optimizer"))
+
+
+def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_on_slow_links() -> None:
+    for bytes_per_s in (1e10, 2e7):
+        right = wrong = 0
+        for seed in range(60):
+            rng = random.Random(seed)
+            profile, cluster = random_profile(seed, most_layers=9), random_cluster(seed, 6)
+            options = PlanOptions(gpus=6, shard="none", bytes_per_s=bytes_per_s)
+            simulator = Simulator(CostModel(profile, cluster, options))
+            climb = Climb(simulator, options, Best(), float("inf"))
+            family = max(families(simulator.costs.batch, options))
+            known = []
+            for layout in {_layout(rng, len(profile.layers), 6) for _ in range(8)}:
+                found = climb.judge(family, layout, tuple(range(6)), float("inf"))
+                if found is not None:
+                    depths = [family.micro_batches] * len(profile.layers)
+                    known.append((found.step_s, climb.score(family, layout, tuple(range(6)), depths)))
+            for (one, one_score), (other, other_score) in combinations(known, 2):
+                if one > 1.2 * other or other > 1.2 * one:
+                    as_simulated = (one > other) == (one_score > other_score)
+                    right, wrong = right + as_simulated, wrong + (not as_simulated)
+        assert right > 9 * wrong, f"{bytes_per_s}: {right} right, {wrong} wrong"
+        assert right > 40
+
+
+def test_widths_that_go_by_time_use_all_devices_and_leave_no_stage_much_slower_than_the_best_widths_do() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        stages = rng.randint(1, 4)
+        devices = stages + rng.randint(0, 6)
+        seconds = [rng.uniform(0.1, 3.0) for _ in range(stages)]
+        widths = widths_by_time(seconds, devices)
+        assert sum(widths) == devices
+        every = (each for each in product(range(1, devices + 1), repeat=stages) if sum(each) == devices)
+        least_s = min(max(s / w for s, w in zip(seconds, each, strict=True)) for each in every)
+        assert max(s / w for s, w in zip(seconds, widths, strict=True)) <= 1.5 * least_s, f"seed {seed}"
