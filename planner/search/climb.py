@@ -31,7 +31,7 @@ from autopar.planner.search.moves import (
     manners_changed,
     stages_of,
 )
-from autopar.planner.search.work import fitted_us, priced_us, scored_us, simulated_us
+from autopar.planner.search.work import fitted_us, priced_us, scored_us, shortened_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["FEW_TRIES", "TRIES", "Climb"]
@@ -308,7 +308,7 @@ class Climb:
         lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
         key = family, *stage[:5], lead, where
         if key not in self._prices:
-            self.left -= priced_us(4)
+            self.left -= shortened_us(stage.stop - stage.first)
             self._prices[key] = None if where is None else self._least(family, before, stage)
         return self._prices[key]
 

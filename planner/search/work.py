@@ -19,6 +19,7 @@ __all__ = [
     "least_gap",
     "priced_us",
     "scored_us",
+    "shortened_us",
     "simulated_us",
     "swept_us",
 ]
@@ -30,7 +31,7 @@ EXACT_GAP = 1e-3
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
 SWEPT = 0.004
-SCORED, PRICED, FITTED = 5, 60, 700
+SCORED, PRICED, FITTED, SHORTENED = 5, 60, 700, 12
 ACTION, WAVE, PROGRAM = 1.2, 45, 1_000
 """Of a simulation: every action, or, of many stages, those that are simulated at once."""
 
@@ -48,6 +49,11 @@ def scored_us(stages: int) -> float:
 def priced_us(stages: int) -> float:
     """Return the work of pricing a candidate's lower bound."""
     return PRICED * stages
+
+
+def shortened_us(layers: int) -> float:
+    """Return the work of finding how few of a stage's layers are to be recomputed for it to fit."""
+    return 4 * PRICED + SHORTENED * layers * layers.bit_length()
 
 
 def fitted_us(stages: int) -> float:
