@@ -17,11 +17,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autopar.api import (
+        Cluster,
+        Plan,
+        Timeline,
+        compare,
+        estimate,
+        import_pipedream,
+        import_piper,
+        import_profiles,
+        links,
+        plan,
+        probe,
+        profile,
+        recalibrate,
+        rehearse,
+        show,
+        simulate,
+        train,
+        verify,
+    )
     from autopar.formats.profile import Profile
-    from autopar.interface import Cluster, Plan, Timeline, plan, profile
     from autopar.runtime.materialize import materialize
 
-__all__ = ["Cluster", "Plan", "Profile", "Timeline", "materialize", "plan", "profile"]
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "compare",
+    "estimate",
+    "import_pipedream",
+    "import_piper",
+    "import_profiles",
+    "links",
+    "materialize",
+    "plan",
+    "probe",
+    "profile",
+    "recalibrate",
+    "rehearse",
+    "show",
+    "simulate",
+    "train",
+    "verify",
+]
 
 _HOMES = {"Profile": "autopar.formats.profile", "materialize": "autopar.runtime.materialize"}
 
@@ -29,7 +69,7 @@ _HOMES = {"Profile": "autopar.formats.profile", "materialize": "autopar.runtime.
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "autopar.interface")), name)
+    return getattr(import_module(_HOMES.get(name, "autopar.api")), name)
 
 
 def __dir__() -> list[str]:

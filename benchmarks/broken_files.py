@@ -26,11 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import AutoparError, printable
 from machine import Watch
 from readers.files import READERS, good_files
 from readers.mutate import broken
-
-from autopar.errors import AutoparError, printable
 
 LONGEST = 500
 KINDS = tuple(READERS)

@@ -20,11 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine import Watch
-from medium import question
-
-from autopar.planner import plan
 from autopar.planner.search.choices import Fineness
+from machine import Watch
+from medium import question, timed
 
 INSTANCES = (
     "24x64-unequal-tight-given-auto-1",
@@ -135,10 +133,8 @@ def measured(line: ConstantFamily) -> list[dict[str, Any]]:
 
 def _planned(name: str) -> tuple[float, float, float]:
     """Return the step, the bound and the processor seconds of a plan."""
-    asked = question(name)
-    began = time.process_time()
-    made = plan(asked.profile, asked.cluster, asked.options)
-    return made.predicted.step_s, made.predicted.lower_bound_s, time.process_time() - began
+    made, seconds = timed(question(name))
+    return made.predicted.step_s, made.predicted.lower_bound_s, seconds
 
 
 def main() -> None:

@@ -8,15 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cut import cut
-from race import computing
-from real_case import MICRO_BATCHES, MODEL, ROWS
-from score import row, steps_s
-
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
+from cut import cut
+from race import computing
+from real_case import MICRO_BATCHES, MODEL, ROWS
+from score import row, steps_s
 
 __all__ = ["rows"]
 

@@ -13,10 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from machine import Watch
-
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
+from machine import Watch
 
 
 def main() -> None:

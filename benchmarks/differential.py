@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+
 from fuzzing.asks import Ask
 from fuzzing.bugs import BUGS, hunt
 from fuzzing.cases import PLANS, Case, Model, Result, attempt, case_of

@@ -8,12 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from cut import cut
-from emulation import free_links, later, predicted_s, profile_of
-from race import Field
-from score import Laps, row
-from sleeping import Pace, graph_of, user_of
-
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind
@@ -21,6 +15,11 @@ from autopar.profiler import local_cluster
 from autopar.profiler.probe import Probe
 from autopar.ranks.pool import RankPool
 from autopar.schedules import SCHEDULES
+from cut import cut
+from emulation import free_links, later, predicted_s, profile_of
+from race import Field
+from score import Laps, row
+from sleeping import Pace, graph_of, user_of
 
 __all__ = ["delayed_rows", "emulated_rows", "unequal_rows"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sleeping import Pace
-
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Tensor
 from autopar.planner import simulate
+from sleeping import Pace
 
 __all__ = ["free_links", "later", "predicted_s", "profile_of"]
 

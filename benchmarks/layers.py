@@ -23,7 +23,6 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
-from machine import Watch
 
 from autopar.capture import load, named_tensors
 from autopar.capture.batch import loss_outputs, model_arguments, rebuild
@@ -34,6 +33,7 @@ from autopar.profiler.device import choose
 from autopar.profiler.pinned import pinned
 from autopar.profiler.profile import measured
 from autopar.profiler.subject import Subject
+from machine import Watch
 
 MODELS = Path(__file__).parent / "models"
 WARM_UP, STEPS = 2, 10

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Watch", "busy_s"]
+__all__ = ["Watch", "busy_s", "loop_s"]
 
 
 class Watch:
@@ -42,7 +42,23 @@ class Watch:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cores_used_by_others": round(max(0.0, others_s / (time.monotonic() - self._began_s)), 2),
+            "loop_s": loop_s(),
         }
+
+
+def loop_s() -> float:
+    """Return the processor seconds of ten million additions in Python, the least of three times.
+
+    Cores that are a share of a machine are faster on some days than on others: hold processor seconds against this.
+    """
+
+    def looped_s() -> float:
+        began, total = time.process_time(), 0
+        for each in range(10_000_000):
+            total += each
+        return time.process_time() - began
+
+    return round(min(looped_s() for _ in range(3)), 3)
 
 
 def busy_s() -> float:

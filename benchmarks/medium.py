@@ -23,12 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instances import instance
-from machine import Watch
-
+from autopar.api import Cluster as Clusters
 from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.interface import Cluster as Clusters
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.planning import others_of
@@ -37,6 +35,8 @@ from autopar.planner.search.improve import started
 from autopar.planner.search.judge import Best
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
+from instances import instance
+from machine import Watch
 
 SIZES = (
     (24, 16),
@@ -174,12 +174,17 @@ def _transformer(name: str) -> Question:
     return Question(name, profile, Clusters.of(cluster), PlanOptions(batch=batch, exact=True))
 
 
+def timed(asked: Question) -> tuple[Plan, float]:
+    """Return the plan, and the processor seconds that it took."""
+    began = time.process_time()
+    made = plan(asked.profile, asked.cluster, asked.options)
+    return made, time.process_time() - began
+
+
 def measured(name: str, more: bool) -> dict[str, Any]:
     """Return what is recorded of an instance."""
     asked = question(name)
-    began = time.process_time()
-    made = plan(asked.profile, asked.cluster, asked.options)
-    seconds = time.process_time() - began
+    made, seconds = timed(asked)
     step_s, bound_s = made.predicted.step_s, made.predicted.lower_bound_s
     starts = {each: step_s for each, step_s in _starts(asked) if step_s < float("inf")}
     found = {
@@ -193,11 +198,10 @@ def measured(name: str, more: bool) -> dict[str, Any]:
         "starts": starts,
         "behind_starts": step_s / min(starts.values(), default=step_s) - 1,
     }
-    began = time.process_time()
-    usual = plan(asked.profile, asked.cluster, replace(asked.options, exact=False))
+    usual, usual_s = timed(asked._replace(options=replace(asked.options, exact=False)))
     found["usual"] = {
         "step_s": usual.predicted.step_s,
-        "processor_s": round(time.process_time() - began, 2),
+        "processor_s": round(usual_s, 2),
         "widths": [len(stage.devices) for stage in usual.stages],
         "notes": list(usual.notes),
     }

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import Watch
 
 from autopar.capture import load
 from autopar.capture.storages import StorageTracker
@@ -34,6 +33,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal import rehearse_model
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
+from machine import Watch
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER / "models"
@@ -78,7 +78,7 @@ def _model(name: str, arguments: argparse.Namespace, pool: RankPool) -> list[dic
         )
         planned = plan(measured, cluster, options)
         sys.stderr.write(f"{name}, {schedule}\n")
-        rehearsed = rehearse_model(planned, model, None, lambda what: None)
+        rehearsed = rehearse_model(planned, model, None)
         with tempfile.TemporaryDirectory() as folder:
             Workspace(Path(folder)).prepare(load(model), planned, None)
             held = pool.run("memory:hold", {"plan": planned.dumps(), "model": model, "workspace": folder})

@@ -16,14 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instances import instance
-from machine import Watch
-
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from instances import instance
+from machine import Watch
 
 MOST_LAYERS, MOST_DEVICES = 24, 16
 ROUNDING = 1e-9

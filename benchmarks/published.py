@@ -24,8 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from machine import Watch
-
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
@@ -33,12 +31,14 @@ from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.pipedream import PipeDreamPlan, pipedream_plan
-from autopar.planner.objectives.piper import PiperPlan, piper_plan
 from autopar.planner.peers import dapple
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import trial
 from autopar.planner.simulator.simulate import Simulator
+from machine import Watch
+from reproductions.pipedream import PipeDreamPlan, pipedream_plan
+from reproductions.piper import PiperPlan, piper_plan
+from reproductions.plans import planned_by_pipedream
 
 GIB = 2**30
 NO_LIMIT = 2**60
@@ -166,7 +166,7 @@ def _throughput(profile: Profile, cluster: Cluster, repeats: int) -> Throughput:
         turns = " in turns" if stage.division == "round-robin" else ""
         stages.append(f"[{first},{first + len(stage.layers)})x{stage.replicas}{turns}")
         first += len(stage.layers)
-    theirs = plan(profile, cluster, PlanOptions(objective="pipedream")).predicted.step_s
+    theirs = planned_by_pipedream(profile, cluster, PlanOptions()).predicted.step_s
     return Throughput(made.predicted.step_s, round(cpu_s, 4), " ".join(stages), free.predicted.step_s, theirs)
 
 

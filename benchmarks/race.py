@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -14,13 +15,9 @@ from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-import torch_peers
-from cut import cut
-from delayed import DelayedTransport
-from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
 from torch import nn
-from turns import turn
 
+import torch_peers
 from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
@@ -29,13 +26,20 @@ from autopar.profiler.probe import Measured, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.connect import connect
 from autopar.runtime.data import split_rows
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.transport import Transport
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from cut import cut
+from delayed import DelayedTransport
+from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
+from turns import turn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from harness.in_process import Exchange, InProcessTransport
 
 __all__ = ["Field", "Lap", "Real", "alone", "apart", "emulated", "real"]
 

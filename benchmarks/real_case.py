@@ -10,12 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cut import cut
-from emulation import free_links, predicted_s, profile_of
-from race import Real, computing
-from score import row, steps_s
-from sleeping import Pace, graph_of, user_of
-
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
@@ -25,6 +19,11 @@ from autopar.formats.profile import Profile
 from autopar.profiler import local_cluster
 from autopar.ranks.pool import RankPool
 from autopar.runtime.workspace import Workspace
+from cut import cut
+from emulation import free_links, predicted_s, profile_of
+from race import Real, computing
+from score import row, steps_s
+from sleeping import Pace, graph_of, user_of
 
 __all__ = ["rows"]
 

@@ -27,10 +27,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import cuda_case
 import emulated_cases
 import real_case
-import torch
 from machine import Watch
 
 FOLDER = Path(__file__).parent

@@ -77,9 +77,8 @@ def _apart(seed: int, layers: int, devices: int, repeated: bool, shard: str = "n
 
 
 def _case(seed: int, layers: int, devices: int, repeated: bool, shard: Shard | Literal["auto"]) -> dict[str, object]:
-    from instances import instance
-
     from autopar.planner import plan
+    from instances import instance
 
     made = instance(seed, layers, devices, repeated=repeated)
     begun = time.process_time()

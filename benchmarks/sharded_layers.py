@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from cut import cut
-from machine import Watch
 
 from autopar.capture import load
 from autopar.capture.export import capture
@@ -35,6 +33,8 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
+from cut import cut
+from machine import Watch
 
 RANKS, MICRO_BATCHES, CALLS, WARM_UP = 2, 2, 4, 2
 # Renamed in torch 2.13, which warns of the names that torch 2.11 has.

@@ -25,9 +25,6 @@ from statistics import fmean, median
 from typing import Any, TypedDict
 
 import torch
-from cut import cut
-from machine import Watch, busy_s
-from race import apart
 
 from autopar.capture import load
 from autopar.capture.export import capture
@@ -42,6 +39,9 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.expand import expand
+from cut import cut
+from machine import Watch, busy_s
+from race import apart
 
 MODELS = Path(__file__).parent / "models"
 RANKS = 2

@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
-from machine import Watch
-
 from autopar.capture import load
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
@@ -27,6 +25,7 @@ from autopar.profiler import ProfileOptions, local_cluster, measure_links, profi
 from autopar.profiler.device import choose, count
 from autopar.ranks.pool import RankPool
 from autopar.runtime.launch import RunOptions, run
+from machine import Watch
 
 
 def main() -> None:

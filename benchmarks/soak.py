@@ -25,9 +25,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cut import cut
-from machine import Watch
-
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.capture.storages import StorageTracker
@@ -37,6 +34,8 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
+from cut import cut
+from machine import Watch
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER.parent / "examples" / "mlp.py"

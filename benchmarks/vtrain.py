@@ -23,8 +23,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from machine import Watch
-
 from autopar.capture import load
 from autopar.capture.export import capture_module
 from autopar.formats.cluster import Cluster, Curve
@@ -38,6 +36,7 @@ from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import Subject
+from machine import Watch
 
 GPU = "A100-SXM-80G"
 GPUS_PER_NODE = 8

@@ -179,7 +179,7 @@ def families(batch: int, options: PlanOptions) -> list[Family]:
         asked = options.micro_batches
         near = sorted(sorted(every, key=lambda count: abs(count - asked))[:3])
         raise UsageError(
-            f"--micro-batches {asked} does not divide the batch {batch}; near ones do: {', '.join(map(str, near))}"
+            f"`micro_batches={asked}` does not divide the batch {batch}; near ones do: {', '.join(map(str, near))}"
         )
     counts = [count for count in every if count <= MOST_MICRO_BATCHES]
     if options.micro_batches is not None:

@@ -16,10 +16,10 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.planning import plan
-from autopar.planner.progress import Progress, untold
 from autopar.planner.scheduled import otherwise
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
+from autopar.progress import Progress, untold
 
 __all__ = ["Comparison", "compare"]
 

@@ -54,8 +54,8 @@ class Rule(NamedTuple):
     def refusal(self) -> str:
         """What is said to a user whose stages do not obey it."""
         if self.how == "shares":
-            return f"--stages: {self.text}; give its stage other replicas, or other --micro-batches"
-        return f"--stages: {self.text}" if self.how == "single" else f"--stages contradicts {self.text}"
+            return f"`stages`: {self.text}; give its stage other replicas, or other `micro_batches`"
+        return f"`stages`: {self.text}" if self.how == "single" else f"`stages` contradicts {self.text}"
 
     def allows(self, first: int, stop: int, kinds: Iterable[int], shares: Sequence[float] = ()) -> bool:
         """Whether layers ``first:stop`` may be a stage on devices of these kinds, of replicas with these shares."""
@@ -106,9 +106,9 @@ class Constraints:
         rules = [_uncut(text, names) for text in options.forbid_cut]
         rules += [_pinned(text, names, costs) for text in options.pin]
         if options.min_stages > 1:
-            rules.append(Rule(f"--min-stages {options.min_stages}", "counted", least=options.min_stages))
+            rules.append(Rule(f"`min_stages={options.min_stages}`", "counted", least=options.min_stages))
         if options.max_stages is not None:
-            rules.append(Rule(f"--max-stages {options.max_stages}", "counted", most=options.max_stages))
+            rules.append(Rule(f"`max_stages={options.max_stages}`", "counted", most=options.max_stages))
         if costs.single:
             reasons = tuple("".join(each) for each in costs.single.values())
             rules.append(Rule(reasons[0], "single", tuple(costs.single), reasons=reasons))
@@ -210,7 +210,7 @@ def _layer(where: str, name: str, names: Sequence[str]) -> int:
 
 def _uncut(text: str, names: Sequence[str]) -> Rule:
     """Read a layer that no stage may end with: it and the next one stay together."""
-    where = f"--forbid-cut {text!r}"
+    where = f"`forbid_cut={text!r}`"
     layer = _layer(where, text.strip(), names)
     if layer == len(names) - 1:
         raise UsageError(f"{where}: {names[layer]} is the last layer, and the last stage has to end with it")
@@ -218,7 +218,7 @@ def _uncut(text: str, names: Sequence[str]) -> Rule:
 
 
 def _pinned(text: str, names: Sequence[str], costs: CostModel) -> Rule:
-    where = f"--pin {text!r}"
+    where = f"`pin={text!r}`"
     match = _PIN.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{where}: {_FORMS}")

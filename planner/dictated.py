@@ -36,13 +36,13 @@ def parse(text: str, names: Sequence[str]) -> Dictated:
         layers, width = _split(part.strip(), index)
         first, last = _range(layers, names, index)
         if last < first:
-            raise UsageError(f"--stages: stage {index} ({layers}) ends before it begins")
+            raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
         if first > expected:
             missing = names[expected] if first == expected + 1 else f"{names[expected]}..{names[first - 1]}"
-            raise UsageError(f"--stages: {missing} is in no stage; stage {index} must begin with layer {expected}")
+            raise UsageError(f"`stages`: {missing} is in no stage; stage {index} must begin with layer {expected}")
         if first < expected:
             raise UsageError(
-                f"--stages: layer {first} ({names[first]}) is in two stages; "
+                f"`stages`: layer {first} ({names[first]}) is in two stages; "
                 f"stage {index} must begin with layer {expected}"
             )
         cuts.append(last + 1)
@@ -50,7 +50,7 @@ def parse(text: str, names: Sequence[str]) -> Dictated:
         expected = last + 1
     if expected < len(names):
         raise UsageError(
-            f"--stages: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
+            f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
         )
     return Dictated(tuple(cuts), tuple(widths))
 
@@ -60,7 +60,7 @@ def _split(part: str, index: int) -> tuple[str, int]:
     if not colon:
         layers, replicas = part, "1"
     if not layers or not re.fullmatch(r"[1-9][0-9]{0,5}", replicas):
-        raise UsageError(f"--stages: stage {index} is {part!r}; write layers:replicas, such as 0-5:2")
+        raise UsageError(f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2")
     return layers, int(replicas)
 
 
@@ -75,4 +75,4 @@ def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
             return first, last
     sides = (layers[: dashes[0]], layers[dashes[0] + 1 :]) if dashes else (layers,)
     name = next((side for side in sides if position(side, names) is None), layers)
-    raise unknown(f"--stages: stage {index}", name, names)
+    raise unknown(f"`stages`: stage {index}", name, names)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.layout import layout_of
-from autopar.formats.plan import SHARDS, Objective, ReplicatedState, Shard
+from autopar.formats.plan import SHARDS, ReplicatedState, Shard
 from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 from autopar.schedules.spelling import schedule_named
@@ -20,6 +20,10 @@ PLANNED = ("gpipe", "1f1b")
 
 CANDIDATES = 500
 CANDIDATES_WHEN_EXACT = 100_000
+
+
+Objective = Literal["step", "throughput", "cost"]
+"""What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class PlanOptions:
     """What replicas divide among them; ``auto``: whatever is fastest."""
     replicate_state: ReplicatedState | None = None
     """Lets layers have replicas whose forwards write buffers, and how these are made alike after every step."""
-    solver: Literal["dp", "milp", "exhaustive"] = "dp"
+    solver: Literal["dp", "milp"] = "dp"
     solver_seconds: float = 60.0
     """What the solver of ``milp`` may take by its own clock, in all; ``dp`` takes over then."""
     max_candidates: int | None = None
@@ -87,51 +91,55 @@ class PlanOptions:
         for name in (*counts, "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} must be at least 1, found {value}")
+                raise UsageError(f"`{name}` must be at least 1, found {value}")
         if self.gpus is not None and self.gpus > MOST_RANKS:
-            raise UsageError(f"--gpus must be at most {MOST_RANKS}, found {self.gpus}")
+            raise UsageError(f"`gpus` must be at most {MOST_RANKS}, found {self.gpus}")
         if self.bytes_per_s is not None and not 0 < self.bytes_per_s < float("inf"):
-            raise UsageError(f"--bandwidth must be positive, found {self.bytes_per_s}")
+            raise UsageError(f"`bytes_per_s` must be positive, found {self.bytes_per_s}")
         if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
-            raise UsageError(f"--deadline must be positive seconds, found {self.deadline_s}")
+            raise UsageError(f"`deadline_s` must be positive seconds, found {self.deadline_s}")
         if not 0 <= self.gap < float("inf"):
-            raise UsageError(f"--gap must be 0 or more, found {self.gap}")
+            raise UsageError(f"`gap` must be 0 or more, found {self.gap}")
         if self.equal_widths and (self.stages is not None or self.solver != "dp" or self.gap == 0):
-            other = "--stages" if self.stages is not None else "--gap 0" if self.gap == 0 else f"--solver {self.solver}"
-            raise UsageError(f"--equal-widths does not go with {other}; leave out one of them")
+            other = (
+                "`stages`" if self.stages is not None else "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
+            )
+            raise UsageError(f"`equal_widths` does not go with {other}; leave out one of them")
         if self.effort > 1 and (self.gap == 0 or self.solver != "dp"):
-            other = "--gap 0" if self.gap == 0 else f"--solver {self.solver}"
-            raise UsageError(f"--effort does not go with {other}, which goes on until it is done; leave out --effort")
+            other = "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
+            raise UsageError(f"`effort` does not go with {other}, which goes on until it is done; leave out `effort`")
         if not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed must lie in 0..2**63 - 1, found {self.seed}")
+            raise UsageError(f"`seed` must lie in 0..2**63 - 1, found {self.seed}")
         object.__setattr__(self, "schedule", schedule_named(self.schedule))
         if self.chunks is not None and (self.chunks < 2 or layout_of(self.schedule) != "loop"):
-            wanted = "at least 2" if layout_of(self.schedule) == "loop" else "left out but with --schedule interleaved"
-            raise UsageError(f"--chunks must be {wanted}, found {self.chunks}")
+            wanted = (
+                "at least 2" if layout_of(self.schedule) == "loop" else "left out but with `schedule='interleaved'`"
+            )
+            raise UsageError(f"`chunks` must be {wanted}, found {self.chunks}")
         if self.schedule in SCHEDULES and self.schedule not in PLANNED and self.solver != "dp":
-            raise UsageError(f"--solver {self.solver} knows {' and '.join(PLANNED)} only, not {self.schedule}")
+            raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
-            raise UsageError(f"--objective must be one of {names}; found {self.objective!r}")
-        if self.solver not in ("dp", "milp", "exhaustive"):
-            raise UsageError(f"--solver must be dp, milp or exhaustive, found {self.solver!r}")
+            raise UsageError(f"`objective` must be one of {names}; found {self.objective!r}")
+        if self.solver not in ("dp", "milp"):
+            raise UsageError(f"`solver` must be dp or milp, found {self.solver!r}")
         if not 0 < self.solver_seconds < float("inf"):
-            raise UsageError(f"--solver-seconds must be positive, found {self.solver_seconds}")
+            raise UsageError(f"`solver_seconds` must be positive, found {self.solver_seconds}")
         if self.recompute not in ("auto", "none", "full"):
-            raise UsageError(f"--recompute must be auto, none or full, found {self.recompute!r}")
+            raise UsageError(f"`recompute` must be auto, none or full, found {self.recompute!r}")
         if self.shard not in ("auto", *SHARDS):
-            raise UsageError(f"--shard must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
+            raise UsageError(f"`shard` must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
         if self.replicate_state not in (None, *get_args(ReplicatedState)):
-            raise UsageError(f"--replicate-state must be first or average, found {self.replicate_state!r}")
+            raise UsageError(f"`replicate_state` must be first or average, found {self.replicate_state!r}")
         if self.max_stages is not None and self.min_stages > self.max_stages:
-            raise UsageError(f"--min-stages {self.min_stages} contradicts --max-stages {self.max_stages}")
+            raise UsageError(f"`min_stages={self.min_stages}` contradicts `max_stages={self.max_stages}`")
         if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":
-            raise UsageError(f"--min-stages {self.min_stages} needs as many devices, but --gpus is {self.gpus}")
+            raise UsageError(f"`min_stages={self.min_stages}` needs as many devices, but `gpus` is {self.gpus}")
 
     @property
     def simple(self) -> bool:
         """Whether the simplest of the plans that are about as fast is wanted."""
-        return not self.exact and self.gap > 0 and self.solver != "exhaustive"
+        return not self.exact and self.gap > 0
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -162,9 +170,5 @@ def admitted(options: PlanOptions, profile: Profile) -> PlanOptions:
     if reason is None:
         return options
     if options.shard != "auto":
-        raise UsageError(f"--shard {options.shard}: {reason}; plan with --shard none, or profile with {remedy}")
+        raise UsageError(f"`shard={options.shard!r}`: {reason}; plan with `shard='none'`, or profile with {remedy}")
     return replace(options, shard="none")
-
-
-def _flag(name: str) -> str:
-    return {"memory_bytes": "--memory"}.get(name, "--" + name.replace("_", "-"))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Objective, Plan
+from autopar.formats.plan import Plan
 from autopar.formats.predicted import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
@@ -23,17 +23,14 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated import Dictated, parse
-from autopar.planner.exhaustive import exhaust
 from autopar.planner.milp.programmed import programmed
 from autopar.planner.neighbours import neighbours
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.flags import check_flags
-from autopar.planner.objectives.others import planned_by_pipedream, planned_by_piper
 from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions, admitted
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.grouping import pool_of
-from autopar.planner.progress import Progress, untold
 from autopar.planner.remedies import any_plan_fits
 from autopar.planner.scheduled import (
     MOST_ACTIONS,
@@ -58,15 +55,9 @@ from autopar.planner.simplicity import simplest, straddling
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
+from autopar.progress import Progress, untold
 
 __all__ = ["others_of", "plan", "simulate"]
-
-_OTHERS: dict[Objective, Callable[[Profile, Cluster, PlanOptions], Plan]] = {
-    "throughput": throughput_plan,
-    "pipedream": planned_by_pipedream,
-    "piper": planned_by_piper,
-}
-"""Objectives of which no program follows, or that other planners have."""
 
 
 class Others(NamedTuple):
@@ -97,8 +88,8 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     check_flags(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admitted(options, profile)
-    if options.objective in _OTHERS:
-        return _OTHERS[options.objective](profile, cluster, options)
+    if options.objective == "throughput":
+        return throughput_plan(profile, cluster, options)
     dictated = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
     options = options if dictated is None else _fitting(dictated, options)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
@@ -197,7 +188,7 @@ def _explained(
     many = best.found is not None and actions_of(best.found.candidate) > MOST_ACTIONS
     if many and _any_schedule(options, costs):
         said.append(
-            "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; --schedule does"
+            "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         )
     elif _any_schedule(options, costs):
         simulator.progress("trying other schedules", 0.9)
@@ -230,7 +221,7 @@ def _check_equal(options: PlanOptions, best: Best) -> None:
     if options.equal_widths and best.equal is None:
         raise InfeasibleError(
             "no plan was found whose stages are equally wide and fit the memory, but others do fit; leave out "
-            "--equal-widths"
+            "`equal_widths`"
         )
 
 
@@ -248,7 +239,7 @@ def _simplified(costs: CostModel, options: PlanOptions, best: Best, found: Found
     notes = []
     if found.candidate != best.found.candidate and not options.equal_widths:
         faster = 1 - best.step_s / found.step_s
-        notes.append(f"a plan that is harder to use is {faster:.1%} faster; --exact plans it")
+        notes.append(f"a plan that is harder to use is {faster:.1%} faster; `exact=True` plans it")
     across = straddling(costs, found.candidate.stages)
     if across:
         named = ", ".join(map(str, across))
@@ -257,7 +248,7 @@ def _simplified(costs: CostModel, options: PlanOptions, best: Best, found: Found
         )
     if best.equal is not None and not equal_widths(found.candidate.stages):
         more = best.equal.step_s / found.step_s - 1
-        notes.append(f"stages of equal widths take {more:+.1%}; --equal-widths plans them")
+        notes.append(f"stages of equal widths take {more:+.1%}; `equal_widths=True` plans them")
     return notes
 
 
@@ -268,7 +259,7 @@ def _check_stages(costs: CostModel, options: PlanOptions) -> None:
     if options.schedule != "auto" and chunked(options.schedule):
         most, on = layers, ""
     if options.min_stages > most:
-        raise UsageError(f"--min-stages {options.min_stages}: {layers} layers{on} make at most {most} stages")
+        raise UsageError(f"`min_stages={options.min_stages}`: {layers} layers{on} make at most {most} stages")
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -313,18 +304,18 @@ def _check_flows(plan: Plan, costs: CostModel) -> None:
             at = f"$.{key}" if index is None else f"$.{key}[{index}]"
             raise FileError(
                 f"the plan is not of this profile: {at} is not what the profile's layers exchange between these "
-                "stages; run `autopar plan` again, with --stages for stages of your own"
+                "stages; run `autopar plan` again, with `stages` for stages of your own"
             )
 
 
 def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
     needed = sum(dictated.widths if options.schedule == "auto" else shape_of(dictated, options).widths)
     if options.gpus is not None and needed > options.gpus:
-        raise UsageError(f"--stages needs {needed} devices, but --gpus is {options.gpus}")
+        raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     if options.use_all and options.gpus is not None and needed < options.gpus:
-        raise UsageError(f"--stages uses {needed} devices, but --use-all asks for all {options.gpus}")
+        raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
     if len(dictated.cuts) < options.min_stages:
-        raise UsageError(f"--stages has {len(dictated.cuts)} stages, but --min-stages is {options.min_stages}")
+        raise UsageError(f"`stages` has {len(dictated.cuts)} stages, but `min_stages` is {options.min_stages}")
     return replace(options, gpus=options.gpus or needed)
 
 
@@ -342,8 +333,6 @@ def _search(
     for peer in others.peers:
         if peer.candidate is not None and peer.reason is None and _excluded(costs, options, peer.candidate) is None:
             best.judge(simulator, peer.candidate)
-    if options.solver == "exhaustive":
-        return best, exhaust(simulator, options, best).step_s, ()
     if options.solver == "milp":
         solved = programmed(simulator, every, options, best)
         return best, solved.lower_bound_s, solved.notes
@@ -366,15 +355,15 @@ def _excluded(costs: CostModel, options: PlanOptions, candidate: Candidate) -> s
     if broken is not None:
         return broken.text
     if options.use_all and used < len(costs.devices):
-        return "--use-all"
+        return "`use_all`"
     if options.shard != "auto" and not shards <= {options.shard}:
-        return f"--shard {options.shard}"
+        return f"`shard={options.shard!r}`"
     if not _as_asked(options.schedule, candidate):
-        return f"--schedule {options.schedule}"
+        return f"`schedule={options.schedule!r}`"
     if options.recompute != "auto" and _recomputes(costs, candidate) != options.recompute:
-        return f"--recompute {options.recompute}"
+        return f"`recompute={options.recompute!r}`"
     if options.equal_widths and not equal_widths(candidate.stages):
-        return "--equal-widths"
+        return "`equal_widths`"
     return None
 
 
@@ -407,8 +396,8 @@ def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, 
     own = try_stages(simulator, every, options, *dictated)
     if own.found is None and own.closest is None:
         raise UsageError(
-            f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
-            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
+            f"`stages`: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger `batch`"
         )
     if own.found is None:
         raise infeasible(costs, (), options, own.closest, partial(_stages_fit, costs, dictated))
@@ -478,16 +467,16 @@ def _notes(costs: CostModel, found: Found, lower_bound_s: float, options: PlanOp
     step_s, candidate = found
     notes = []
     if options.micro_batches is None and costs.batch > MOST_MICRO_BATCHES:
-        notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; --micro-batches asks for one")
+        notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; `micro_batches` asks for one")
     idle = len(costs.devices) - len({device for stage in candidate.stages for device in stage.devices})
     if idle:
         notes.append(
             f"{idle} of {len(costs.devices)} devices stay idle: no plan simulated with them is faster "
-            "(--use-all forbids this)"
+            "(`use_all` forbids this)"
         )
     notes += _placement(costs, candidate, options)
     if lower_bound_s > 0 and step_s > (1 + max(ENOUGH, options.gap)) * lower_bound_s * (1 + 1e-9):
-        more = f"--effort {10 * options.effort} searches on"
+        more = f"`effort={10 * options.effort}` searches on"
         notes.append(f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; {more}")
     if step_s < lower_bound_s:
         notes.append(f"it is faster than any plan with one stage on every device, by {1 - step_s / lower_bound_s:.1%}")
@@ -499,7 +488,7 @@ def _placement(costs: CostModel, candidate: Candidate, options: PlanOptions) -> 
     notes = []
     exact = options.gap == 0
     if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
-        remedy = "" if exact else "; --gap 0 leaves out fewer"
+        remedy = "" if exact else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = list(dict.fromkeys(device for stage in candidate.stages for device in stage.devices))
     nodes = {costs.devices[device].node for device in devices}

@@ -56,10 +56,10 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     together, and with more devices.
     """
     fits = partial(_fits, fits)
-    found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
     found += _more(costs, options, fits, alone=not found)
-    found += [f"--batch {batch}" for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
-    found += _memory(costs, options, fits, short)
+    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
     return [f"with {each}" for each in found]
 
 
@@ -69,17 +69,18 @@ def scheduled(costs: CostModel, options: PlanOptions, fits: Fits, short: int | N
     Without a plan that comes closest (``short``), also the options without which there is one.
     """
     fits = partial(_fits, fits)
-    found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
     devices = len(costs.devices)
     counts = (
         [] if options.stages is not None else [count for count in (2 * devices, 4 * devices) if count <= MOST_DEVICES]
     )
-    found += [f"--gpus {count}" for count in _first(counts, "gpus", options, fits)]
-    found += [f"--batch {batch}" for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    found += [_named(gpus=count) for count in _first(counts, "gpus", options, fits)]
+    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
     if short is None:
         every = [*(f"with {each}" for each in found), *_without(options, fits)]
         return every or _ampler(costs, options, fits)
-    return [f"with {each}" for each in (*found, *_memory(costs, options, fits, short))]
+    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
+    return [f"with {each}" for each in found]
 
 
 def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
@@ -93,26 +94,26 @@ def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: i
         "batch": _halves(costs.batch, options),
         "objective": ["step"],
     }
-    found = [f"--{name} {each}" for name, values in every.items() for each in _first(values, name, options, fits)]
+    found = [_named(**{name: each}) for name, values in every.items() for each in _first(values, name, options, fits)]
     count = _devices(costs, options, fits)
-    found += [] if count is None else [f"--gpus {count}"]
+    found += [] if count is None else [_named(gpus=count)]
     if ample_bytes is None:
         every_way = [*(f"with {each}" for each in found), *_without(options, fits)]
         return every_way or _ampler(costs, options, fits)
     text, typed_bytes = _typed(ample_bytes)
-    found += [f"--memory {text}"] if fits(replace(options, memory_bytes=typed_bytes)) else []
+    found += [_named(memory_bytes=text)] if fits(replace(options, memory_bytes=typed_bytes)) else []
     return [f"with {each}" for each in found]
 
 
 def freed(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
     fits = partial(_fits, fits)
-    found = [f"{flag} {value}" for flag, value in _alone(costs, options, fits)]
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
     if options.use_all:
         fewer = reversed(range(max(1, options.min_stages), len(costs.devices)))
-        found += [f"--gpus {count}" for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
+        found += [_named(gpus=count) for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
         larger = [costs.batch << step for step in range(1, MOST_DOUBLINGS)]
-        found += [f"--batch {batch}" for batch in _first(larger, "batch", options, fits)]
+        found += [_named(batch=batch) for batch in _first(larger, "batch", options, fits)]
     every = [*(f"with {each}" for each in found), *_without(options, fits)]
     return every or _ampler(costs, options, fits)
 
@@ -127,11 +128,20 @@ def _fits(fits: Fits, options: PlanOptions) -> bool:
 
 def _without(options: PlanOptions, fits: Fits) -> list[str]:
     """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
-    return [f"without {_named(names)}" for names in _left_out(options, fits)]
+    return [f"without {_names(names)}" for names in _left_out(options, fits)]
 
 
-def _named(names: Sequence[str]) -> str:
-    return " and ".join(map(_flag, names))
+def _names(names: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def _named(**options: object) -> str:
+    """Return options as errors name them, with their values.
+
+    >>> _named(shard="auto", gpus=8)
+    "`shard='auto', gpus=8`"
+    """
+    return f"`{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
 def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
@@ -149,19 +159,22 @@ def _leaving(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
 
 def _ampler(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what helps together with more memory, where nothing does without."""
-    others = [(f"with --schedule {name}", replace(options, schedule=name)) for name in _schedules(options)]
+    every: list[tuple[str, dict[str, object], PlanOptions]] = [
+        ("with", {"schedule": name}, replace(options, schedule=name)) for name in _schedules(options)
+    ]
     ample = replace(options, memory_bytes=UNLIMITED_BYTES)
-    if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for _, other in others):
-        others = [(f"without {_named(each)} and with", _leaving(options, each)) for each in _left_out(ample, fits)]
-    return [f"{words} {each}" for words, other in others[:1] for each in _memory(costs, other, fits, None)]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for *_, other in every):
+        left_out = _left_out(ample, fits)
+        every = [(f"without {_names(each)} and with", {}, _leaving(options, each)) for each in left_out]
+    return [
+        f"{words} {_named(**changes, memory_bytes=text)}"
+        for words, changes, other in every[:1]
+        for text in _memory(costs, other, fits, None)
+    ]
 
 
 def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
-    """Yield the flags that help by themselves, but for devices, batch and memory."""
+    """Yield the options that help by themselves, but for devices, batch and memory."""
     asked = options.micro_batches
     counts: list[int] = []
     if asked is not None:
@@ -179,7 +192,7 @@ def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple
     }
     for name, values in every.items():
         for value in _first(values, name, options, fits):
-            yield _flag(name), value
+            yield name, value
 
 
 def _schedules(options: PlanOptions) -> list[str]:
@@ -193,16 +206,16 @@ def _schedules(options: PlanOptions) -> list[str]:
 def _more(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
     """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
     both = replace(options, recompute="auto", shard="auto")
-    typed = " ".join(_changes(options, both))
-    together = bool(alone and typed)
+    changes = _changes(options, both)
+    together = bool(alone and changes)
     if together and fits(both):
-        return [typed]
+        return [_named(**changes)]
     if options.stages is not None:
         return []
     count = _devices(costs, options, fits)
     fewer = _devices(costs, both, fits) if together else None
-    found = [] if fewer is None or (count is not None and count <= fewer) else [f"{typed} --gpus {fewer}"]
-    return found if count is None else [*found, f"--gpus {count}"]
+    found = [] if fewer is None or (count is not None and count <= fewer) else [_named(**changes, gpus=fewer)]
+    return found if count is None else [*found, _named(gpus=count)]
 
 
 def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits) -> list[object]:
@@ -211,9 +224,9 @@ def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits
     return [*islice(changed, 1)]
 
 
-def _changes(options: PlanOptions, other: PlanOptions) -> list[str]:
+def _changes(options: PlanOptions, other: PlanOptions) -> dict[str, object]:
     names = [name for name in ("recompute", "shard") if getattr(options, name) != getattr(other, name)]
-    return [f"--{name} {getattr(other, name)}" for name in names]
+    return {name: getattr(other, name) for name in names}
 
 
 def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
@@ -249,7 +262,7 @@ def _halves(batch: int, options: PlanOptions) -> list[int]:
 
 
 def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
-    """Return the least memory per device with which a plan fits, near which ``short`` comes where it is known."""
+    """Return the least memory per device with which a plan fits, as it can be typed, near which ``short`` comes."""
     reserved = {costs.kinds[kind].reserved_bytes for kind in costs.kind_of}
     limits = set(costs.limits_bytes)
     if short is not None and len(limits) == len(reserved) == 1:
@@ -267,7 +280,7 @@ def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | Non
         # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
         needed = max(limits) + max(reserved) + (short or 0)
     sizes = [_typed(factor * needed) for factor in (1, 2)]
-    return [f"--memory {text}" for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
+    return [text for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
 
 
 def _typed(count: int) -> tuple[str, int]:

@@ -94,8 +94,8 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
     best = trials.run_all(every)
     if best.found is None and best.closest is None:
         raise UsageError(
-            f"--stages: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
-            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger --batch"
+            f"`stages`: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger `batch`"
         )
     if best.found is None:
         raise _infeasible(costs, options, best, fits)
@@ -120,7 +120,7 @@ def shape_of(dictated: Dictated, options: PlanOptions) -> Shape:
                 return Shape(cuts, widths[:groups])
     how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
     raise UsageError(
-        f"--stages: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
+        f"`stages`: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
         f"{', '.join(map(str, widths))} replicas"
     )
 
@@ -222,7 +222,7 @@ def _order(costs: CostModel, candidate: Candidate | None) -> tuple[int, ...]:
 def _check_halves(costs: CostModel, schedule: str) -> None:
     if halves(schedule) and not costs.halved:
         raise UsageError(
-            f"--schedule {schedule} has backwards in two halves, which the profile does not hold for every layer; "
+            f"`schedule={schedule!r}` has backwards in two halves, which the profile does not hold for every layer; "
             "measure them with `autopar profile`, or choose gpipe, 1f1b or interleaved"
         )
 

@@ -105,7 +105,7 @@ def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
         raise UsageError(
             f"{limit.text}; no plan gives it so many with {count} micro-batch{'es' if count > 1 else ''} of "
             f"{few.micro_batch_size} and {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''}: give "
-            f"{'fewer' if fewer else 'more'} --micro-batches or another --batch"
+            f"{'fewer' if fewer else 'more'} `micro_batches` or another `batch`"
         )
     return found
 

@@ -77,7 +77,7 @@ def _unmet(costs: CostModel, options: PlanOptions) -> str:
     """Return why no plan obeys the options, whatever the memory."""
     devices = f"{len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''}"
     if options.max_stages is not None or options.forbid_cut or options.pin:
-        asked = "--max-stages, --forbid-cut, --pin and --use-all that were asked for"
+        asked = "`max_stages`, `forbid_cut`, `pin` and `use_all` that were asked for"
         return f"no plan for {devices} obeys all of {asked}"
     if costs.single:
         return f"no plan uses all {devices}: {next(iter(costs.single.values())).reason}"

@@ -51,13 +51,13 @@ def compiling(device: torch.device) -> Iterator[None]:
             torch.compile(torch.exp, dynamic=False)(torch.ones(2, device=device))
         except Exception as error:
             raise UsageError(
-                f"--compile: torch.compile does not work here ({_first_line(error)}); "
+                f"`compile`: torch.compile does not work here ({_first_line(error)}); "
                 + ("install a C++ compiler (g++)" if device.type == "cpu" else "install Triton and a C compiler")
             ) from error
         try:
             yield
         except (TorchDynamoException, CppCompileError) as error:
-            raise UsageError(f"--compile: a layer does not compile ({_first_line(error)}); leave it out") from error
+            raise UsageError(f"`compile`: a layer does not compile ({_first_line(error)}); leave it out") from error
         finally:
             torch._dynamo.reset()
 

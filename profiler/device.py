@@ -27,9 +27,11 @@ def choose(name: str) -> torch.device:
         UsageError: another name, or ``cuda`` where there is none.
     """
     if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device must be auto, cpu or cuda, found {name!r}")
+        raise UsageError(f"`device` must be auto, cpu or cuda, found {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: this machine, or this build of torch, has no CUDA device; use --device cpu")
+        raise UsageError(
+            "`device='cuda'`: this machine, or this build of torch, has no CUDA device; use `device='cpu'`"
+        )
     return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 

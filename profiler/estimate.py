@@ -19,12 +19,13 @@ from autopar.profiler.costs import describe_tensors, describe_ties, layer_record
 from autopar.profiler.device import COMMUNICATORS_BYTES
 from autopar.profiler.kernels import Kernel
 from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
-from autopar.profiler.options import ProfileOptions, Progress
+from autopar.profiler.options import ProfileOptions
 from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
 from autopar.profiler.subject import Subject
 from autopar.profiler.update_work import moved_per_number
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
+from autopar.progress import Progress, untold
 
 __all__ = ["RESERVED_BYTES", "LayerSeconds", "Workload", "estimate", "layer_seconds", "profile_of", "workload"]
 
@@ -71,7 +72,7 @@ def estimate(
     gpu: Gpu,
     options: ProfileOptions,
     constants: Constants | None = None,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = untold,
 ) -> formats.Profile:
     """Return the profile that a GPU by its data sheet would give; ``constants`` default to that GPU's.
 
@@ -90,7 +91,7 @@ def workload(
     subject: Subject,
     gpu: Gpu,
     batch: int,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = untold,
     sizes: Sequence[int] | None = None,
 ) -> Workload:
     """Find what every layer launches, keeps and updates, at micro-batch sizes up to ``batch`` or at those given.
@@ -133,7 +134,7 @@ def _check_precision(subject: Subject, gpu: Gpu) -> None:
     if subject.precision == "fp64":
         # Autocast takes no float64, so that no option helps.
         raise UsageError(
-            f"--device {gpu.name}: the parameters of {subject.user.path} are float64, and no rate of {gpu.name} in "
+            f"`device={gpu.name!r}`: the parameters of {subject.user.path} are float64, and no rate of {gpu.name} in "
             "float64 is known; build them in float32, or profile on a device that is there"
         )
     gpu.flops_per_s(subject.precision)

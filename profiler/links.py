@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind, DeviceType
 from autopar.profiler.probe import Measured, MeasuredCurve, Probe, measure
+from autopar.progress import Progress, untold
 from autopar.ranks.board import STEPPING, Note
 from autopar.ranks.context import joined_from_environment
 from autopar.ranks.environment import launched
@@ -18,8 +19,6 @@ from autopar.ranks.watch import Doing
 
 __all__ = ["local_cluster", "measure_from_environment", "measure_links", "measured_cluster"]
 
-Progress = Callable[[str, float], None]
-"""Called with what is being measured and the share of it that is done."""
 _TIMEOUT_S = 300.0
 
 
@@ -28,7 +27,7 @@ def measure_links(
     device: str,
     threads: int,
     probe: Probe | None = None,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = untold,
 ) -> Measured:
     """Start local ranks, and return what they measure on the backend that training uses; by default what is quick.
 
@@ -45,9 +44,7 @@ def measure_links(
     return cast("Measured", results[0])
 
 
-def measure_from_environment(
-    device: str, threads: int, probe: Probe, progress: Progress = lambda what, share: None
-) -> Measured | None:
+def measure_from_environment(device: str, threads: int, probe: Probe, progress: Progress = untold) -> Measured | None:
     """Measure as one of the ranks that torchrun has started; rank 0 returns what all found.
 
     Raises:

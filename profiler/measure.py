@@ -19,8 +19,8 @@ from typing import TypeVar
 from autopar.capture import Layer
 from autopar.profiler.chained import Chained
 from autopar.profiler.clock import Time
-from autopar.profiler.options import Progress
 from autopar.profiler.passes import Inputs
+from autopar.progress import Progress
 
 __all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
 

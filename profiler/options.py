@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["ProfileOptions", "Progress"]
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of it that is done."""
+__all__ = ["ProfileOptions"]
 
 MOST = 2**31 - 1
 
@@ -42,6 +38,6 @@ class ProfileOptions:
         Raises:
             UsageError: names the option.
         """
-        for name, value in (("--batch", self.batch), ("--threads", self.threads)):
+        for name, value in (("`batch`", self.batch), ("`threads`", self.threads)):
             if not 1 <= value <= MOST:
                 raise UsageError(f"{name} must be at least 1 and below 2^31, found {value}")

@@ -167,7 +167,7 @@ def record_layer(
     except Exception as error:
         raise CaptureError(
             f"layer {layer.name} does not run on {inputs.rows} sample{'s' if inputs.rows > 1 else ''}: "
-            f"{' '.join(str(error).split())[:200]}; it must run on any number; with --precision, types that a forward "
+            f"{' '.join(str(error).split())[:200]}; it must run on any number; with `precision`, types that a forward "
             "reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
         ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}

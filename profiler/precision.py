@@ -36,7 +36,7 @@ def computing(precision: Precision, device: torch.device) -> Computing:
     kind = _KINDS[precision]
     if not _takes(device, kind):
         name = str(kind).removeprefix("torch.")
-        raise UsageError(f"--precision {precision}: autocast on {device.type} does not compute in {name} here")
+        raise UsageError(f"`precision={precision!r}`: autocast on {device.type} does not compute in {name} here")
     return lambda: torch.autocast(device.type, kind)
 
 

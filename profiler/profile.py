@@ -26,13 +26,14 @@ from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer_memory import optimizer_memory
-from autopar.profiler.options import ProfileOptions, Progress
+from autopar.profiler.options import ProfileOptions
 from autopar.profiler.passes import Inputs, LayerPass, Recording, SplitPass, record, record_layer
 from autopar.profiler.peak import peak_bytes
 from autopar.profiler.pinned import pinned
 from autopar.profiler.precision import Computing, computing
 from autopar.profiler.subject import Subject, prepare
 from autopar.profiler.update import measure_updates
+from autopar.progress import Progress, untold
 
 __all__ = ["measured", "profile"]
 
@@ -41,7 +42,7 @@ MAX_SIZES = 5
 BUSY_SPREAD = 0.1
 
 
-def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> formats.Profile:
+def profile(user: UserModel, options: ProfileOptions, progress: Progress = untold) -> formats.Profile:
     """Capture a model, check it against itself, and measure its layers.
 
     The source is recorded as the user gave it; who writes the profile makes it relative to the file.
@@ -56,9 +57,7 @@ def profile(user: UserModel, options: ProfileOptions, progress: Progress = lambd
 
 
 @unwinding_aborts()
-def measured(
-    subject: Subject, options: ProfileOptions, progress: Progress = lambda what, share: None
-) -> formats.Profile:
+def measured(subject: Subject, options: ProfileOptions, progress: Progress = untold) -> formats.Profile:
     """Measure the layers of a model that is captured.
 
     Raises:
@@ -68,7 +67,7 @@ def measured(
     device = devices.choose(options.device)
     if options.compile and subject.graph.hollow:
         raise UsageError(
-            f"--compile: {subject.user.path} is larger than memory, its layers are measured one at a time as they are; "
+            f"`compile`: {subject.user.path} is larger than memory, its layers are measured one at a time as they are; "
             "leave the option out"
         )
     context = computing(subject.precision, device)
@@ -108,7 +107,7 @@ def _roomy(batch: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"--batch {batch}: a forward and backward of so many samples needs more memory than the device has; "
+            f"`batch={batch}`: a forward and backward of so many samples needs more memory than the device has; "
             "give less, the planner extends the times that are measured to larger micro-batches"
         ) from error
 
@@ -186,7 +185,7 @@ class _Survey:
         least = max(layers, key=lambda layer: layer.least_rows)
         if self._options.batch < least.least_rows:
             raise UsageError(
-                f"--batch {self._options.batch}: layer {least.name} takes at least {least.least_rows} samples at once"
+                f"`batch={self._options.batch}`: layer {least.name} takes at least {least.least_rows} samples at once"
             )
         return sizes_up_to(min(self._options.batch, most), least.least_rows)
 

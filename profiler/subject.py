@@ -18,7 +18,8 @@ from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
-from autopar.profiler.options import ProfileOptions, Progress
+from autopar.profiler.options import ProfileOptions
+from autopar.progress import Progress, untold
 
 __all__ = ["Subject", "prepare"]
 
@@ -63,7 +64,7 @@ class Subject:
 
 
 @unwinding_aborts()
-def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambda what, share: None) -> Subject:
+def prepare(user: UserModel, options: ProfileOptions, progress: Progress = untold) -> Subject:
     """Build and capture a model, and check the captured graph against it.
 
     Raises:
@@ -77,8 +78,8 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = lambd
             raise ModelError(f"{user.data or user.path}: dataset() is empty; profiling needs at least 2 samples")
         if samples < options.batch:
             raise UsageError(
-                f"{user.path}: the dataset has {samples} samples, --batch asks for {options.batch}: no dataset sample "
-                f"for the asked batch; give --batch {samples} or less"
+                f"{user.path}: the dataset has {samples} samples, `batch` asks for {options.batch}: no dataset sample "
+                f"for the asked batch; give `batch={samples}` or less"
             )
         _check_batch(user, options.batch)
         check_reading(user, options.seed)
@@ -121,7 +122,7 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
         return own
     if own == "fp64" or asked == "fp64":
         remedy = "leave the option out" if own == "fp32" else "leave the option out, or build them in float32"
-        raise UsageError(f"--precision {asked}: the parameters of {user.path} are {own}; {remedy}")
+        raise UsageError(f"`precision={asked!r}`: the parameters of {user.path} are {own}; {remedy}")
     return asked
 
 
@@ -157,7 +158,7 @@ def _check_batch(user: UserModel, batch: int) -> None:
     size, most = batch * sum(tensor.nbytes for tensor in sample.values()), devices.memory_bytes(torch.device("cpu"))
     if size > most:
         raise UsageError(
-            f"--batch {batch}: so many samples of {user.path} take {size} bytes, this machine has {most}; give less"
+            f"`batch={batch}`: so many samples of {user.path} take {size} bytes, this machine has {most}; give less"
         )
 
 

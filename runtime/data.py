@@ -56,7 +56,7 @@ def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> in
     """
     found = steps_per_epoch(samples, plan.batch, last)
     if not found:
-        remedy = "plan with a smaller --batch, or pass --last pad" if samples else "give it samples"
+        remedy = "plan with a smaller `batch`, or pass `last='pad'`" if samples else "give it samples"
         raise FileError(f"{model.spec}: the dataset has {samples} samples, a mini-batch takes {plan.batch}; {remedy}")
     return found
 

@@ -111,7 +111,7 @@ def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: i
     known = isinstance(mean, fx.Node) and isinstance(variance, fx.Node) and mean.op == variance.op == "get_attr"
     if module is not layer.module or not known:
         raise UsageError(
-            f"--deferred-batch-norm: layer {layer.name} normalises inside a block (of autocast, of no gradients) or by "
+            f"`deferred_batch_norm`: layer {layer.name} normalises inside a block (of autocast, of no gradients) or by "
             "buffers that it computes, which cannot be deferred; leave the option out"
         )
     assert isinstance(mean, fx.Node)

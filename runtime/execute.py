@@ -174,7 +174,7 @@ class Executor:
         if isinstance(error, torch.OutOfMemoryError):
             # What was asked for and what there is; then follows advice on settings of torch's.
             said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
-            return TrainingError(f"{place}: {said}; plan with a smaller --memory")
+            return TrainingError(f"{place}: {said}; plan with a smaller `memory_bytes`")
         return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
     def _bound(self, position: int, action: Action) -> Callable[[], None]:

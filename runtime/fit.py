@@ -15,7 +15,7 @@ from autopar.runtime.precision import crossing_specs
 
 __all__ = ["check_shares", "fitted", "uncovered"]
 
-REPLAN = "run `autopar plan` again, with --stages for stages of your own"
+REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
 
 
 def uncovered(model: UserModel, plan: Plan) -> list[str]:
@@ -75,7 +75,7 @@ def check_shares(layers: Iterable[Layer], plan: Plan, *, synced: bool = False) -
         if few or many:
             limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
             count = min(shares) if few else max(shares)
-            how = "fewer --micro-batches, or fewer replicas of" if few else "more --micro-batches, or more replicas of"
+            how = "fewer `micro_batches`, or fewer replicas of" if few else "more `micro_batches`, or more replicas of"
             raise UsageError(
                 f"stage {index} gives {count} sample{'s' if count > 1 else ''} of a micro-batch at once to layer "
                 f"{layer.name}, which takes {limit}; plan with {how} that stage"

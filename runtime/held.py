@@ -70,7 +70,7 @@ def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, de
     values = weights(wanted)
     missing = [name for name in wanted if name not in values]
     if missing:
-        raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check --weights")
+        raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")
     parts = {name for index, each in stages.items() for name in divided(plan, index, each)}
     parameters = {
         # What is divided need not fit the device as a whole.

@@ -109,6 +109,6 @@ def _made(
         where = f"{path}.{left[0]}" if path else left[0]
         raise UsageError(
             f"the model is larger than this host's memory, and nothing makes its parameter {where} by itself; give "
-            f"{type(part).__name__} a reset_parameters(), or pass --weights"
+            f"{type(part).__name__} a reset_parameters(), or pass `weights`"
         )
     return made

@@ -177,7 +177,7 @@ class Job:
         if trouble is not None:
             raise UsageError(
                 f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
-                "plan with --shard none"
+                "plan with `shard='none'`"
             )
 
     def step(self, step: int, *, more: bool = False) -> StepRecord:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from autopar.runtime.outcome import Outcome, loss_of, outcome_of
 from autopar.runtime.result import RankResult
 from autopar.runtime.saving import folder_of, make_folder, new_set, set_of
 from autopar.runtime.scope import check_offload, check_scope, check_sharing
-from autopar.runtime.settings import Last, TrainSettings
+from autopar.runtime.settings import DEFAULT_STEPS, Last, TrainSettings, known_steps
 from autopar.runtime.shared_folder import check_shared
 from autopar.runtime.weights import publish
 from autopar.runtime.worker import TrainArguments, load_for, train
@@ -38,8 +38,7 @@ from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from autopar.schedules.saved import read_program
 
-__all__ = ["RunOptions", "StepProgress", "join", "run"]
-
+__all__ = ["RunOptions", "StepProgress", "join", "run", "run_options"]
 
 MOST_PATIENCE_S = 1e9
 """Thirty years; torch's groups count milliseconds, and cannot wait without end."""
@@ -70,12 +69,50 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise UsageError(f"--steps must be at least 1, found {self.steps}")
+            raise UsageError(f"`steps` must be at least 1, found {self.steps}")
         if self.epochs is not None and self.epochs < 1:
-            raise UsageError(f"--epochs must be at least 1, found {self.epochs}")
+            raise UsageError(f"`epochs` must be at least 1, found {self.epochs}")
         if not 0 < self.timeout_s <= MOST_PATIENCE_S:
             limit = f"positive, and at most {MOST_PATIENCE_S:g} seconds"
-            raise UsageError(f"--timeout must be {limit}, found {self.timeout_s:g}")
+            raise UsageError(f"`timeout_s` must be {limit}, found {self.timeout_s:g}")
+
+
+def run_options(
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    weights: str | Path | None = None,
+    save: str | Path | None = None,
+    program: str | Path | None = None,
+    data: str | Path | None = None,
+    timeout_s: float = 300.0,
+    share_gpus: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> RunOptions:
+    """Return what the user asks of a run.
+
+    Args:
+        steps: optimizer steps to train; None: 20.
+        epochs: how many times to train through the dataset, in place of ``steps``.
+        weights: folder of initial weights (safetensors); None: those of ``model()``.
+        save: folder for the trained weights, which all hosts must see.
+        program: file of the program to run, in place of what the plan expands to.
+        data: Python file whose ``dataset()`` feeds an ``hf:`` model.
+        timeout_s: longest that a rank may stand still.
+        share_gpus: whether several ranks may have the same GPU.
+        settings: those of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``.
+
+    Raises:
+        UsageError: options are out of range, contradict each other, or are not known.
+    """
+    known = [each.name for each in fields(TrainSettings)]
+    for name in settings:
+        if name not in known:
+            raise UsageError(f"train() has no option {name!r}; its settings are {', '.join(known)}")
+    weights, save, data, program = (None if each is None else Path(each) for each in (weights, save, data, program))
+    asked = known_steps(steps, epochs)
+    asked = DEFAULT_STEPS if asked is None else asked
+    return RunOptions(asked, weights, save, timeout_s, data, TrainSettings(**settings), program, epochs, share_gpus)
 
 
 StepProgress = Callable[[int, float], None]
@@ -232,8 +269,8 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
     if not left:
         return []
     if last == "drop":
-        return [f"an epoch leaves out {left} of {samples} samples, which do not fill a mini-batch (--last drop)"]
-    return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (--last pad)"]
+        return [f"an epoch leaves out {left} of {samples} samples, which do not fill a mini-batch (`last='drop'`)"]
+    return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (`last='pad'`)"]
 
 
 def _arguments(
@@ -259,9 +296,9 @@ def _check_devices(plan: Plan, share: bool) -> None:
     found, needed = torch.cuda.device_count(), 1 if share else len(plan.devices)
     if found >= needed:
         return
-    remedy = "run it where they are, or profile here with --device cpu"
+    remedy = "run it where they are, or profile here with `device='cpu'`"
     if found:
-        remedy = f"plan again with --gpus {found}, or pass --share-gpus"
+        remedy = f"plan again with `gpus={found}`, or pass `share_gpus=True`"
     raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
 
 

@@ -36,7 +36,7 @@ def normalizing(
     Raises:
         UsageError: something is, and the model has no batch normalisation.
     """
-    asked = [f"--{name}-batch-norm" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
+    asked = [f"`{name}_batch_norm`" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
     if not asked:
         return layers, lambda: None
     if not any(map(normalizes, graph.layers)):

@@ -86,7 +86,7 @@ class Reached:
         name = next((name for name, count in told.items() if count not in (0.0, every)), next(iter(told)))
         raise TrainingError(
             f"the backward of a micro-batch reaches {name} on some replicas of its stage and not on others, and they "
-            "divide it; plan with --shard none, or let every forward use it"
+            "divide it; plan with `shard='none'`, or let every forward use it"
         )
 
 

@@ -15,6 +15,7 @@ from autopar.capture.storages import StorageTracker
 from autopar.ending import unwinding_aborts
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.progress import Progress, untold
 from autopar.runtime.batches import Loader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.fit import fitted
@@ -67,7 +68,7 @@ def rehearse(
     return tuple(peaks)
 
 
-def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable[[str], None]) -> tuple[int, ...]:
+def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = untold) -> tuple[int, ...]:
     """Capture MODEL and rehearse a plan of it; see :func:`rehearse`.
 
     Raises:
@@ -77,11 +78,11 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Callable
     check_scope(plan)
     check(expand(plan), plan)
     user = load(model, data, plan.model)
-    progress("capturing the model")
+    progress("capturing the model", 0.0)
     # It may be larger than this machine's memory.
     graph = fitted(outline(user, plan.seed)[1], plan, user)
     stages = len(plan.stages)
-    return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}"))
+    return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}", 0.0))
 
 
 def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:

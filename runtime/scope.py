@@ -18,7 +18,7 @@ def check_scope(plan: Plan) -> None:
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
     if plan.divisible:
-        raise UsageError("the plan divides micro-batches freely, as no run can; plan without --divisible")
+        raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
 
 
 def check_offload(plan: Plan) -> None:
@@ -28,9 +28,9 @@ def check_offload(plan: Plan) -> None:
         UsageError: names which, and what to do.
     """
     if plan.device_type == "cpu":
-        raise UsageError("--cpu-offload: the plan is for CPUs, whose memory is the host's already; leave it out")
+        raise UsageError("`cpu_offload`: the plan is for CPUs, whose memory is the host's already; leave it out")
     if all(stage.shard == "none" for stage in plan.stages):
-        raise UsageError("--cpu-offload: no stage of the plan is sharded; plan with --shard parameters")
+        raise UsageError("`cpu_offload`: no stage of the plan is sharded; plan with `shard='parameters'`")
 
 
 def check_sharing(plan: Plan) -> None:
@@ -40,7 +40,7 @@ def check_sharing(plan: Plan) -> None:
         UsageError: says what to do.
     """
     if plan.device_type == "cpu":
-        raise UsageError("--share-gpus: the plan is for CPUs, which have none; leave it out")
+        raise UsageError("`share_gpus`: the plan is for CPUs, which have none; leave it out")
 
 
 def check_compiling(plan: Plan, program: Program) -> None:
@@ -52,9 +52,9 @@ def check_compiling(plan: Plan, program: Program) -> None:
         UsageError: names what it is, and what to do.
     """
     if any(stage.shard != "none" for stage in plan.stages):
-        raise UsageError("--compile: sharded layers are not compiled; leave it out, or plan with --shard none")
+        raise UsageError("`compile`: sharded layers are not compiled; leave it out, or plan with `shard='none'`")
     if any(action.kind == INPUT_BACKWARD for actions in program.ranks for action in actions):
         raise UsageError(
-            f"--compile: the program (schedule {plan.schedule}) runs backwards in halves, which compiled layers do not "
-            "have; leave it out, or plan with --schedule 1f1b"
+            f"`compile`: the program (schedule {plan.schedule}) runs backwards in halves, which compiled layers do not "
+            "have; leave it out, or plan with `schedule='1f1b'`"
         )

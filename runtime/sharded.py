@@ -290,5 +290,5 @@ def _check_types(layer: Layer, apart: frozenset[nn.Parameter]) -> None:
     if len(types) > 1:
         raise UsageError(
             f"layer {layer.name} has trained parameters of {' and '.join(types)}, which replicas cannot divide "
-            "together; plan with --shard none"
+            "together; plan with `shard='none'`"
         )

@@ -26,7 +26,7 @@ def check_shared(context: RankContext, folder: Path) -> None:
     for rank, host in enumerate(hosts):
         if host:
             why = f"cannot be written on {host}" if rank == 0 else f"rank {rank} on {host} sees another than rank 0"
-            raise FileError(f"--save {folder}: {why}; name a folder that all hosts share")
+            raise FileError(f"`save={str(folder)!r}`: {why}; name a folder that all hosts share")
 
 
 def _mark(folder: Path) -> str:

@@ -52,7 +52,7 @@ class StagedTransport:
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Refuse: what shards goes from device to device."""
         raise UsageError(
-            f"ranks {', '.join(map(str, ranks))} shard, and NCCL does not connect their GPUs; plan with --shard none"
+            f"ranks {', '.join(map(str, ranks))} shard, and NCCL does not connect their GPUs; plan with `shard='none'`"
         )
 
     def _begun(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Pending]) -> tuple[torch.Tensor, Pending]:

@@ -53,7 +53,7 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
     if why is not None:
         raise UsageError(
             f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "
-            "devices; plan with --max-stages 1 (or use --clip-norm in place of a norm of the optimizer's own)"
+            "devices; plan with `max_stages=1` (or use `clip_norm` in place of a norm of the optimizer's own)"
         )
 
 

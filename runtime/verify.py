@@ -22,6 +22,7 @@ from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.verified import Difference, Verified
+from autopar.progress import Progress, untold
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.differences import PROMISED, Allowed, Holder, compare, holders_of
@@ -39,9 +40,6 @@ MARGIN = 20
 SINGLE: Allowed = dict.fromkeys(PROMISED, 1e-5)
 """A hundred times the last bit of float32, which is allowed at least where float64 does not run."""
 
-Progress = Callable[[str], None]
-"""Called with what is being done."""
-
 
 def verify(
     plan: Plan,
@@ -49,7 +47,7 @@ def verify(
     data: Path | None,
     steps: int,
     timeout_s: float,
-    progress: Progress,
+    progress: Progress = untold,
     pool: RankPool | None = None,
 ) -> Verified:
     """Train some steps by the plan's ranks, as processes of this host, and plainly; compare both.
@@ -107,15 +105,15 @@ class _Attempt:
         Raises:
             ModelError: the plain loop failed, or the model cannot be captured.
         """
-        progress("training plainly")
+        progress("training plainly", 0.0)
         truth = self._train()
         allowed, rounding = (PROMISED, _PROMISE) if self._double else self._found(truth, progress)
         with Scratch("verify") as scratch:
-            progress(f"training on {len(self._plan.devices)} ranks")
+            progress(f"training on {len(self._plan.devices)} ranks", 0.0)
             settings = TrainSettings(double=self._double)
             options = RunOptions(self._steps, timeout_s=self._timeout_s, data=self._data, settings=settings)
             outcome = run(self._plan, self._model, replace(options, keep=scratch.path), pool=pool)
-            progress("comparing")
+            progress("comparing", 0.0)
             holders = holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
             if self._double and _beyond_a_promise(differences):
@@ -175,7 +173,7 @@ class _Attempt:
 
     def _found(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
-        progress("finding what rounding changes")
+        progress("finding what rounding changes", 0.0)
         bits = torch.float64 if self._double else torch.float32
         with _Narrowing() as narrowing:
             moved = self._train(bits)

@@ -108,7 +108,7 @@ class Configured:
         if self.task is not None:
             return sequence_of(self.task, self.config(), self.architecture, asked)
         if asked is not None:
-            raise UsageError(f"--sequence {asked}: no inputs are known for {self.architecture.__name__}; leave it out")
+            raise UsageError(f"`sequence={asked}`: no inputs are known for {self.architecture.__name__}; leave it out")
         return None
 
     def dataset(self, sequence: int | None = None) -> SyntheticDataset:
@@ -119,7 +119,7 @@ class Configured:
         """
         if self.task is None:
             raise ModelError(
-                f"{self.path}: no inputs are known for {self.architecture.__name__}; give --data FILE, a Python file "
+                f"{self.path}: no inputs are known for {self.architecture.__name__}; give `data`, a Python file "
                 "with a dataset() whose samples are dicts of forward's arguments, labels included"
             )
         return SyntheticDataset(self.task, self.config(), self.architecture, sequence)

@@ -35,10 +35,10 @@ UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not 
 LABELS = "batch.labels"
 _OF_LABELS = "(labels != -100).sum()"
 _EXACT = (
-    "exact is one micro-batch that no replicas divide where samples meet: pass --accept-loss (accept_loss=True), then "
-    "plan with --micro-batches 1 and --stages of one replica each (of a loss that alone compares samples, the last one)"
+    "exact is one micro-batch that no replicas divide where samples meet: pass `accept_loss=True`, then "
+    "plan with `micro_batches=1` and `stages` of one replica each (of a loss that alone compares samples, the last one)"
 )
-_ACCEPTING = "or pass --accept-loss (accept_loss=True), and results depend on micro-batches"
+_ACCEPTING = "or pass `accept_loss=True`, and results depend on micro-batches"
 
 
 class LossCheck(NamedTuple):

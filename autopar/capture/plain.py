@@ -155,7 +155,7 @@ class _Samples:
         if not self._steps:
             raise FileError(
                 f"{user.spec}: the dataset has {self._samples} samples, a mini-batch takes {plan.batch}; plan with a "
-                "smaller --batch"
+                "smaller `batch`"
             )
 
     def first(self) -> Batch:

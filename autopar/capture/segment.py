@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -34,8 +35,6 @@ from autopar.errors import CaptureError
 __all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment", "segment_like"]
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
-
-
 MOST_OTHERS = 2
 """Modules that a layer is named after beside its first one."""
 
@@ -191,14 +190,11 @@ class _Nodes:
         return self.members[root] if root in self.written_roots else []
 
     def _live(self, calls: Sequence[fx.Node]) -> set[fx.Node]:
-        stack = [*self.output.all_input_nodes, *self.random, *(node for node in calls if self.writes[node])]
-        live: set[fx.Node] = set()
-        while stack:
-            node = stack.pop()
-            if node not in live:
-                live.add(node)
-                stack.extend(self.reads(node))
-        return live
+        """Return what the output, or what is written or drawn, is computed from, and these themselves."""
+        reads = nx.DiGraph((node, argument) for node in calls for argument in self.reads(node))
+        wanted = (*self.output.all_input_nodes, *self.random, *(node for node in calls if self.writes[node]))
+        reads.add_edges_from((self.output, node) for node in wanted)
+        return nx.descendants(reads, self.output) if self.output in reads else set()
 
     def _free(self, live: Sequence[fx.Node]) -> set[fx.Node]:
         from_inputs = self._reached(live, self.inputs.tensors)
@@ -286,10 +282,10 @@ def _describe(
             if unit is not None and unit not in taken:
                 taken.add(unit)
                 modules[unit] = None
-        units_of = tuple(modules) or ("model",)
+        called = tuple(modules) or ("model",)
         yield Segment(
-            name=_layer_name(units_of[0], [unit for unit in units_of[1:] if unit in holding]),
-            modules=units_of,
+            name=_layer_name(called[0], [unit for unit in called[1:] if unit in holding]),
+            modules=called,
             nodes=tuple(node.name for node in everything),
             owned=frozenset(node.name for node in owned),
             random=any(node in nodes.random for node in owned),

@@ -210,9 +210,9 @@ def load(
     if spec.startswith(PREFIX):
         return _load_configured(spec, None if data is None else Path(data), recorded, sequence)
     if sequence is not None:
-        raise UsageError(f"--sequence {sequence}: only hf: models have synthetic inputs; those of {spec} are its own")
+        raise UsageError(f"`sequence={sequence}`: only hf: models have synthetic inputs; those of {spec} are its own")
     if data is not None:
-        raise UsageError(f"--data {data}: only hf: models are given their data so; put dataset() into {spec}")
+        raise UsageError(f"`data={str(data)!r}`: only hf: models are given their data so; put dataset() into {spec}")
     if path_of(spec) is None:
         return _load_factory(spec, recorded)
     path = Path(spec)
@@ -225,7 +225,7 @@ def load(
 
 def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None, sequence: int | None) -> UserModel:
     if data is not None and sequence is not None:
-        raise UsageError(f"--sequence {sequence}: inputs are those of --data {data}; leave one of the two out")
+        raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
     found = read_configured(spec)
     code = None if data is None else code_of_file(data)
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}

@@ -240,7 +240,7 @@ def sequence_of(task: Task, config: Any, architecture: type, asked: int | None) 
     """
     if not task.reads_tokens:
         if asked is not None:
-            raise UsageError(f"--sequence {asked}: {architecture.__name__} reads no sequences of tokens; leave it out")
+            raise UsageError(f"`sequence={asked}`: {architecture.__name__} reads no sequences of tokens; leave it out")
         return None
     text = _text_config(task, config)
     most = _positions(text, architecture)
@@ -249,10 +249,10 @@ def sequence_of(task: Task, config: Any, architecture: type, asked: int | None) 
     if asked is None:
         return _length(text, architecture) if most is None else max(2, min(most, _length(text, architecture)))
     if asked < 2:
-        raise UsageError(f"--sequence {asked}: a sequence has at least 2 tokens")
+        raise UsageError(f"`sequence={asked}`: a sequence has at least 2 tokens")
     if most is not None and asked > most:
         raise UsageError(
-            f"--sequence {asked}: the configuration has positions for sequences of up to {most}; use --sequence {most}"
+            f"`sequence={asked}`: the configuration has positions for sequences of up to {most}; use `sequence={most}`"
         )
     return asked
 

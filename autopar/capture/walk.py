@@ -91,15 +91,15 @@ class Walk:
 
     def _first_calls(self, layers: Sequence[str], user: UserModel) -> dict[Key, str]:
         found: dict[Key, str] = {}
+        named = dict(self.model.named_modules(remove_duplicate=False))
         for layer in layers:
-            # A layer that joins modules begins with the first that it is named after.
-            first = layer.partition("+")[0]
-            path, _, again = first.rpartition("@")
-            path, count = (path, int(again)) if path and again.isdigit() else (first, 1)
-            try:
-                canonical = self._paths[id(self.model.get_submodule(path))]
-            except AttributeError:
-                raise ModelError(f"{user.path}: the model has no module {path}, which the plan places") from None
+            # A layer that joins modules begins with the first that it is named after; a module's own name may have a +.
+            parts = layer.split("+")
+            calls = [_call("+".join(parts[:count])) for count in range(len(parts), 0, -1)]
+            path, count = next((call for call in calls if call[0] in named), calls[-1])
+            if path not in named:
+                raise ModelError(f"{user.path}: the model has no module {path}, which the plan places")
+            canonical = self._paths[id(named[path])]
             while (canonical, count) in found:
                 # Two names of one module: its next call.
                 count += 1
@@ -123,3 +123,13 @@ class Walk:
             yield
         finally:
             nn.Module.__call__ = run  # type: ignore[method-assign]
+
+
+def _call(unit: str) -> Key:
+    """Return the call that is written ``path`` or ``path@2``.
+
+    >>> _call("norm@2"), _call("norm")
+    (('norm', 2), ('norm', 1))
+    """
+    path, _, again = unit.rpartition("@")
+    return (path, int(again)) if path and again.isdigit() else (unit, 1)

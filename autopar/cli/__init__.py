@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
 from autopar.cli.commands import Quiet, add, examples
+from autopar.cli.flags import as_flags
 from autopar.cli.interrupt import INTERRUPTED, Terminated, ended_by, interrupts_noted, termination_unwinds
 from autopar.cli.screen import quietly
 from autopar.cli.standard_output import results_only
@@ -140,7 +141,7 @@ def _failed(message: str, code: int) -> int:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"autopar: {printable(message)}\n")
+    sys.stderr.write(f"autopar: {printable(as_flags(message))}\n")
 
 
 def _usage(error: TyperException) -> int:

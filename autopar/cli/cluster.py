@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import DeviceType
-    from autopar.profiler.probe import Probe
 
 __all__ = ["app"]
 
@@ -57,7 +56,7 @@ def probe(
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
     """
-    from autopar.cli.references import check_output
+    from autopar.cli.outputs import check_output
 
     launched = "RANK" in os.environ
     leads = os.environ.get("RANK", "0") == "0"
@@ -72,10 +71,21 @@ def probe(
             raise
         raise typer.Exit(UsageError.exit_code) from None
 
-    from autopar.profiler.probe import Probe
+    if launched:
+        measured = _launched(device, threads, quick, largest_bytes)
+    else:
+        from autopar import api
+        from autopar.cli.progress import phases
 
-    asked = Probe(quick, largest_bytes)
-    measured = _launched(device, threads, asked) if launched else _local(ranks, device, threads, asked)
+        with phases() as progress:
+            measured = api.probe(
+                ranks=ranks,
+                device=device,
+                threads=threads,
+                quick=quick,
+                largest_bytes=largest_bytes,
+                progress=progress,
+            )
     if measured is not None:
         _deliver(measured, output, as_json)
 
@@ -99,13 +109,15 @@ def _largest(text: str | None) -> int | None:
     return size
 
 
-def _launched(device: str, threads: int, probe: Probe) -> Cluster | None:
+def _launched(device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
     from autopar.cli.progress import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
     from autopar.profiler.links import measure_from_environment, measured_cluster
+    from autopar.profiler.probe import Probe
 
+    probe = Probe(quick, largest_bytes)
     kind: DeviceType = "cuda" if choose(device).type == "cuda" else "cpu"
     if os.environ["RANK"] != "0":
         measure_from_environment(kind, threads, probe)
@@ -114,23 +126,6 @@ def _launched(device: str, threads: int, probe: Probe) -> Cluster | None:
         progress("joining the other ranks", 0.0)
         measured = measure_from_environment(kind, threads, probe, progress)
     return None if measured is None else measured_cluster(measured, kind, PROBED)
-
-
-def _local(ranks: int | None, device: str, threads: int, probe: Probe) -> Cluster:
-    """Start ranks on this machine and measure between them."""
-    from autopar.cli.progress import phases
-    from autopar.formats.cluster import PROBED
-    from autopar.profiler.device import choose, count, describe
-    from autopar.profiler.links import local_cluster, measure_links
-
-    chosen = choose(device)
-    started = ranks or (count(chosen) if chosen.type == "cuda" else 2)
-    if chosen.type == "cuda" and not 2 <= started <= count(chosen):
-        raise UsageError(f"{started} ranks: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks")
-    with phases() as progress:
-        progress("starting ranks", 0.0)
-        measured = measure_links(started, chosen.type, threads, probe, progress)
-    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), PROBED)
 
 
 def list_known(
@@ -162,10 +157,10 @@ def list_known(
 
 
 def _show(text: str, console: Console, as_json: bool) -> None:
-    from autopar.hardware.clusters import cluster_named, is_file, read_cluster
+    from autopar.hardware.clusters import find_cluster
     from autopar.report.cluster import render
 
-    found = read_cluster(text) if is_file(text) else cluster_named(text)
+    found = find_cluster(text)
     render(found, console)
     if as_json:
         sys.stdout.write(found.dumps())

@@ -33,12 +33,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
-    from autopar.cli.machines import described_in, echo, machines
-    from autopar.cli.profiles import read_profile
+    from autopar import api
+    from autopar.cli.flags import as_flags
+    from autopar.cli.machines import echo
     from autopar.cli.progress import slow_phases
     from autopar.formats.units import parse_bandwidth, parse_bytes
+    from autopar.inputs import cluster_file, machines, read_profile
     from autopar.planner import PlanOptions
-    from autopar.planner.comparison import compare
     from autopar.report.compared import render
 
     options = PlanOptions(
@@ -50,18 +51,19 @@ def command(
         micro_batches=micro_batches,
     )
     measured = read_profile(profile)
-    planned_for, _ = machines(cluster, described_in(cluster, profile), measured, gpus)
+    planned_for, _ = machines(cluster, cluster_file(cluster, profile), measured, gpus)
     with slow_phases("planning") as progress:
-        found = compare(measured, planned_for, options, progress)
+        found = api.compare(measured, planned_for, options, progress=progress)
     console = screen()
     echo(cluster, planned_for, console)
     own_step_s = found.plan.predicted.step_s
-    render(found.rows, own_step_s, console)
+    rows = [row._replace(infeasible=row.infeasible and as_flags(row.infeasible)) for row in found.rows]
+    render(rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):
-        say(console, f"note: {note}")
+        say(console, f"note: {as_flags(note)}")
     if as_json:
-        rows = [_fields(row, own_step_s) for row in found.rows]
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
+        fields = [_fields(row, own_step_s) for row in rows]
+        sys.stdout.write(json.dumps(fields, indent=1) + "\n")
 
 
 def _fields(row: Compared, own_step_s: float) -> dict[str, object]:

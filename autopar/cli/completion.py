@@ -36,14 +36,14 @@ def objectives(incomplete: str) -> list[str]:
     """Return what a plan may be best at."""
     from typing import get_args
 
-    from autopar.formats.plan import Objective
+    from autopar.planner.options import Objective
 
     return _beginning(incomplete, get_args(Objective))
 
 
 def solvers(incomplete: str) -> list[str]:
     """Return how plans are searched."""
-    return _beginning(incomplete, ("dp", "milp", "exhaustive"))
+    return _beginning(incomplete, ("dp", "milp"))
 
 
 def recomputations(incomplete: str) -> list[str]:

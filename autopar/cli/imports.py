@@ -45,7 +45,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
     """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
-    from autopar.cli.references import check_output, rebased
+    from autopar.cli.flags import with_flags
+    from autopar.cli.outputs import check_output
+    from autopar.formats.references import rebased
 
     if system not in _FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
@@ -58,7 +60,7 @@ def command(
             raise FileError(f"{file}: no such file; name one that {wrote} wrote")
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=tuple(files))
     read = _read(system, files, profiled_batch)
-    profile = read.model_copy(update={"model": rebased(read.model, files[0], output)})
+    profile = with_flags(read.model_copy(update={"model": rebased(read.model, files[0], output)}))
     profile.save(output)
     console = screen()
     for note in profile.notes:
@@ -84,15 +86,10 @@ def _content(profile: Profile) -> str:
 
 
 def _read(system: str, files: list[Path], profiled_batch: int | None) -> Profile:
-    from autopar.cli.kinds import Origin, joined
-    from autopar.formats.document import read_text
-    from autopar.formats.profile import Profile
-    from autopar.interop.pipedream import pipedream_profile
-    from autopar.interop.piper import piper_profile
+    from autopar import api
 
     if system == _KINDS:
-        return joined([Origin(str(file), Profile.load(file)) for file in files])
-    file = files[0]
+        return api.import_profiles(files)
     if system == "piper":
-        return piper_profile(read_text(file, "Piper"), file)
-    return pipedream_profile(read_text(file, "PipeDream"), file, 1 if profiled_batch is None else profiled_batch)
+        return api.import_piper(files[0])
+    return api.import_pipedream(files[0], 1 if profiled_batch is None else profiled_batch)

@@ -47,7 +47,7 @@ def command(
         str,
         typer.Option(
             help="step: least seconds per step; cost: cheapest training (the cluster prices its devices); throughput: "
-            "quickest asynchronous pipeline; pipedream, piper: what those planners call best.",
+            "quickest asynchronous pipeline.",
             autocompletion=completion.objectives,
         ),
     ] = "step",
@@ -119,7 +119,7 @@ def command(
     solver: Annotated[
         str,
         typer.Option(
-            help="dp, milp (the same question as a mixed-integer program), or exhaustive, if it is small.",
+            help="dp, or milp: the same question as a mixed-integer program.",
             autocompletion=completion.solvers,
         ),
     ] = "dp",
@@ -132,14 +132,17 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the plan on stdout as JSON.")] = False,
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
-    from autopar.cli.machines import described_in, echo
-    from autopar.cli.profiles import connected
+    from autopar import api
+    from autopar.cli.flags import plan_with_flags
+    from autopar.cli.machines import echo
+    from autopar.cli.outputs import check_output
     from autopar.cli.progress import slow_phases
-    from autopar.cli.references import check_output, rebased, reference
     from autopar.formats.document import read_text
     from autopar.formats.profile import Profile
+    from autopar.formats.references import rebased, reference
     from autopar.formats.units import parse_bandwidth, parse_bytes
-    from autopar.planner import PlanOptions, plan
+    from autopar.inputs import cluster_file, connected
+    from autopar.planner import PlanOptions
 
     options = PlanOptions(
         gpus=gpus,
@@ -170,29 +173,28 @@ def command(
         solver_seconds=solver_seconds,
         seed=seed,
     )
-    links = described_in(cluster, profile)
+    links = cluster_file(cluster, profile)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
     text = read_text(profile, Profile.KIND)
     measured = connected(Profile.parse(text, profile), profile)
     machines, record = _cluster(cluster, links, output, measured, options)
     with slow_phases("planning") as progress:
-        found = plan(measured, machines, options, progress=progress)
+        found = api.plan(measured, machines, options, progress=progress)
     update = {
         "model": rebased(measured.model, profile, output),
         "profile": reference(profile, text, output),
         **record,
-        "notes": (*machines.notes, *found.notes),
     }
     echo(cluster, machines, screen())
-    _deliver(found.model_copy(update=update), output, as_json)
+    _deliver(plan_with_flags(found.model_copy(update=update)), output, as_json)
 
 
 def _cluster(
     named: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
-    from autopar.cli.machines import machines
-    from autopar.cli.references import reference
+    from autopar.formats.references import reference
+    from autopar.inputs import machines
 
     found, text = machines(named, path, profile, options.gpus)
     if path is None:

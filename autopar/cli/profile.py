@@ -14,11 +14,9 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
 
 if TYPE_CHECKING:
-    from autopar.capture import UserModel
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
-    from autopar.hardware.gpus import Gpu
-    from autopar.profiler.options import ProfileOptions, Progress
+    from autopar.progress import Progress
 
 __all__ = ["command"]
 
@@ -84,8 +82,11 @@ def command(
 
     For a GPU that is not there, all of this is estimated.
     """
+    from autopar.cli.flags import with_flags
+    from autopar.cli.outputs import check_output
     from autopar.cli.progress import phases
-    from autopar.cli.references import check_output, rebased
+    from autopar.estimates import check_kinds, device_kinds, node_of
+    from autopar.formats.references import rebased
 
     links_output = cluster_output or output.parent / _CLUSTER
     kept = None if cluster_output or overwrite else _probed(links_output)
@@ -96,136 +97,66 @@ def command(
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    here, gpus = _kinds(device, threads, compile_layers, calibrate_with)
+    kinds = device_kinds(device)
+    check_kinds(device, kinds, threads, compile_layers, calibrate_with)
     source = path_of(model)
     inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=inputs)
     if kept is None:
         check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
 
-    from autopar.capture import load
-    from autopar.profiler import ProfileOptions
+    from autopar import api
 
-    user = load(model, None if data is None else str(data), sequence=sequence)
-    options = ProfileOptions(
-        batch=batch,
-        device="cpu" if here is None else here,
-        threads=threads or 1,
-        seed=seed,
-        precision=precision,
-        compile=compile_layers,
-        accept_loss=accept_loss,
-    )
+    here = None if kinds.gpus else kinds.here
+    local = 0 if here is None else _local_ranks(here, ranks)
     with phases() as progress:
-        if gpus:
-            made, cluster = _estimated(user, options, ranks, (here, gpus), calibrate_with, progress)
-        else:
-            made, cluster = _measured(user, options, ranks, kept is None, progress)
+        made = api.profile(
+            model,
+            batch,
+            device=device,
+            threads=threads,
+            precision=precision,
+            compile=compile_layers,
+            data=data,
+            sequence=sequence,
+            calibrate_with=calibrate_with,
+            accept_loss=accept_loss,
+            seed=seed,
+            progress=progress,
+        )
+        cluster = None
+        if kept is None:
+            cluster = node_of(made, ranks) if here is None else _measured_links(local, here, threads or 1, progress)
     named = made.model.model_copy(update={"data": None if data is None else str(data)})
-    made = made.model_copy(update={"model": rebased(named, _OUTPUT, output)})
+    made = with_flags(made.model_copy(update={"model": rebased(named, _OUTPUT, output)}))
     made.save(output)
-    if cluster is not None and kept is None:
+    if cluster is not None:
         cluster.save(links_output)
-    _show(made, output, links_output, kept, written=cluster is not None and kept is None)
+    _show(made, output, links_output, kept, written=cluster is not None)
     if as_json:
         sys.stdout.write(made.dumps())
 
 
-def _kinds(device: str, threads: int | None, compiled: bool, runs: Path | None) -> tuple[str | None, list[Gpu]]:
-    """Return the device that is measured, if one is, and the GPUs that are not there; refuse what does not go together.
-
-    Raises:
-        UsageError: a GPU is not known, a kind is named twice, or an option does not go with the kinds.
-    """
-    names = [name.strip() for name in device.split(",")]
-    here = [name for name in names if name in ("auto", "cpu", "cuda")]
-    gpus = [_gpu(device, name) for name in names if name not in here]
-    if len(names) == 1 and here:
-        if runs is not None:
-            raise UsageError(f"--calibrate-with {runs}: fits estimates; name a GPU that is not there with --device")
-        return here[0], []
-    if here not in ([], ["cuda"]):
-        raise UsageError(
-            f"--device {device}: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most is "
-            "measured here; name GPUs, and cuda for the one of this machine"
-        )
-    if len({gpu.name for gpu in gpus}) < len(gpus):
-        raise UsageError(f"--device {device}: the same GPU is named twice; name every kind once")
-    if threads is not None or compiled:
-        option = "--compile" if compiled else f"--threads {threads}"
-        raise UsageError(f"{option}: says how to measure, but --device {device} is estimated; leave it out")
-    if runs is not None and len(names) > 1:
-        raise UsageError(
-            f"--calibrate-with {runs}: the runs of one kind of GPU, but --device {device} names {len(names)}; profile "
-            "each with its own runs, and join the profiles with `autopar import profiles`"
-        )
-    return (here[0] if here else None), gpus
-
-
-def _gpu(device: str, name: str) -> Gpu:
-    from autopar.hardware.gpus import find
-
-    try:
-        return find(name)
-    except UsageError as error:
-        raise UsageError(f"--device {device}: none of auto, cpu and cuda, and {error}") from error
-
-
-def _measured(
-    user: UserModel, options: ProfileOptions, ranks: int | None, links: bool, progress: Progress
-) -> tuple[Profile, Cluster | None]:
-    from autopar.profiler import local_cluster, measure_links, profile
+def _local_ranks(here: str, asked: int | None) -> int:
+    """Return how many ranks of this machine measure links; one alone has none."""
     from autopar.profiler.device import choose, count
 
-    chosen = choose(options.device)
-    ranks = _ranks(ranks, count(chosen) if chosen.type == "cuda" else None)
-    measured = profile(user, options, progress)
-    if ranks < 2 or not links:
-        return measured, None
-    progress(f"measuring links between {ranks} ranks", 0.0)
-    found = measure_links(ranks, chosen.type, options.threads, progress=progress)
-    return measured, local_cluster(found, measured.device, count(chosen))
-
-
-def _estimated(
-    user: UserModel,
-    options: ProfileOptions,
-    ranks: int | None,
-    kinds: tuple[str | None, list[Gpu]],
-    runs: Path | None,
-    progress: Progress,
-) -> tuple[Profile, Cluster | None]:
-    """Return the profile of GPUs that are not there, and of one that is if that is asked; and a node of each kind."""
-    from autopar.cli.estimating import GPUS_PER_NODE, estimated
-    from autopar.cli.kinds import Origin, joined
-    from autopar.hardware.clusters import cluster_named
-    from autopar.hardware.gpus import GPUS, known_as
-    from autopar.profiler.device import choose
-    from autopar.profiler.subject import prepare
-
-    here, gpus = kinds
-    if here is not None:
-        choose(here)
-    subject = prepare(user, options, progress)
-    found = [Origin(f"--device {gpu.name}", estimated(subject, gpu, options, runs, progress)) for gpu in gpus]
-    if here is not None:
-        from autopar.profiler.profile import measured
-
-        # Last, for measuring moves the model to the device.
-        found.insert(0, Origin(f"--device {here}", measured(subject, options, progress)))
-    names = [known_as(origin.profile.device.name) for origin in found]
-    cluster = None
-    if set(names) <= {gpu.name for gpu in GPUS}:
-        cluster = cluster_named("+".join(f"{GPUS_PER_NODE if ranks is None else ranks}x{name}" for name in names))
-    return joined(found), cluster
-
-
-def _ranks(asked: int | None, gpus: int | None) -> int:
+    chosen = choose(here)
+    gpus = count(chosen) if chosen.type == "cuda" else None
     if asked is not None and asked < 2:
         raise UsageError(f"--ranks {asked}: links connect at least 2 ranks")
     if gpus is not None and asked is not None and asked > gpus:
         raise UsageError(f"--ranks {asked}: this machine has {gpus} GPUs")
     return asked if asked is not None else gpus if gpus is not None else 2
+
+
+def _measured_links(local: int, device: str, threads: int, progress: Progress) -> Cluster | None:
+    from autopar import api
+
+    if local < 2:
+        return None
+    progress(f"measuring links between {local} ranks", 0.0)
+    return api.links(ranks=local, device=device, threads=threads, progress=progress)
 
 
 def _probed(path: Path) -> Cluster | None:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from autopar.cli.screen import is_quiet, screen
+from autopar.cli.screen import is_quiet, say, screen
 
-__all__ = ["phases", "slow_phases", "steps_progress"]
+__all__ = ["long_simulation", "phases", "slow_phases", "steps_progress"]
 
 LINE_EVERY_S = 2.0
 SLOW_S = 1.0
@@ -78,6 +78,11 @@ def _named() -> Callable[[str, float], None]:
             sys.stderr.write(f"{what}\n")
 
     return say
+
+
+def long_simulation(what: str, share: float) -> None:
+    """Say that a simulation takes a while, as :func:`autopar.inputs.read_inputs` tells it."""
+    say(screen(), f"{what.capitalize()} ...")
 
 
 @contextmanager

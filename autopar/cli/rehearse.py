@@ -30,17 +30,14 @@ def command(
     Operators are the CPU's: of a plan for GPUs, what attention, dropout and autocast keep is counted as a CPU keeps it.
     Exits with 3 if a stage holds more than its devices have.
     """
+    from autopar import api
     from autopar.cli.progress import phases
-    from autopar.cli.training import data_of, model_of, read_plan
+    from autopar.formats.plan import Plan
     from autopar.report.memory import render
 
-    chosen = read_plan(plan, None)
-    model = model_of(chosen, plan)
-
-    from autopar.runtime.rehearsal import rehearse_model
-
+    chosen = Plan.load(plan)
     with phases() as progress:
-        peaks = rehearse_model(chosen, model, data_of(chosen, plan), lambda what: progress(what, 0.0))
+        peaks = api.rehearse(plan, progress=progress)
     console = screen()
     render(chosen, peaks, console)
     if chosen.device_type == "cuda":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.cli.training import Training, conclude, model_of, read_plan, taking
+from autopar.cli.training import Training, conclude, taking
+from autopar.formats.plan import Plan
+from autopar.inputs import model_of
 
 __all__ = ["command"]
 
@@ -13,13 +15,13 @@ def command(asked: Training) -> None:
 
     The same program runs under torchrun with `autopar worker`.
     """
-    chosen = read_plan(asked.plan, asked.seed)
+    from autopar import api
+    from autopar.cli.progress import long_simulation, steps_progress
+
+    chosen = Plan.load(asked.plan)
     asked.check(chosen)
-    model = model_of(chosen, asked.plan)
-
-    from autopar.cli.progress import steps_progress
-    from autopar.runtime.launch import run
-
+    # What is not there is said before any rank starts.
+    model_of(chosen, asked.plan)
     with steps_progress(asked.known_steps) as progress:
-        outcome = run(chosen, model, asked.run_options(chosen), progress)
+        outcome = api.train(asked.plan, seed=asked.seed, progress=progress, phases=long_simulation, **asked.options())
     conclude(asked, outcome)

@@ -7,21 +7,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.cli.references import check_output, recorded
+from autopar.cli.outputs import check_output
 from autopar.cli.screen import say, screen
-from autopar.errors import FileError, UsageError
-from autopar.formats.paths import named_file
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import TRANSFORMERS, is_model, path_of, with_path
+from autopar.formats.references import recorded
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
 if TYPE_CHECKING:
-    from autopar.runtime.launch import RunOptions
     from autopar.runtime.outcome import Outcome
 
 __all__ = [
@@ -30,14 +28,10 @@ __all__ = [
     "Reports",
     "Training",
     "conclude",
-    "data_of",
-    "model_of",
-    "read_plan",
     "taking",
 ]
 
 DEFAULT_REPORT = Path("report.json")
-DEFAULT_STEPS = 20
 
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 
@@ -136,11 +130,9 @@ class Training:
         Raises:
             UsageError: both steps and epochs are asked for.
         """
-        if self.epochs is None:
-            return self.steps or DEFAULT_STEPS
-        if self.steps is not None:
-            raise UsageError(f"--epochs {self.epochs} and --steps {self.steps} contradict each other; give one")
-        return None
+        from autopar.runtime.settings import known_steps
+
+        return known_steps(self.steps, self.epochs)
 
     @property
     def reports(self) -> Reports:
@@ -163,24 +155,12 @@ class Training:
         elif self.output is not None:
             raise UsageError(f"--output {self.output}: names what --update-profile writes; pass that, too")
 
-    def run_options(self, chosen: Plan) -> RunOptions:
-        """Return what the runtime is told, of the plan that was read."""
-        from autopar.runtime.launch import RunOptions
-        from autopar.runtime.settings import TrainSettings
-
-        settings = TrainSettings(
-            clip_norm=self.clip_norm,
-            deferred_batch_norm=self.deferred_batch_norm,
-            sync_batch_norm=self.sync_batch_norm,
-            compile=self.compile_layers,
-            cpu_offload=self.cpu_offload,
-            time_layers=self.update_profile,
-            last=self.last,  # type: ignore[arg-type]  # checked there
-        )
-        data = data_of(chosen, self.plan)
-        steps = self.steps or DEFAULT_STEPS
-        places = (self.weights, self.save, self.timeout_s, data)
-        return RunOptions(steps, *places, settings, self.program, self.epochs, self.share_gpus)
+    def options(self) -> dict[str, Any]:
+        """Return what the runtime is told, by the names that :func:`autopar.api.train` has for it."""
+        names = ("steps", "epochs", "weights", "save", "program", "clip_norm", "last", "timeout_s")
+        switches = ("share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
+        own = {name: getattr(self, name) for name in (*names, *switches)}
+        return {**own, "compile": self.compile_layers, "time_layers": self.update_profile}
 
 
 def taking(act: Callable[[Training], None]) -> Callable[..., None]:
@@ -236,47 +216,13 @@ class Reports:
             timeline.save(self.trace)
 
 
-def read_plan(path: Path, seed: int | None) -> Plan:
-    """Read a plan, with another run seed if one is given."""
-    plan = Plan.load(path)
-    return plan if seed is None else plan.model_copy(update={"seed": seed})
-
-
-def model_of(plan: Plan, path: Path) -> str:
-    """Return MODEL of a plan that was read from ``path``: file paths are relative to the plan.
-
-    Raises:
-        FileError: the model file is not there, or not where a plan may name one.
-    """
-    source = plan.model.source
-    recorded = path_of(source)
-    if recorded is None:
-        return source
-    if not is_model(source):
-        raise FileError(
-            f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
-            f"found {source!r}"
-        )
-    model = named_file(path, recorded, "model.source", folders=source.startswith(TRANSFORMERS))
-    return with_path(source, str(model))
-
-
-def data_of(plan: Plan, path: Path) -> Path | None:
-    """Return the file that feeds the hf: model of a plan that was read from ``path``, if it has one.
-
-    Raises:
-        FileError: as :func:`model_of`.
-    """
-    return None if plan.model.data is None else named_file(path, plan.model.data, "model.data")
-
-
 def conclude(asked: Training, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
-    from autopar.cli.comparing import over_predicted
+    from autopar.cli.flags import with_flags
     from autopar.cli.updating import write_update
     from autopar.report.report import render
 
-    reports, report = asked.reports, over_predicted(outcome, asked.plan)
+    reports, report = asked.reports, with_flags(outcome.report)
     reports.write(report, outcome.timeline)
     updated = write_update(asked.plan, asked.output, outcome) if asked.update_profile else ()
     console = screen()

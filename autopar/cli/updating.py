@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.references import check_output, rebased
-from autopar.cli.simulate import read_inputs
+from autopar.cli.outputs import check_output
 from autopar.errors import UsageError
-from autopar.formats.own_times import own_times
-from autopar.formats.plan import SCATTERING, Plan
+from autopar.formats.plan import Plan
+from autopar.formats.references import rebased
+from autopar.inputs import read_inputs
 
 if TYPE_CHECKING:
     from autopar.runtime.outcome import Outcome
@@ -18,7 +18,6 @@ __all__ = ["check_update", "write_update"]
 
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
-ESTIMATED = "devices are estimated; messages took as long in a run"
 
 
 def check_update(
@@ -53,26 +52,14 @@ def check_update(
 
 def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
-    from autopar.planner import simulate
-    from autopar.profiler.corrected import corrected
-    from autopar.profiler.regathered import regathered, ungathered
-    from autopar.profiler.relinked import relinked
+    from autopar.recalibration import recalibrated
 
     target = _target(plan, output)
     planned, profile, cluster = read_inputs(plan)
-    measured, predicted = outcome.own_times, own_times(simulate(planned, profile, cluster))
-    origin = _target(plan, None)
-    made = corrected(profile, planned, measured, predicted, outcome.layers_s, outcome.overhead_s)
-    made = made.model_copy(update={"model": rebased(profile.model, origin, target)})
-    links = relinked(cluster, planned, measured, predicted)
-    if any(stage.shard in SCATTERING for stage in planned.stages):
-        with_gathers, without = (own_times(simulate(planned, made, each)) for each in (cluster, ungathered(cluster)))
-        links = regathered(links, planned, measured, with_gathers, without)
-    made.save(target)
+    made, links = recalibrated(planned, profile, cluster, outcome)
+    made.model_copy(update={"model": rebased(profile.model, _target(plan, None), target)}).save(target)
     if links == cluster:
         return (target,)
-    if planned.cluster is None and planned.cluster_name is None:
-        links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
     links.save(target.parent / CLUSTER)
     return target, target.parent / CLUSTER
 

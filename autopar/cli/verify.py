@@ -28,17 +28,12 @@ def command(
     Both compute in float64 where the model can, on CPUs, whatever the plan is for. Losses, the first step's gradients,
     parameters and buffers are compared. Exits with 5 if they differ by more than docs/promises.md allows.
     """
+    from autopar import api
     from autopar.cli.progress import phases
-    from autopar.cli.training import data_of, model_of, read_plan
     from autopar.report.verified import render
 
-    chosen = read_plan(plan, None)
-    model = model_of(chosen, plan)
-
-    from autopar.runtime.verify import verify
-
     with phases() as progress:
-        found = verify(chosen, model, data_of(chosen, plan), steps, timeout_s, lambda what: progress(what, 0.0))
+        found = api.verify(plan, steps=steps, timeout_s=timeout_s, progress=progress)
     render(found, screen())
     if as_json:
         sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")

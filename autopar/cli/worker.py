@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import typer
 
-from autopar.cli.training import Training, conclude, model_of, read_plan, taking
+from autopar.cli.training import Training, conclude, taking
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
+from autopar.inputs import data_of, model_of, predict, read_plan
 from autopar.ranks.environment import LaunchedRank, launched
 from autopar.ranks.failure import SaidElsewhereError
 
@@ -26,11 +28,13 @@ def command(asked: Training) -> None:
     try:
         chosen, model = _read(asked, launch)
 
-        from autopar.cli.progress import steps_progress
-        from autopar.runtime.launch import join
+        from autopar.cli.progress import long_simulation, steps_progress
+        from autopar.recalibration import over_predicted
+        from autopar.runtime.launch import join, run_options
 
+        options = run_options(data=data_of(chosen, asked.plan), **asked.options())
         with steps_progress(asked.known_steps, quiet=launch.rank != 0) as progress:
-            outcome = join(chosen, model, asked.run_options(chosen), launch, progress)
+            outcome = join(chosen, model, options, launch, progress)
     except SaidElsewhereError as error:
         raise typer.Exit(error.exit_code) from None
     except UsageError:
@@ -39,7 +43,7 @@ def command(asked: Training) -> None:
             raise
         raise typer.Exit(UsageError.exit_code) from None
     if outcome is not None:
-        conclude(asked, outcome)
+        conclude(asked, over_predicted(outcome, chosen, partial(predict, asked.plan, progress=long_simulation)))
 
 
 def _read(asked: Training, launch: LaunchedRank) -> tuple[Plan, str]:

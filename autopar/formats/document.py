@@ -164,7 +164,7 @@ def write_bytes(path: str | Path, content: bytes, *, overwrite: bool = True) -> 
         if not path.is_file():
             raise UsageError(f"{path} is not a regular file and cannot be replaced; name another file")
         if not overwrite:
-            raise UsageError(f"{path} exists; pass --overwrite to replace it")
+            raise UsageError(f"{path} exists; pass `overwrite=True` to replace it")
     try:
         with new_file(path) as file:
             file.write(content)

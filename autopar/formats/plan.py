@@ -203,10 +203,12 @@ class Plan(Document):
     def refusal(self) -> str | None:
         """Why the plan can be neither simulated nor run; None where a program follows from it."""
         if self.weight_policy != "sync":
-            return "the plan is of an asynchronous pipeline; plan with --objective step or cost"
+            return "the plan is of an asynchronous pipeline; plan with `objective='step'` or cost"
         for index, stage in enumerate(self.stages):
             if stage.tensor_parallel > 1:
-                return f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with --objective step"
+                return (
+                    f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with `objective='step'`"
+                )
         return None
 
     @property

@@ -33,7 +33,7 @@ from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
 from autopar.hardware.machines import REACHED, Network, Node, cluster_of
 
-__all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "is_file", "read_cluster"]
+__all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "find_cluster", "is_file", "read_cluster"]
 
 EXAMPLES = (
     "8xH100",
@@ -173,6 +173,16 @@ def _linked(name: str, node: Node, match: re.Match[str], notes: list[str]) -> No
 def _origin(what: str, nodes: Iterable[Node]) -> str:
     kinds = ", ".join(dict.fromkeys(node.gpu.name for node in nodes))
     return f"links and collectives of {what} are estimated from what is published of {kinds}"
+
+
+def find_cluster(text: str) -> Cluster:
+    """Return a built-in cluster by name, or the one that a file describes.
+
+    Raises:
+        UsageError: the name is not known.
+        FileError: the file is missing or broken.
+    """
+    return read_cluster(text) if is_file(text) else cluster_named(text)
 
 
 def read_cluster(path: str | Path) -> Cluster:

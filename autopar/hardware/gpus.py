@@ -59,7 +59,7 @@ class Gpu:
         if rate is None:
             why = "has no bfloat16" if precision == "bf16" else f"has no known rate in {precision}"
             known = ", ".join(name for name, each in rates.items() if each is not None)
-            raise UsageError(f"--precision {precision}: {self.name} {why}; use one of {known}")
+            raise UsageError(f"`precision={precision!r}`: {self.name} {why}; use one of {known}")
         return rate
 
 

@@ -87,19 +87,15 @@ def cycle(count: int, edges: Sequence[Edge]) -> list[int]:
     [2, 1]
     """
     ordered = set(topological([""] * count, [0] * count, edges))
-    into: dict[int, int] = {}
+    if len(ordered) == count:
+        return []
+    import networkx as nx
+
+    # From a reader back to what it reads: all that is left reads something that is left, so no way ends but in a cycle.
+    back = nx.DiGraph()
     for position, (source, target) in enumerate(edges):
         if source not in ordered and target not in ordered:
-            into.setdefault(target, position)
-    # What is left has an edge into it from what is left: going back along them must come by some node again.
-    node = min(into, default=-1)
-    passed: dict[int, int] = {}
-    while node in into and node not in passed:
-        passed[node] = into[node]
-        node = edges[into[node]][0]
-    found = []
-    while node in passed:
-        found.append(passed.pop(node))
-        node = edges[found[-1]][0]
-    last = found.index(max(found, default=-1)) if found else 0
-    return [*found[last::-1], *found[:last:-1]]
+            back.add_edge(target, source, position=position)
+    found = [back.edges[edge]["position"] for edge in nx.find_cycle(back, next(iter(back)))][::-1]
+    last = found.index(max(found))
+    return [*found[last:], *found[:last]]

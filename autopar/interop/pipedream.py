@@ -39,7 +39,7 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
         UsageError: ``profiled_batch`` is below 1.
     """
     if not 1 <= profiled_batch < _MOST_SAMPLES:
-        raise UsageError(f"--profiled-batch must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
+        raise UsageError(f"`profiled_batch` must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
     graph = parse(text, path)
     inputs, unread = _inputs(graph), _unread(graph)
     kept = [index for index in range(len(graph.nodes)) if index not in inputs | unread]
@@ -190,4 +190,5 @@ def _proposed(stages: Sequence[int | None]) -> tuple[str, ...]:
         return ("the stages that the file assigns are no runs of consecutive layers, and are not kept",)
     ends = pairwise((0, *cuts, len(stages)))
     text = ",".join(f"{first}-{stop - 1}:1" for first, stop in ends)
-    return (f"the file's own stages, one device each: --stages {text}"[:_MOST_LETTERS],)
+    note = f"the file's own stages, one device each: `stages={text!r}`"
+    return (note if len(note) <= _MOST_LETTERS else f"{note[: _MOST_LETTERS - 4]}...",)

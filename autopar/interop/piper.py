@@ -141,7 +141,7 @@ def _notes(graph: LayerGraph) -> tuple[str, ...]:
     return (
         f"read from Piper's input format: {graph.devices} devices of {graph.memory:.0f} bytes, which each send "
         f"{graph.bytes_per_s:.0f} bytes/s, and {graph.micro_batches} micro-batches per batch; name devices and "
-        "bandwidth with --gpus, --cluster, --memory and --bandwidth",
+        "bandwidth with `gpus`, `cluster`, `memory_bytes` and `bytes_per_s`",
         "a sample of this profile is one micro-batch, and its batch counts them; times are taken to be seconds",
         "the file states forward and backward together: a third is taken to be the forward",
         "the file names no device and no precision, and no optimizer beyond the memory that its layers state",

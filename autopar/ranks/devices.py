@@ -25,7 +25,7 @@ def device_of(device_type: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(
             "the plan is for GPUs, and torch finds none on this host; run it where they are, or profile here with "
-            "--device cpu"
+            "`device='cpu'`"
         )
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
@@ -54,6 +54,6 @@ def each_its_own(identities: Sequence[str], *, share: bool) -> bool:
         ranks = ", ".join(map(str, shared[0]))
         raise UsageError(
             f"ranks {ranks} have the same GPU; start no more ranks than there are GPUs, or let them share it: "
-            "--share-gpus, or share_gpus=True in a script"
+            "`share_gpus=True`"
         )
     return not shared

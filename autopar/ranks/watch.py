@@ -146,7 +146,7 @@ class Watch:
         busy = [(since_s, rank) for since_s, rank in still if not self._doing(rank).waiting]
         _, rank = min(busy or still)
         raise TrainingError(
-            f"{self._where(rank)} made no progress for {self._timeout_s:g} s; raise --timeout if it is that slow"
+            f"{self._where(rank)} made no progress for {self._timeout_s:g} s; raise `timeout_s` if it is that slow"
         )
 
     def _patience_s(self, note: Note) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from io import StringIO
+from functools import partial
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
 from autopar.report.bounds import binding_text, bound_rows, share_text
 from autopar.report.quantity import duration, figure, percentage, size
-from autopar.report.table import Table, fill, say
+from autopar.report.table import Table, as_text, fill, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,18 +18,13 @@ from autopar.formats.predicted import Price
 
 __all__ = ["explained", "few_stages", "render"]
 
-WIDTH = 120
 MOST_STAGES = 48
 """Of an alternative, in full."""
 
 
 def explained(plan: Plan) -> str:
     """Return as plain text what ``autopar plan`` ends with: stages, bounds, what binds, alternatives."""
-    from rich.console import Console
-
-    text = StringIO()
-    render(plan, Console(file=text, width=WIDTH, color_system=None))
-    return text.getvalue()
+    return as_text(partial(render, plan))
 
 
 def render(plan: Plan, console: Console) -> None:

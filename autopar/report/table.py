@@ -26,7 +26,8 @@ autopar  12.5 ms
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len, chop_cells
@@ -37,8 +38,10 @@ from autopar.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-__all__ = ["Table", "fill", "fold", "say"]
+__all__ = ["Table", "as_text", "fill", "fold", "say"]
 
+WIDTH = 120
+"""Columns of text that goes to no terminal."""
 MOST_ROWS = 40
 LAST_ROWS = 10
 """How many of the last ones are among them."""
@@ -232,6 +235,15 @@ class Table:
     def _folds(self, at: int) -> bool:
         """Whether a column holds anything but numbers."""
         return not self.columns[at].number or any(", " in cell for cell in self._cells(at))
+
+
+def as_text(render: Callable[[Console], None]) -> str:
+    """Return what ``render`` prints as plain text."""
+    from rich.console import Console
+
+    text = StringIO()
+    render(Console(file=text, width=WIDTH, color_system=None))
+    return text.getvalue()
 
 
 def fill(table: Table, rows: Sequence[Sequence[str]]) -> None:

@@ -5,7 +5,7 @@ Of a rank with several stages, the later ones are lighter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +55,7 @@ _LEGIBLE = 5.0  # points
 _LEAST_WIDTH = 1.2  # points
 _DIGIT = 0.64  # width of a digit over the font's size
 _POINTS = 72
+_TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
 _MOST_INCHES = 100.0
 """Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
@@ -80,10 +81,10 @@ class _Sheet:
     points_per_row: float
 
 
-def draw(timeline: Timeline) -> Figure:
-    """Return a picture of one timeline."""
+def draw(timeline: Timeline, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0) -> Figure:
+    """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
     rows = _rows([timeline], [""])
-    sheet = _sheet(rows, timeline.end_s)
+    sheet = _sheet(rows, timeline.end_s, head, head_inches)
     for row in rows:
         _draw_row(sheet, row)
     kind = "Predicted" if timeline.origin == "simulated" else "Measured"
@@ -134,20 +135,27 @@ def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:
     ]
 
 
-def _sheet(rows: list[_Row], end_s: float) -> _Sheet:
+def _sheet(
+    rows: list[_Row], end_s: float, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0
+) -> _Sheet:
     from matplotlib.figure import Figure
 
     busiest = max((sum(track_of(event.action.kind) == "compute" for event in row.events) for row in rows), default=0)
     width = min(12.0 + max(0, busiest - 64) * 0.06, 20.0)
     height = rows[-1].top + 1 if rows else 1.0
     row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8, _MOST_INCHES / height)
-    left, right, above, below = 1.5 if any(row.label for row in rows) else 0.8, 0.3, 0.5, 0.85
+    longest = max((len(f"stage {_listed(row.events)}") for row in rows), default=0)
+    left = max(0.8, 0.1 + _LETTER_INCHES * longest) + (0.7 if any(row.label for row in rows) else 0.0)
+    right, above, below = 0.3, 0.5, 0.85
     inches = height * row_inches
-    figure = Figure(figsize=(width, inches + above + below), dpi=150)
+    above += 0.0 if head is None else head_inches + _TITLE_INCHES
     total = inches + above + below
+    figure = Figure(figsize=(width, total), dpi=150)
     plot = (width - left - right) / width
     axes = figure.add_axes((left / width, below / total, plot, inches / total))
     span_s = end_s * 1.02 or 1.0
+    if head is not None:
+        head(figure.add_axes((left / width, 1 - (head_inches + _TITLE_INCHES) / total, plot, head_inches / total)))
     axes.set_xlim(0, span_s * 1e3)
     axes.set_ylim(height - (1 - _LANE_HEIGHT) / 2, -(1 - _LANE_HEIGHT) / 2)
     return _Sheet(figure, axes, (width - left - right) * _POINTS / span_s, row_inches * _POINTS)

@@ -29,6 +29,10 @@ from autopar.schedules.holding import in_flight
 __all__ = ["ProgramError", "check"]
 
 
+MOST_IN_CIRCLE = 8
+"""Ranks of a circle that an error names."""
+
+
 class ProgramError(FileError):
     """A program is incomplete, exceeds its in-flight depth, or would deadlock."""
 
@@ -166,14 +170,36 @@ def _check_flow(program: Program) -> None:
             while position[rank] < len(actions) and _advance(rank, actions[position[rank]], queues, groups, arrived):
                 position[rank] += 1
                 moved = True
-    for rank, actions in enumerate(program.ranks):
-        if position[rank] < len(actions):
-            stuck = actions[position[rank]]
-            where = f"rank {rank} (stage {stuck.stage})"
-            raise ProgramError(f"deadlock: {where} waits forever at {stuck}, position {position[rank]}")
+    stuck = {rank: own[position[rank]] for rank, own in enumerate(program.ranks) if position[rank] < len(own)}
+    if stuck:
+        rank, action = next(iter(stuck.items()))
+        where = f"rank {rank} (stage {action.stage})"
+        around = _circle({each: _awaited(own, groups, arrived) for each, own in stuck.items()})
+        ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
+        raise ProgramError(f"deadlock: {where} waits forever at {action}, position {position[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
         if queue:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")
+
+
+def _awaited(
+    action: Action, groups: dict[tuple[str, int], set[int]], arrived: dict[tuple[str, int], set[int]]
+) -> set[int]:
+    """Return the ranks without which an action does not end."""
+    if action.kind in (REDUCE, REDUCE_TIED):
+        return groups[_group(action)] - arrived[_group(action)]
+    return {action.peer}
+
+
+def _circle(awaited: dict[int, set[int]]) -> list[tuple[int, int]]:
+    """Return ranks that wait for each other in a circle, each with the next; none where one waits for what is done."""
+    import networkx as nx
+
+    try:
+        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(awaited))
+    except nx.NetworkXNoCycle:
+        return []
+    return found[:MOST_IN_CIRCLE]
 
 
 def _group(action: Action) -> tuple[str, int]:

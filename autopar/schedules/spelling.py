@@ -48,4 +48,4 @@ def schedule_named(text: str) -> str:
             return found
     absent = _ABSENT.get(_plain(text)) if isinstance(text, str) else None
     near = f"; torch's {absent} has no counterpart, near it is {_NEAREST[absent]}" if absent else ""
-    raise UsageError(f"--schedule must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{near}")
+    raise UsageError(f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{near}")

@@ -18,7 +18,7 @@ __all__ = ["BUGS", "hunt", "patched"]
 
 ROOT = Path(__file__).parents[2]
 BUGS = ROOT / "tests" / "differential" / "bugs"
-TREE = ("autopar", "planner", "profiler", "runtime", "examples", "benchmarks")
+TREE = ("autopar", "planner", "profiler", "runtime", "examples", "benchmarks", "tests/harness")
 CODE = shutil.ignore_patterns("__pycache__", "results")
 
 

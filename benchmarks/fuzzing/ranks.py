@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,12 +21,15 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.runtime.segment import Segment
 from autopar.runtime.update import Update
 from autopar.runtime.worker import build
 from autopar.runtime.workspace import Workspace
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from harness.in_process import Exchange, InProcessTransport
 
 __all__ = ["HungError", "Kept", "in_processes", "in_threads", "train"]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from instances import instance
 
 from autopar.capture.configured import PREFIX, read_configured
 from autopar.capture.own_code import code_of_file
@@ -27,6 +26,7 @@ from autopar.planner import plan, simulate
 from autopar.profiler.runs import read_runs
 from autopar.runtime import weights
 from autopar.schedules.expand import expand
+from instances import instance
 
 __all__ = ["READERS", "good_files"]
 

@@ -67,7 +67,7 @@ def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpu
     types = dict.fromkeys(device.type for device in cluster.devices[:gpus])
     if None not in [_own(kinds, name) for name in types]:
         raise UsageError(
-            f"--times-of {times_of}: the profile has times of all devices to plan for ({', '.join(types)}); "
+            f"`times_of={times_of!r}`: the profile has times of all devices to plan for ({', '.join(types)}); "
             "leave it out"
         )
 
@@ -102,7 +102,7 @@ def _named(kinds: Sequence[DeviceKind], times_of: str) -> int:
     if len(alike) == 1:
         return alike[0]
     names = " and ".join(_typed(kinds, index) for index in range(len(kinds)))
-    raise UsageError(f"--times-of {times_of!r}: the profile has times of {names} only; name one of them")
+    raise UsageError(f"`times_of={times_of!r}`: the profile has times of {names} only; name one of them")
 
 
 def _typed(kinds: Sequence[DeviceKind], index: int) -> str:
@@ -128,7 +128,7 @@ def _standing(profile: Profile, known: dict[str, int], missing: Sequence[str], t
         device = costs[index].device.model_copy(update={"name": name})
         costs.append(costs[index].model_copy(update={"device": device}))
     stands = costs[index].device.name
-    note = f"times of {stands} stand for {', '.join(missing)}, as asked (--times-of)"
+    note = f"times of {stands} stand for {', '.join(missing)}, as asked (`times_of`)"
     return Kinds(tuple(costs), of_type, stands, (note,))
 
 
@@ -144,11 +144,11 @@ def _refuse_known(profile: Profile, types: Sequence[str]) -> None:
     wanted = list(dict.fromkeys(known_as(name) for name in types))
     # All ranks of a pipeline are CPUs, or all are GPUs.
     profiled = is_model(profile.model.source) and (len(wanted) == 1 or all(map(is_known, wanted)))
-    measured = f"profile with --device {','.join(wanted)}, or " if profiled else ""
+    measured = f"profile with `device={','.join(wanted)!r}`, or " if profiled else ""
     names = " and ".join(known_as(kind.name) for kind in kinds)
     raise UsageError(
         f"the cluster has {' and '.join(wanted)}, and the profile has times of {names} only: {measured}plan with "
-        f"--times-of {_typed(kinds, 0)} if its times are to stand for those of {' and '.join(wanted)}"
+        f"`times_of={_typed(kinds, 0)!r}` if its times are to stand for those of {' and '.join(wanted)}"
     )
 
 
@@ -170,6 +170,6 @@ def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str)
     return FileError(
         f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
         "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
-        f"profiles with `autopar import profiles`, or plan with --times-of {_typed(kinds, 0)} to let its times stand "
+        f"profiles with `autopar import profiles`, or plan with `times_of={_typed(kinds, 0)!r}` to let its times stand "
         "for them"
     )

@@ -53,7 +53,7 @@ class CostModel:
         self.profile = profile
         self.batch = options.batch or profile.batch
         if self.batch >= 2**31:
-            raise UsageError(f"--batch must be below {2**31}, found {self.batch}")
+            raise UsageError(f"`batch` must be below {2**31}, found {self.batch}")
         self.notes: list[str] = []
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
         limit = options.memory_bytes
@@ -122,7 +122,7 @@ class CostModel:
         if count > len(listed):
             more = count - len(listed)
             where = (
-                ", in the same node (--cluster describes others)" if {device.node for device in listed} == {0} else ""
+                ", in the same node (`cluster` describes others)" if {device.node for device in listed} == {0} else ""
             )
             self.notes.append(
                 f"the cluster lists {len(listed)} device{plural}; planning for {count} assumes {more} more like them"
@@ -433,6 +433,6 @@ def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:
         writes = layer.writes
         if writes is None or writes.single is None or (options.replicate_state and not writes.once):
             continue
-        remedy = "" if writes.once else "; --replicate-state first or average allows more"
+        remedy = "" if writes.once else "; `replicate_state='first'` or average allows more"
         found[index] = Single(f"layer {layer.name} has one replica, since {writes.single}", remedy)
     return found

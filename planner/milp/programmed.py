@@ -76,7 +76,7 @@ class _Solvers:
 
     def _ask(self, solver: Solver, asked: _Program) -> Solution | Failed:
         if self.seconds <= 0:
-            raise _UnansweredError(f"--solver-seconds {self.allowed_s:g} were over")
+            raise _UnansweredError(f"`solver_seconds={self.allowed_s:g}` were over")
         try:
             answer = solver.solve(asked.linear, self.seconds)
         # Whatever a solver dies of, the plan does not.
@@ -85,7 +85,7 @@ class _Solvers:
         if isinstance(answer, Solution):
             self.seconds -= answer.seconds
             if answer.status == "time":
-                raise _UnansweredError(f"{solver.name} was not done within --solver-seconds {self.allowed_s:g}")
+                raise _UnansweredError(f"{solver.name} was not done within `solver_seconds={self.allowed_s:g}`")
         return answer
 
 
@@ -297,7 +297,7 @@ def programmed(
         found = search(simulator, families, options, best)
         gap = best.step_s / found.lower_bound_s - 1 if found.lower_bound_s > 0 else 0.0
         said = f", {gap:.1%} above its lower bound" if best.found is not None else ""
-        note = f"--solver milp: {ended}; the plan is that of --solver dp{said}"
+        note = f"`solver='milp'`: {ended}; the plan is that of `solver='dp'`{said}"
         return Programmed(found.lower_bound_s, found.least_bound_s, (note,))
 
 

@@ -121,7 +121,7 @@ def prices_of(costs: CostModel) -> list[float]:
         if not device.price_per_hour:
             said = "0" if device.price_per_hour == 0 else "no price"
             raise FileError(
-                f"$.devices[{index}].price_per_hour: --objective cost needs a price above 0 of every device, and the "
+                f"$.devices[{index}].price_per_hour: `objective='cost'` needs a price above 0 of every device, and the "
                 f"cluster has {said} of this one ({device.type}); add it, or plan for the least step time"
             )
         found.append(device.price_per_hour)
@@ -188,9 +188,9 @@ def _unmet(costs: CostModel, families: Sequence[Family], options: PlanOptions) -
         return infeasible(costs, families, options, None, partial(_fits, costs))
     return InfeasibleError(
         f"no plan of at most {len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''} has a step within "
-        f"--deadline {options.deadline_s:g}: the fastest step that was found takes {found.step_s:.6g} s "
+        f"`deadline_s={options.deadline_s:g}`: the fastest step that was found takes {found.step_s:.6g} s "
         f"({found.candidate.text()} with {found.candidate.schedule} and {found.candidate.micro_batches} "
-        f"micro-batches); {advice([f'with --deadline {_rounded_up(found.step_s)}'])}"
+        f"micro-batches); {advice([f'with `deadline_s={_rounded_up(found.step_s)}`'])}"
     )
 
 
@@ -263,8 +263,8 @@ def _used(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterat
     counts = [[len(own)] if use_all else range(len(own) + 1) for own in chosen]
     if prod(map(len, counts)) > MOST_SETS:
         raise UsageError(
-            f"--objective cost: more than {MOST_SETS} sets of {len(chosen)} kinds and prices of devices; "
-            "narrow it with fewer --gpus"
+            f"`objective='cost'`: more than {MOST_SETS} sets of {len(chosen)} kinds and prices of devices; "
+            "narrow it with fewer `gpus`"
         )
     for taken in product(*counts):
         yield tuple(sorted(device for own, count in zip(chosen, taken, strict=True) for device in own[:count]))
@@ -296,14 +296,14 @@ def _notes(costs: CostModel, best: Cheapest, options: PlanOptions) -> list[str]:
     notes = []
     if options.deadline_s is not None:
         notes.append(
-            f"no step was to take longer than {options.deadline_s:g} s (--deadline); those that do are listed too"
+            f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
         )
     idle = len(costs.devices) - sum(len(stage.devices) for stage in best.found.candidate.stages)
     if idle:
-        notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (--use-all forbids this)")
+        notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (`use_all` forbids this)")
     if best.cost > (1 + options.gap) * best.lower_bound * (1 + 1e-9):
         notes.append(
             f"the search ended {best.cost / best.lower_bound - 1:.1%} above the least that a step may cost; "
-            "--gap 0 searches on"
+            "`gap=0` searches on"
         )
     return notes

@@ -243,8 +243,8 @@ class _Table:
         if work > MOST_WORK:
             within = " within their memory" if self.limited else ""
             raise UsageError(
-                f"--objective throughput: {self.layers} layers on {len(self.costs.devices)} devices{within} take "
-                f"tables of {work:.0e} numbers, more than {MOST_WORK:.0e}; narrow it with fewer --gpus"
+                f"`objective='throughput'`: {self.layers} layers on {len(self.costs.devices)} devices{within} take "
+                f"tables of {work:.0e} numbers, more than {MOST_WORK:.0e}; narrow it with fewer `gpus`"
             )
 
 

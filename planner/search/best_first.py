@@ -261,7 +261,7 @@ class _Search:
             if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
                 self.floor_s = min(self.floor_s, least_s)
                 return False
-        opening = self._opening(family, FINE, apart=apart)
+        opening = self._opening(family, None if apart else FINE)
         if opening is None:
             return False
         if self.pacing > 0:
@@ -276,11 +276,9 @@ class _Search:
             self.tables[index] = tables
         return tables is not None
 
-    def _opening(self, family: Family, fineness: Fineness, *, apart: bool = False) -> Opening | None:
+    def _opening(self, family: Family, fineness: Fineness | None) -> Opening | None:
         """Open a family; none where no plan of it can be better than the best one."""
-        stages = StageTables(
-            self.costs, self.pool, family, self.options, apart=apart, fineness=fineness, places=self.places
-        )
+        stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
         opening = Opening(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
             return opening
@@ -350,9 +348,8 @@ def tables_of(
     if looked_at(costs, pool, family, options) > most:
         return None
     places = Places(costs, pool)
-    for fineness in (FINE,) if options.gap == 0 else (ROUGH, FINE):
-        apart = options.gap == 0
-        stages = StageTables(costs, pool, family, options, apart=apart, late=late, fineness=fineness, places=places)
+    for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
+        stages = StageTables(costs, pool, family, options, fineness=fineness, late=late, places=places)
         tables = SuffixTables(stages, options, Capped(stages, cap_s))
         told = any(choice.recomputes for own in stages.choices.values() for choice in own)
         if tables.least_s == float("inf") or not told:

@@ -76,18 +76,16 @@ class Choice(NamedTuple):
         return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
 
 
-def choices(
-    costs: CostModel, options: PlanOptions, binding: bool, *, apart: bool = True, ranges: int = FINE.ranges
-) -> list[Choice]:
+def choices(costs: CostModel, options: PlanOptions, binding: bool, fineness: Fineness | None = None) -> list[Choice]:
     """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
 
-    ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all are to be told ``apart``,
-    the ``ranges`` of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
+    ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all stages are told apart,
+    the ranges of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
     """
     shards = tuple(dict.fromkeys(("none", *options.shards)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
     every = options.recompute == "full"
-    parts = min(ranges, costs.layer_count)
+    parts = min((fineness or FINE).ranges, costs.layer_count)
     recomputed = range(parts + 1) if options.recompute == "auto" and binding else range(1)
     alone = options.shard not in ("auto", "none")
     found = [
@@ -96,7 +94,7 @@ def choices(
         for division in divisions
         for shard in shards_of(division, shards)
     ]
-    if apart or len(recomputed) == 1:
+    if fineness is None or len(recomputed) == 1:
         return found
     few = min(FEW_RANGES, parts)
     turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]

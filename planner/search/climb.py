@@ -180,22 +180,21 @@ class Climb:
         own_s = self._score(at, at.layout)
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried)
         near = {layout: self._score(at, layout) for layout in untried}
-        beside: tuple[float, _At] | None = None
-        left = tries
+        beside: _At | None = None
+        further = tries
         for layout in nsmallest(tries, near, key=lambda each: near[each]):
-            if self.left <= 0 or left == 0 or near[layout] == float("inf"):
+            if self.left <= 0 or further == 0 or near[layout] == float("inf"):
                 break
-            left -= 1
+            further -= 1
             found = self.judge(at.family, layout, at.order, at.found.step_s * (1 + SIDEWAYS))
             if found is None:
                 continue
             after = at._replace(found=found, layout=layout)
             if found.step_s < at.found.step_s * (1 - 1e-6):
                 return after
-            if near[layout] < min(own_s * (1 - 1e-6), float("inf") if beside is None else beside[0]):
-                beside = near[layout], after
-                left = min(left, TRIES_BESIDE)
-        return self._otherwise(at) or (None if beside is None else beside[1])
+            if beside is None and near[layout] < own_s * (1 - 1e-6):
+                beside, further = after, min(further, TRIES_BESIDE)
+        return self._otherwise(at) or beside
 
     def _otherwise(self, at: _At) -> _At | None:
         """Return the layout with other micro-batches, or other manners, if that is faster."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Family
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.climb import FEW_TRIES, TRIES, Climb
 from autopar.planner.search.judge import Best
@@ -76,18 +77,21 @@ def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
     """
     costs, devices = simulator.costs, len(simulator.costs.devices)
     edges = list(range(costs.layer_count + 1))
-    rows = family.micro_batch_size
-    running = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
+    running = _sums_s(costs, family.micro_batch_size)
     for count in stage_counts(min(costs.layer_count, devices)):
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
         widths = [(devices // count,) * count, ascending, ascending[::-1]]
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
-        for each in dict.fromkeys(widths):
-            for cuts in dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike)):
+        every = {
+            each: dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike))
+            for each in dict.fromkeys(widths)
+        }
+        for each, own in every.items():
+            for cuts in own:
                 yield Layout(cuts, each, (SINGLE,) * count)
-        for cuts in dict.fromkeys((balanced(costs, family, widths[0], 1, edges).cuts, *alike)):
+        for cuts in every[widths[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
             yield Layout(cuts, widths_by_time(seconds, devices), (SINGLE,) * count)
 
@@ -107,6 +111,12 @@ def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
         widths[at] += 1
         heapreplace(slowest, (-seconds[at] / widths[at], at))
     return tuple(widths)
+
+
+def _sums_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
+    """Return the seconds of the layers up to every one."""
+    found: npt.NDArray[np.float64] = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
+    return found
 
 
 class _Quick:
@@ -134,8 +144,7 @@ class _Quick:
     def _of_width(self, width: int) -> npt.NDArray[np.float64]:
         if width not in self._sums:
             rows = max(self._costs.shares(self._family.micro_batch_size, width, self._division))
-            sums = self._costs.sums
-            self._sums[width] = np.array(sums.forward(rows)) + np.array(sums.backward(rows, 1.0))
+            self._sums[width] = _sums_s(self._costs, rows)
         return self._sums[width]
 
 

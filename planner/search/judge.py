@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import Candidate, Placed
@@ -15,6 +15,7 @@ __all__ = ["EQUAL_WIDTHS", "Best", "Found", "Trait", "equal_widths"]
 
 NEAR, MOST_NEAR = 0.01, 10_000
 """Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
+Key = TypeVar("Key")
 Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
 
@@ -74,14 +75,10 @@ class Best:
     def consider(self, found: Found) -> None:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
         count = len(found.candidate.stages)
-        if count not in self.by_stages or found.step_s < self.by_stages[count].step_s:
-            self.by_stages[count] = found
-        manner = count, any(stage.turning > 1 for stage in found.candidate.stages)
-        if manner not in self.by_manner or found.step_s < self.by_manner[manner].step_s:
-            self.by_manner[manner] = found
+        _keep(self.by_stages, count, found)
+        _keep(self.by_manner, (count, any(stage.turning > 1 for stage in found.candidate.stages)), found)
         for trait in traits_of(found.candidate):
-            if trait not in self.by_trait or found.step_s < self.by_trait[trait].step_s:
-                self.by_trait[trait] = found
+            _keep(self.by_trait, trait, found)
         if found.step_s < self.step_s:
             self.found = found
         if found.step_s <= self.step_s * (1 + NEAR):
@@ -93,6 +90,12 @@ class Best:
     def equal(self) -> Found | None:
         """The best candidate whose stages have as many replicas each, which run and shard alike."""
         return self.by_trait.get(EQUAL_WIDTHS)
+
+
+def _keep(best: dict[Key, Found], key: Key, found: Found) -> None:
+    """Keep a candidate if it is the first of its kind, or faster than the one that was."""
+    if key not in best or found.step_s < best[key].step_s:
+        best[key] = found
 
 
 def traits_of(candidate: Candidate) -> list[Trait]:

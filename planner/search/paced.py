@@ -245,7 +245,7 @@ class Paced:
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
         turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
             wanted = np.maximum(in_flight, np.ceil(self._awaited(trip_s, since_s, deep) * (1 - ROUNDING)))
             depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))

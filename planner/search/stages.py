@@ -26,7 +26,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.choices import FINE, Choice, Fineness, choices
+from autopar.planner.search.choices import Choice, Fineness, choices
 from autopar.planner.search.queues import Queues, queues
 from autopar.planner.search.room import Room
 from autopar.planner.search.ways import Way, lengths_of, ways_of
@@ -79,7 +79,7 @@ class Spans(NamedTuple):
 
 
 class StageTables:
-    """Prices all stages; ``apart`` tells every width and length apart.
+    """Prices all stages, as closely told apart as is asked for.
 
     Of backwards in halves there are two views, and each bounds the step. Either all of a stage's work counts, and
     nobody waits for it; or, with ``late``, what others wait for counts, and behind the last of that one weight half.
@@ -93,29 +93,25 @@ class StageTables:
         family: Family,
         options: PlanOptions,
         *,
-        apart: bool = True,
+        fineness: Fineness | None = None,
         late: bool = False,
-        fineness: Fineness = FINE,
         places: Places | None = None,
     ) -> None:
         """Price all stages.
 
         Args:
-            fineness: how many stages are told apart, if not all are.
+            fineness: how many stages are told apart; none: every width and length.
             places: those of the pool, which other families may have looked up before.
         """
-        self.costs, self.pool, self.family, self.apart = costs, pool, family, apart
+        self.costs, self.pool, self.family, self.apart = costs, pool, family, fineness is None
         self.layers = costs.layer_count
         self._halved, self._late = halves(family.schedule), late
         self._next: dict[int, Next] = {}
         self._alone_s: dict[int, Numbers] = {}
         self.room = Room(costs, family, pool)
-        self.choices = {
-            kind: choices(costs, options, self.room.binding(kind), apart=apart, ranges=fineness.ranges)
-            for kind in pool.kinds
-        }
-        self.longest = self.layers if apart else self.room.reach(self.choices)
-        most = None if apart else fineness.classes
+        self.choices = {kind: choices(costs, options, self.room.binding(kind), fineness) for kind in pool.kinds}
+        self.longest = self.layers if self.apart else self.room.reach(self.choices)
+        most = None if fineness is None else fineness.classes
         every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], most)]
         places = places or Places(costs, pool)
         moves = [places.moves(way.kind, way.width) for way in every]
@@ -124,7 +120,7 @@ class StageTables:
             way._replace(variant=variant) for way, own in zip(every, moves, strict=True) for variant in range(len(own))
         ]
         self.moves = [move for own in moves for move in own]
-        self.lengths = np.array(lengths_of(self.longest, None if apart else fineness))
+        self.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
         self.room.look_at(self.lengths)
         self._widths = np.array([way.width for way in self.ways])
@@ -146,7 +142,7 @@ class StageTables:
         if size > MOST_BYTES:
             raise UsageError(
                 f"searching plans of {self.layers} layers on {len(self.costs.devices)} devices takes about "
-                f"{size / 2**30:.0f} GiB of tables; narrow it with fewer --gpus, one --schedule or one --micro-batches"
+                f"{size / 2**30:.0f} GiB of tables; narrow it with fewer `gpus`, one `schedule` or one `micro_batches`"
             )
 
     @property

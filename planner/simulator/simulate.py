@@ -14,7 +14,6 @@ from autopar.planner.chunks import chunked, groups, plain
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.sharing import Sharing, Traffic
-from autopar.planner.progress import Progress, untold
 from autopar.planner.simulator.awaited import awaited
 from autopar.planner.simulator.beats import beats_of, march
 from autopar.planner.simulator.contention import Contended
@@ -36,6 +35,7 @@ from autopar.planner.simulator.rows import (
     rows_of,
 )
 from autopar.planner.simulator.wave import ride, wave_of
+from autopar.progress import Progress, untold
 
 __all__ = ["Rows", "Simulator", "compile_rows", "run", "skeleton", "trace"]
 

@@ -157,7 +157,7 @@ def test_a_bad_configuration_is_refused_in_one_line(content, message, tmp_path):
 
 def test_an_architecture_whose_inputs_are_not_known_is_named_with_the_remedy(tmp_path):
     write(tmp_path, BERT | {"architectures": ["BertForNextSentencePrediction"]})
-    with pytest.raises(ModelError, match=r"BertForNextSentencePrediction; give --data FILE"):
+    with pytest.raises(ModelError, match=r"BertForNextSentencePrediction; give `data`"):
         load(f"hf:{tmp_path}").dataset()
 
 
@@ -196,7 +196,7 @@ def test_sequences_are_as_long_as_asked_and_up_to_the_positions(tmp_path, conten
         assert load(f"hf:{path}", recorded=user.recorded).sequence == length
     user.build()(**{name: value[None] for name, value in sample.items()})
     for length in (usual + 1, 4096):
-        with pytest.raises(UsageError, match=f"--sequence {length}: .* up to {usual}; use --sequence {usual}"):
+        with pytest.raises(UsageError, match=f"`sequence={length}`: .* up to {usual}; use `sequence={usual}`"):
             load(f"hf:{path}", sequence=length)
     with pytest.raises(UsageError, match="at least 2 tokens"):
         load(f"hf:{path}", sequence=1)
@@ -218,7 +218,7 @@ def test_what_has_no_synthetic_sequences_is_refused_a_length(tmp_path):
     data = tmp_path / "data.py"
     data.write_text("def dataset():\n    return []\n")
     write(tmp_path, GPT)
-    with pytest.raises(UsageError, match="inputs are those of --data"):
+    with pytest.raises(UsageError, match="inputs are those of `data="):
         load(f"hf:{tmp_path}", data, sequence=8)
     assert load(f"hf:{tmp_path}", data).sequence is None
     with pytest.raises(UsageError, match="only hf: models have synthetic inputs"):

@@ -183,8 +183,8 @@ def test_a_loss_that_adds_up_is_taken(padding, loss):
         (-100, masked, r'\(batch\["labels"\] != -100\).sum\(\)'),
         (-100, counted_once, r"\(sum, count\) do not add up"),
         (-100, averaged_and_counted, r"\(sum, count\) do not add up"),
-        (None, contrastive, r"no mean over samples.* --micro-batches 1 .* one replica"),
-        (None, balanced, r"no mean over samples.* --micro-batches 1"),
+        (None, contrastive, r"no mean over samples.* `micro_batches=1` .* one replica"),
+        (None, balanced, r"no mean over samples.* `micro_batches=1`"),
         (
             None,
             lambda output, batch: usual(output, batch) * output.shape[0],
@@ -196,7 +196,7 @@ def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(pad
     given = prepared(texts(padding), loss)
     with pytest.raises(ModelError, match=said) as refusal:
         check_loss(*given, accepted=False)
-    assert "--accept-loss" in str(refusal.value)
+    assert "`accept_loss=True`" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert check_loss(*given, accepted=True).difference > 1e-3
 

@@ -170,7 +170,7 @@ def balanced(output: tuple[torch.Tensor, torch.Tensor], batch: Sequence[torch.Te
 
 def test_a_routers_balance_is_refused_with_what_is_exact() -> None:
     batch = (rows()["x"], rows()["labels"])
-    with pytest.raises(ModelError, match=r"--accept-loss .* --micro-batches 1 and --stages of one replica each"):
+    with pytest.raises(ModelError, match=r"`accept_loss=True`.* `micro_batches=1` and `stages` of one replica each"):
         autopar.profile(Routed(), batch, loss=balanced, budget_s=0.1)
     found = autopar.profile(Routed(), batch, loss=balanced, budget_s=0.1, accept_loss=True)
     assert found.loss_difference

@@ -36,7 +36,7 @@ def test_an_accepted_loss_is_stated_by_profile_plan_and_report(
     Path("model.py").write_text(MODEL)
     code, _, err = command("profile", "model.py", "--batch", "8")
     assert code == 4
-    assert "pass --accept-loss (accept_loss=True), then plan with --micro-batches 1" in err.splitlines()[-1]
+    assert "pass --accept-loss, then plan with --micro-batches 1" in err.splitlines()[-1]
     code, _, err = command("profile", "model.py", "--batch", "8", "--accept-loss")
     assert code == 0, err
     difference = Profile.load("profile.json").loss_difference

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from autopar.formats.plan import Plan
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
-
 from instances import gpt_profile, local_cluster
 
 Run = Callable[..., tuple[int, str, str]]

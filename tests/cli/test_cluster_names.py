@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autopar.formats.plan import Plan
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
-
 from instances import gpt_profile
 
 Run = Callable[..., tuple[int, str, str]]

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from autopar.formats.plan import Plan
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
-
 from instances import gpt_profile, local_cluster
 
 Run = Callable[..., tuple[int, str, str]]

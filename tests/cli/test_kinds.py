@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from autopar.cli.kinds import Origin, joined
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind, Noise, Profile
 from autopar.hardware.gpus import Gpu, find
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
-
+from autopar.interop.kinds import Origin, joined
+from autopar.planner import PlanOptions
 from instances import gpt_profile, local_cluster
+from oracles.exhaustive import fastest_s
 
 Run = Callable[..., tuple[int, str, str]]
 Edit = Callable[[dict[str, Any]], object]
@@ -163,9 +162,9 @@ def test_a_quick_kind_with_little_memory_and_a_slow_one_with_much_are_planned_fo
         asked = ("plan", "--batch", "4", "--recompute", "none", "--micro-batches", "2", "--schedule", "1f1b")
         assert run(*asked, "--gap", "0")[0] == 0
         found = Plan.load("plan.json")
-        assert run(*asked, "--solver", "exhaustive")[0] == 0
-        oracle = Plan.load("plan.json")
-        assert found.predicted.step_s == pytest.approx(oracle.predicted.step_s, rel=1e-9)
+        options = PlanOptions(batch=4, recompute="none", micro_batches=2, schedule="1f1b", gap=0.0)
+        oracle_s = fastest_s(Profile.load("profile.json"), Cluster.load("cluster.json"), options)
+        assert found.predicted.step_s == pytest.approx(oracle_s, rel=1e-9)
         assert found.predicted.step_s == pytest.approx(found.predicted.lower_bound_s, rel=1e-9)
         for stage, peak, limit in zip(
             found.stages, found.predicted.peak_bytes, found.predicted.limit_bytes, strict=True
@@ -302,7 +301,7 @@ def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
     monkeypatch.setattr("autopar.profiler.device.choose", lambda name: name)
     # The package has a function of the module's name.
     monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measured", measured)
-    monkeypatch.setattr("autopar.cli.estimating.estimated", estimated)
+    monkeypatch.setattr("autopar.estimates.estimated", estimated)
     Path("m.py").write_text(MODEL)
     assert run("profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")[0] == 0
     # What is measured comes last, as the model moves to the device, and first in the file.

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from autopar import inputs
 from autopar.cli import main
-from autopar.cli import simulate as simulating
-from autopar.cli.simulate import predict
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Tensor
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Origin, Timeline
+from autopar.inputs import predict
 from autopar.schedules.expand import action_count
 
 Run = Callable[..., tuple[int, str, str]]
@@ -206,11 +206,11 @@ def test_a_step_of_too_many_actions_is_not_drawn_and_a_long_one_is_announced(
     run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = action_count(Plan.load(plan_file))
-    monkeypatch.setattr(simulating, "MANY_ACTIONS", count - 1)
+    monkeypatch.setattr(inputs, "MANY_ACTIONS", count - 1)
     code, _, err = run(str(plan_file), "--png", "step.png")
     assert code == 0, err
     assert f"Simulating {count:,} actions of" in err
-    monkeypatch.setattr(simulating, "MOST_ACTIONS", count - 1)
+    monkeypatch.setattr(inputs, "MOST_ACTIONS", count - 1)
     code, _, err = run(str(plan_file), "--png", "other.png")
     assert code == 2
     assert f"a timeline of {count:,} actions of" in err

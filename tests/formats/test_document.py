@@ -174,7 +174,7 @@ def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(
 def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     write_text(path, "one", overwrite=False)
-    with pytest.raises(UsageError, match="--overwrite"):
+    with pytest.raises(UsageError, match="`overwrite=True`"):
         write_text(path, "two", overwrite=False)
     assert path.read_text() == "one"
     write_text(path, "two")

@@ -18,9 +18,6 @@ import typer
 
 from autopar.cli import app, progress
 from autopar.cli.screen import quietly, screen
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "planner"))
-
 from instances import gpt_profile, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +133,7 @@ def _completed(line: str) -> list[str]:
         ("autopar plan --schedule zb", ["zb-h1", "zb-h2", "zb-v"]),
         ("autopar plan --schedule Inter", ["Interleaved1F1B"]),
         ("autopar plan --shard g", ["gradients"]),
-        ("autopar plan --objective p", ["pipedream", "piper"]),
+        ("autopar plan --objective t", ["throughput"]),
         ("autopar plan --cluster 8xH100+", ["8xH100+8xA100-80G:200Gbps"]),
         ("autopar profile --device A100", ["A100-SXM-80G", "A100-SXM-40G"]),
         ("autopar import pi", ["pipedream", "piper"]),

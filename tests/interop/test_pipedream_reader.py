@@ -89,7 +89,7 @@ def test_the_files_own_stages_are_noted_where_they_are_runs_of_layers() -> None:
         lines = [line + next((tail for head, tail in changed.items() if line.startswith(head)), "") for line in LINES]
         return _read(lines).notes[-1]
 
-    assert staged(0, 0, 1) == "the file's own stages, one device each: --stages 0-1:1,2-2:1"
+    assert staged(0, 0, 1) == "the file's own stages, one device each: `stages='0-1:1,2-2:1'`"
     assert "no runs of consecutive layers" in staged(0, 1, 0)
 
 
@@ -133,7 +133,7 @@ def test_a_file_without_layers_is_refused(lines: list[str], message: str) -> Non
 
 
 def test_a_profiled_batch_of_no_samples_is_refused() -> None:
-    with pytest.raises(UsageError, match="--profiled-batch"):
+    with pytest.raises(UsageError, match="`profiled_batch`"):
         _read(LINES, batch=0)
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 
-from drawn import shares_of
-from instances import random_cluster, random_profile, two_kinds
-
 from autopar.formats.layout import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Placed
@@ -14,6 +11,8 @@ from autopar.planner.chunks import chunk_counts, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
+from drawn import shares_of
+from instances import random_cluster, random_profile, two_kinds
 
 OTHERS = tuple(name for name in SCHEDULES if not plain(name))
 

@@ -6,12 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from instances import random_profile
 
 from autopar.formats.profile import Profile
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import MemoryModel
+from instances import random_profile
 
 
 def _model(profile: Profile) -> MemoryModel:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from drawn import random_candidate
-from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Overlap
 from autopar.planner import PlanOptions
@@ -15,6 +13,8 @@ from autopar.planner.assemble import assemble
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.sharing import Sharing
 from autopar.schedules.expand import action_count, expand
+from drawn import random_candidate
+from instances import random_cluster, random_profile
 
 
 def test_a_plan_predicts_the_same_with_its_program_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from drawn import long_candidate
 
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.durations import Durations
@@ -13,6 +12,7 @@ from autopar.planner.simulator.awaited import awaited
 from autopar.planner.simulator.beats import beats_of, march
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import run, skeleton
+from drawn import long_candidate
 
 
 def test_a_step_takes_as_long_without_the_messages_that_nobody_waits_for() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from drawn import long_candidate, random_candidate
-from instances import random_cluster, random_profile
 
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Candidate, Placed
@@ -15,6 +13,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.beats import beats_of, march
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run, skeleton
+from drawn import long_candidate, random_candidate
+from instances import random_cluster, random_profile
 
 
 def test_beats_take_as_long_as_the_program() -> None:

@@ -6,14 +6,14 @@ import random
 from collections import Counter
 
 import pytest
-from drawn import random_candidate
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.planner.bounds.binding import binding
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from drawn import random_candidate
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
 def test_the_parts_sum_to_the_bound_largest_first_and_every_term_binds_somewhere() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from drawn import random_candidate
-from instances import random_cluster, random_profile, two_kinds
 
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Family, place
@@ -14,6 +12,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
+from drawn import random_candidate
+from instances import random_cluster, random_profile, two_kinds
 
 
 def test_no_simulated_step_is_shorter_than_its_bound() -> None:

@@ -6,7 +6,6 @@ import random
 from collections import defaultdict
 
 import pytest
-from chunked import OTHERS, random_chunked, random_costs
 
 from autopar.formats.cluster import Overlap
 from autopar.formats.plan import Plan
@@ -19,6 +18,7 @@ from autopar.planner.costs.sharing import Sharing, Traffic
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules.expand import expand, messages, stages_of
+from chunked import OTHERS, random_chunked, random_costs
 
 
 def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.planner.candidate import families
 from autopar.planner.closest import closest
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import everything
 
 ASKED = (
     {},

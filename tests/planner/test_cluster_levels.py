@@ -7,12 +7,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hierarchies import hierarchy
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
 from autopar.hardware.topology import Topology
 from autopar.planner.costs.links import LinkModel
 from autopar.planner.costs.sharing import Sharing
+from hierarchies import hierarchy
 
 
 def _plain_level(cluster: Cluster, devices: tuple[int, ...]) -> Level:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions, plan
 from autopar.planner.comparison import compare
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
 

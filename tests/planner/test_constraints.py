@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -18,12 +17,13 @@ from autopar.planner.closest import closest
 from autopar.planner.comparison import compare
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything, exhaust
 from autopar.planner.neighbours import neighbours
 from autopar.planner.search.best_first import search
 from autopar.planner.search.improve import climbed
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import everything, exhaust
 
 
 def _drawn(rng: random.Random, layers: int) -> dict[str, object]:
@@ -114,15 +114,15 @@ def test_both_solvers_find_the_best_of_all_plans_that_obey_and_fit() -> None:
 
 def _statements(options: PlanOptions) -> list[tuple[str, PlanOptions]]:
     """Every statement's text, and the options without it."""
-    found = [(f"--pin {pin!r}", replace(options, pin=_without(options.pin, pin))) for pin in options.pin]
+    found = [(f"`pin={pin!r}`", replace(options, pin=_without(options.pin, pin))) for pin in options.pin]
     found += [
-        (f"--forbid-cut {cut!r}", replace(options, forbid_cut=_without(options.forbid_cut, cut)))
+        (f"`forbid_cut={cut!r}`", replace(options, forbid_cut=_without(options.forbid_cut, cut)))
         for cut in options.forbid_cut
     ]
     if options.min_stages > 1:
-        found.append((f"--min-stages {options.min_stages}", replace(options, min_stages=1)))
+        found.append((f"`min_stages={options.min_stages}`", replace(options, min_stages=1)))
     if options.max_stages is not None:
-        found.append((f"--max-stages {options.max_stages}", replace(options, max_stages=None)))
+        found.append((f"`max_stages={options.max_stages}`", replace(options, max_stages=None)))
     return found
 
 
@@ -147,7 +147,7 @@ def test_what_is_called_a_contradiction_is_one_and_needs_every_statement_that_it
             continue
         asked = _drawn(random.Random(seed), len(profile.layers))
         if asked.get("min_stages", 1) > asked.get("max_stages", 9):  # type: ignore[operator]
-            with pytest.raises(UsageError, match=r"--min-stages \d contradicts --max-stages \d"):
+            with pytest.raises(UsageError, match=r"`min_stages=\d` contradicts `max_stages=\d`"):
                 replace(free, **asked)  # type: ignore[arg-type]
             continue
         options = replace(free, **asked)  # type: ignore[arg-type]
@@ -258,40 +258,40 @@ def test_references_are_held_to_the_constraints() -> None:
     made = plan(profile, cluster, PlanOptions(gpus=2, pin=("wte,head different stages",), schedule="1f1b"))
     assert len(made.stages) == 2
     pure = next(each for each in made.alternatives if each.name == "pure data parallelism")
-    assert pure.excluded == "--pin 'wte,head different stages'"
+    assert pure.excluded == "`pin='wte,head different stages'`"
     assert pure.step_s is not None
 
 
 def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:
     profile, cluster = two_kinds(gpt_profile(blocks=2, batch=2), local_cluster(2), 1)
     pins = ("wte on other", "head on other", "wte,head different stages")
-    with pytest.raises(InfeasibleError, match="no plan for 2 devices obeys all of --max-stages, --forbid-cut, --pin"):
+    with pytest.raises(InfeasibleError, match="no plan for 2 devices obeys all of `max_stages`, `forbid_cut`, `pin`"):
         plan(profile, cluster, PlanOptions(gpus=2, pin=pins))
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"min_stages": 3, "max_stages": 2}, "--min-stages 3 contradicts --max-stages 2"),
+        ({"min_stages": 3, "max_stages": 2}, "`min_stages=3` contradicts `max_stages=2`"),
         (
             {"min_stages": 2, "pin": ("wte,head same stage",)},
-            "obeys --pin 'wte,head same stage' and --min-stages 2 at once",
+            "obeys `pin='wte,head same stage'` and `min_stages=2` at once",
         ),
         (
             {"pin": ("wte,h.3 same stage", "1,2 different stages", "0 on test")},
-            "obeys --pin 'wte,h.3 same stage' and --pin '1,2 different stages' at once",
+            "obeys `pin='wte,h.3 same stage'` and `pin='1,2 different stages'` at once",
         ),
-        ({"pin": ("0,1,2 different stages",)}, "obeys --pin '0,1,2 different stages' and 2 devices at once"),
+        ({"pin": ("0,1,2 different stages",)}, "obeys `pin='0,1,2 different stages'` and 2 devices at once"),
         ({"pin": ("wtf,h.1 same stage",)}, "no layer is called 'wtf'; nearest: wte, head"),
         ({"pin": ("wte,17 same stage",)}, "names layer 17; the profile has layers 0..13"),
-        ({"pin": ("wte same stage",)}, "--pin 'wte same stage' names one layer; write 'a,b same stage'"),
-        ({"pin": ("wte, head",)}, "--pin 'wte, head': write 'a,b same stage', 'a,b different stages' or 'a on TYPE'"),
+        ({"pin": ("wte same stage",)}, "`pin='wte same stage'` names one layer; write 'a,b same stage'"),
+        ({"pin": ("wte, head",)}, "`pin='wte, head'`: write 'a,b same stage', 'a,b different stages' or 'a on TYPE'"),
         ({"pin": ("wte on H100",)}, "no device to plan for is called 'H100'; there are cpu, test"),
         ({"forbid_cut": ("head",)}, "head is the last layer, and the last stage has to end with it"),
-        ({"forbid_cut": ("h.99",)}, "--forbid-cut 'h.99': no layer is called 'h.99'; nearest: h.9"),
-        ({"forbid_cut": ("5",), "stages": "0-5:1,6-13:1"}, "--stages contradicts --forbid-cut '5'"),
-        ({"max_stages": 1, "stages": "0-5:1,6-13:1"}, "--stages contradicts --max-stages 1"),
-        ({"max_stages": 0}, "--max-stages must be at least 1, found 0"),
+        ({"forbid_cut": ("h.99",)}, "`forbid_cut='h.99'`: no layer is called 'h.99'; nearest: h.9"),
+        ({"forbid_cut": ("5",), "stages": "0-5:1,6-13:1"}, "`stages` contradicts `forbid_cut='5'`"),
+        ({"max_stages": 1, "stages": "0-5:1,6-13:1"}, "`stages` contradicts `max_stages=1`"),
+        ({"max_stages": 0}, "`max_stages` must be at least 1, found 0"),
     ],
     ids=str,
 )

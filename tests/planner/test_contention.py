@@ -7,10 +7,6 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from drawn import random_candidate
-from fluid import Fluid
-from hierarchies import hierarchy
-from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Device, Link, Overlap
 from autopar.planner import PlanOptions
@@ -22,6 +18,10 @@ from autopar.planner.costs.sharing import Sharing, Traffic
 from autopar.planner.simulator.contention import Contended
 from autopar.planner.simulator.simulate import Rows, Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand
+from drawn import random_candidate
+from fluid import Fluid
+from hierarchies import hierarchy
+from instances import random_cluster, random_profile
 
 
 def _shared(rng: random.Random, cluster: Cluster) -> Cluster:

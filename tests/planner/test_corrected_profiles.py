@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from instances import cost, profile_of
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.own_times import own_times
@@ -15,6 +14,7 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.profiler.corrected import corrected
 from autopar.profiler.regathered import regathered, ungathered
 from autopar.profiler.relinked import relinked
+from instances import cost, profile_of
 
 LAYERS = 8
 BATCH = 12

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.profile import Layer, Line, Profile, Tensor, Tied
@@ -21,6 +20,7 @@ from autopar.planner.costs.moments import held_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.buckets import bucket_limit_bytes, buckets
+from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 MIB = 2**20
 
@@ -184,7 +184,7 @@ def test_families_hold_every_divisor_once() -> None:
     assert {family.schedule for family in families(12, PlanOptions(schedule="gpipe"))} == {"gpipe"}
     assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
         "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
-        "(--cluster describes others)"
+        "(`cluster` describes others)"
     ]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from instances import random_cluster, random_profile
 
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Family, Placed
 from autopar.planner.costs.levels import Levels, Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.search.depths import depth_choices
+from instances import random_cluster, random_profile
+from oracles.exhaustive import everything
 
 
 def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> None:

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
@@ -16,6 +15,7 @@ from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 
 def _times(costs: CostModel, rows: tuple[int, ...]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
-from drawn import random_candidate, shares_of
-from instances import random_cluster, random_profile
-
 from autopar.planner import PlanOptions
 from autopar.planner.costs.flows import Exchange
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Divide, routes
+from drawn import random_candidate, shares_of
+from instances import random_cluster, random_profile
 
 
 def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:

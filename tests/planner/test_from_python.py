@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from instances import gpt_profile, local_cluster
 
 import autopar
 from autopar.errors import UsageError
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
 from autopar.planner.comparison import compare
+from instances import gpt_profile, local_cluster
 
 
 def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything, exhaust
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.search.best_first import Searched, search
@@ -23,6 +21,8 @@ from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import SuffixTables
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import everything, exhaust
 
 
 def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
@@ -73,7 +73,7 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(f
                 bounds.setdefault(candidate.micro_batches, []).append(bound(costs, candidate))
         for family in families(costs.batch, options):
             least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
-            stages = StageTables(costs, pool, family, options, apart=False, fineness=fineness)
+            stages = StageTables(costs, pool, family, options, fineness=fineness)
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
@@ -90,7 +90,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
         costs = CostModel(profile, cluster, options)
         pool = pool_of(costs, exact=True, use_all=False)
         for family in families(costs.batch, options):
-            stages = StageTables(costs, pool, family, options, apart=bool(seed % 2))
+            stages = StageTables(costs, pool, family, options, fineness=None if seed % 2 else FINE)
             alone = np.concatenate([stages.alone_s(first).min(axis=0) for first in range(stages.layers)])
             for cap_s in np.quantile(alone, [0.2, 0.6]) if len(alone) else ():
                 capped = Capped(stages, float(cap_s) + costs.profile.step_overhead_s)

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from instances import gpt_profile, local_cluster, random_profile
 
 from autopar.errors import FileError
 from autopar.formats.plan import SHARDS
@@ -14,6 +13,7 @@ from autopar.formats.profile import Profile, Tied
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.memory import Held, peak_of, state_of
 from autopar.planner.costs.model import CostModel
+from instances import gpt_profile, local_cluster, random_profile
 
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
 

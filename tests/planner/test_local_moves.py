@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -30,6 +29,7 @@ from autopar.planner.search.moves import (
     stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
 def _layout(rng: random.Random, layers: int, devices: int) -> Layout:
@@ -144,7 +144,7 @@ def test_compiled_layers_are_not_sharded_unasked_and_not_when_asked() -> None:
         profile = random_profile(seed, most_layers=5).model_copy(update={"compiled": True})
         made = plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3))
         assert {stage.shard for stage in made.stages} == {"none"}, f"seed {seed}"
-        with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with --shard none"):
+        with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with `shard='none'`"):
             plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3, shard="optimizer"))
 
 

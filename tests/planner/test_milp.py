@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
@@ -19,13 +18,14 @@ from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import Exhausted, exhaust
 from autopar.planner.milp.linear import Linear
 from autopar.planner.milp.programmed import Programmed, programmed
 from autopar.planner.milp.solver import SOLVERS, Failed, Solution, Solver
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import Exhausted, exhaust
 
 HIGHS, CBC = SOLVERS
 Answer = Callable[[Linear, float], Solution | Failed]
@@ -230,7 +230,7 @@ def _repeats() -> Answer:
 
 FAULTS: list[tuple[Answer, str]] = [
     (_crashes, "Odd failed: RuntimeError out of memory"),
-    (_dawdles, "Odd was not done within --solver-seconds 60"),
+    (_dawdles, "Odd was not done within `solver_seconds=60`"),
     (_boasts, "of a plan whose bound is"),
     (_overrates, "of a plan whose bound is"),
     (_denies, "it said that there is no plan, but there are"),
@@ -251,8 +251,8 @@ def test_a_solver_that_fails_leaves_the_plan_to_the_search(fault: Answer, note: 
     best, found = _programmed(costs, options, [Solver("Odd", fault)])
     assert best.found == expected.found
     assert note in found.notes[0]
-    assert found.notes[0].startswith("--solver milp: Odd ")
-    assert found.notes[0].endswith("the plan is that of --solver dp, 0.0% above its lower bound")
+    assert found.notes[0].startswith("`solver='milp'`: Odd ")
+    assert found.notes[0].endswith("the plan is that of `solver='dp'`, 0.0% above its lower bound")
     assert found.lower_bound_s == pytest.approx(expected.step_s)
 
 
@@ -267,7 +267,7 @@ def test_the_second_solver_is_asked_where_the_first_fails() -> None:
         assert len(found.notes) == 1
         assert found.notes[0].startswith("Odd failed: ")
     _, found = _programmed(costs, options, [Solver("Odd", _crashes), Solver("Even", _denies)])
-    assert found.notes[0].startswith("--solver milp: Odd failed: RuntimeError out of memory; Even failed: it said")
+    assert found.notes[0].startswith("`solver='milp'`: Odd failed: RuntimeError out of memory; Even failed: it said")
 
 
 def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
@@ -285,7 +285,7 @@ def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pyt
     hurried = plan(profile, cluster, PlanOptions(gpus=3, solver="milp", solver_seconds=1e-9))
     expected = plan(profile, cluster, PlanOptions(gpus=3))
     assert hurried.stages == expected.stages
-    assert "--solver-seconds 1e-09" in hurried.notes[0]
+    assert "`solver_seconds=1e-09`" in hurried.notes[0]
     monkeypatch.setitem(sys.modules, "pulp", None)
     without = plan(profile, cluster, PlanOptions(gpus=3, solver="milp"))
     assert without.stages == expected.stages
@@ -302,11 +302,11 @@ def test_a_solver_that_cannot_be_executed_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pulp, "listSolvers", lambda onlyAvailable: [])  # noqa: N803
     made = plan(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
     assert made.notes[0].startswith(
-        "--solver milp: HiGHS failed: it is not installed, or cannot be executed; CBC failed"
+        "`solver='milp'`: HiGHS failed: it is not installed, or cannot be executed; CBC failed"
     )
 
 
 def test_more_stages_than_a_program_takes_are_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.planner.milp.arcs.MOST_ARCS", 10)
     made = plan(gpt_profile(blocks=4), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
-    assert "stages to choose from; the plan is that of --solver dp" in made.notes[0]
+    assert "stages to choose from; the plan is that of `solver='dp'`" in made.notes[0]

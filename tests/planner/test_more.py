@@ -6,13 +6,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
 EXACT, USUAL = 0.001, 0.01

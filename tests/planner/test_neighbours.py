@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
-
 from autopar.formats.plan import Plan
 from autopar.formats.predicted import Alternative
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
+from oracles.exhaustive import everything
 
 MIB = 2**20
 
@@ -66,7 +65,7 @@ def test_a_gpts_neighbours_are_faster_first_and_few() -> None:
 def test_what_an_option_excludes_is_marked() -> None:
     made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, shard="none"))
     found = {each.name: each.excluded for each in made.alternatives}
-    assert found["sharded data parallelism"] == "--shard none"
+    assert found["sharded data parallelism"] == "`shard='none'`"
     assert found["pure data parallelism"] is None
 
 

@@ -6,9 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from drawn import random_candidate
-from hierarchies import hierarchy
-from instances import random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
@@ -17,12 +14,15 @@ from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import Exhausted, exhaust
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import groups_of
 from autopar.planner.search.best_first import Searched, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from drawn import random_candidate
+from hierarchies import hierarchy
+from instances import random_profile, two_kinds
+from oracles.exhaustive import Exhausted, exhaust
 
 SIZES = ([1, 2], [2, 2], [1, 1, 2], [3, 1], [2, 2, 2], [3, 2, 1], [1, 1, 1], [4, 2], [2, 1, 1])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -17,7 +16,8 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import families
 from autopar.planner.closest import closest
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import everything
 
 MIB = 2**20
 
@@ -36,14 +36,12 @@ def _remedies(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[
     return []
 
 
-def _options(flags: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for flag, value in re.findall(r"--([a-z-]+) (\S+)", flags):
-        name = flag.replace("-", "_")
-        if flag == "memory":
-            found["memory_bytes"] = parse_bytes(value, "--memory")
-        else:
-            found[name] = int(value) if value.isdigit() else value
+def _options(arguments: str) -> dict[str, Any]:
+    call = ast.parse(f"call({arguments.strip('`')})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    found = {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}
+    if "memory_bytes" in found:
+        found["memory_bytes"] = parse_bytes(found["memory_bytes"], "memory_bytes")
     return found
 
 
@@ -121,7 +119,7 @@ def test_a_layer_larger_than_any_device_is_named_and_no_number_of_devices_offere
     with pytest.raises(InfeasibleError) as caught:
         plan(profile, local_cluster(2), PlanOptions(gpus=2))
     assert "; layer h.0 alone fits no device; " in str(caught.value)
-    assert "--gpus" not in str(caught.value)
+    assert "gpus" not in str(caught.value)
     changes = _options(str(caught.value).rpartition("a plan fits with ")[2])
     assert changes["memory_bytes"] > 2**40
     assert plan(profile, local_cluster(2), PlanOptions(gpus=2, **changes)).predicted.step_s > 0

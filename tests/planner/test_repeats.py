@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from instances import random_cluster, random_profile
 
 from autopar.errors import InfeasibleError
 from autopar.formats.profile import Layer, Profile, Tensor, Tied
@@ -17,6 +16,7 @@ from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import Held, MemoryModel
 from autopar.planner.costs.repeats import Repeats
+from instances import random_cluster, random_profile
 
 
 def _plain(codes: Sequence[str], first: int, stop: int) -> int:

@@ -9,8 +9,6 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from chunked import OTHERS, halved, random_chunked, random_costs
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
@@ -24,6 +22,8 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.trials import Trials
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from chunked import OTHERS, halved, random_chunked, random_costs
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
 
@@ -183,10 +183,10 @@ def test_stages_that_do_not_suit_a_schedule_are_refused(options: PlanOptions, me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1f1b", "chunks": 2}, "--chunks must be left out but with --schedule interleaved, found 2"),
-        ({"schedule": "interleaved", "chunks": 1}, "--chunks must be at least 2, found 1"),
-        ({"schedule": "zb-h1", "solver": "milp"}, "--solver milp knows gpipe and 1f1b only, not zb-h1"),
-        ({"schedule": "zb"}, "--schedule must be one of auto, gpipe, 1f1b, interleaved"),
+        ({"schedule": "1f1b", "chunks": 2}, "`chunks` must be left out but with `schedule='interleaved'`, found 2"),
+        ({"schedule": "interleaved", "chunks": 1}, "`chunks` must be at least 2, found 1"),
+        ({"schedule": "zb-h1", "solver": "milp"}, "`solver='milp'` knows gpipe and 1f1b only, not zb-h1"),
+        ({"schedule": "zb"}, "`schedule` must be one of auto, gpipe, 1f1b, interleaved"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:

@@ -6,18 +6,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import Exhausted, exhaust
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.best_first import Searched, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import Exhausted, exhaust
 
 INSTANCES = 1000
 

@@ -6,8 +6,6 @@ import random
 from itertools import pairwise
 
 import pytest
-from drawn import random_candidate
-from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
@@ -18,6 +16,8 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.shares import shares_of
 from autopar.planner.simulator.simulate import skeleton, trace
 from autopar.schedules.expand import expand
+from drawn import random_candidate
+from instances import random_cluster, random_profile
 
 
 def _timeline(seed: int) -> Timeline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
@@ -14,6 +13,7 @@ from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simplicity import simplicity, straddling
+from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 
 def _widths(made: Plan) -> set[tuple[object, ...]]:
@@ -33,7 +33,7 @@ def test_the_plan_is_within_one_percent_of_the_fastest_and_no_harder_to_use() ->
         if own < other:
             simpler += 1
             assert (
-                any("--exact plans it" in note for note in made.notes)
+                any("`exact=True` plans it" in note for note in made.notes)
                 or made.predicted.step_s == exact.predicted.step_s
             )
     assert simpler >= 5
@@ -50,7 +50,7 @@ def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() 
         if len(_widths(made)) > 1:
             row = next(each for each in made.alternatives if each.name == "equal widths")
             assert row.step_s is not None
-            assert any("--equal-widths plans them" in note for note in made.notes)
+            assert any("`equal_widths=True` plans them" in note for note in made.notes)
             compared += 1
         assert equal.predicted.step_s >= equal.predicted.lower_bound_s
     assert compared >= 3
@@ -58,7 +58,7 @@ def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() 
 
 def test_what_equal_widths_contradict_is_refused_and_what_does_not_fit_is_said() -> None:
     for asked in ({"stages": "0-6:1,7-13:1"}, {"gap": 0.0}, {"solver": "milp"}):
-        with pytest.raises(UsageError, match="--equal-widths does not go with"):
+        with pytest.raises(UsageError, match="`equal_widths` does not go with"):
             PlanOptions(equal_widths=True, **asked)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError):
         plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, memory_bytes=2**20, equal_widths=True))

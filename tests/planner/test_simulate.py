@@ -9,8 +9,6 @@ import time
 from itertools import pairwise
 
 import pytest
-from drawn import random_candidate
-from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
@@ -25,6 +23,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
+from drawn import random_candidate
+from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 Times = dict[tuple[int, int], float]
 # The package's function of the same name hides the module.

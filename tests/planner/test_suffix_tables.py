@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from hierarchies import hierarchy
-from instances import random_cluster, random_profile
 
 from autopar.planner.bounds.chain import bound
 from autopar.planner.bounds.work import work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.search.tables import StageTables, SuffixTables
+from hierarchies import hierarchy
+from instances import random_cluster, random_profile
+from oracles.exhaustive import everything
 
 Key = tuple[int, int, str, int, str, str]
 

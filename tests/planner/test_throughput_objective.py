@@ -9,7 +9,6 @@ from math import gcd
 from pathlib import Path
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -23,6 +22,7 @@ from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions
 from autopar.runtime.scope import check_scope
 from autopar.schedules.route import routes
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
 def _everything(
@@ -231,9 +231,9 @@ def test_a_plan_of_an_asynchronous_pipeline_says_what_it_is_and_is_neither_simul
     # The reduction of the parameter that embedding and head share is not in the tables.
     assert 0 < made.predicted.lower_bound_s <= made.predicted.step_s
     assert any(note.startswith("bound by ") for note in made.notes)
-    with pytest.raises(UsageError, match="asynchronous pipeline; plan with --objective step or cost: the simulator"):
+    with pytest.raises(UsageError, match="asynchronous pipeline; plan with `objective='step'` or cost: the simulator"):
         simulate(made, profile, cluster)
-    with pytest.raises(UsageError, match="asynchronous pipeline; plan with --objective step or cost: `autopar run`"):
+    with pytest.raises(UsageError, match="asynchronous pipeline; plan with `objective='step'` or cost: `autopar run`"):
         check_scope(made)
 
 
@@ -242,9 +242,9 @@ def test_what_fits_no_memory_and_what_contradicts_is_said() -> None:
     with pytest.raises(InfeasibleError, match="no asynchronous pipeline of 14 layers fits 2 devices"):
         plan(profile, cluster, PlanOptions(objective="throughput", memory_bytes=1000))
     for name, value in (("micro_batches", 2), ("shard", "none"), ("schedule", "gpipe"), ("min_stages", 2)):
-        with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} does not go with --objective throughput"):
+        with pytest.raises(UsageError, match=f"^`{name}` does not go with `objective='throughput'`"):
             plan(profile, cluster, PlanOptions(objective="throughput", **{name: value}))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="--objective must be one of step, throughput, cost, pipedream, piper"):
+    with pytest.raises(UsageError, match="`objective` must be one of step, throughput, cost;"):
         PlanOptions(objective="speed")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="narrow it with fewer --gpus"):
+    with pytest.raises(UsageError, match="narrow it with fewer `gpus`"):
         plan(profile, local_cluster(600), PlanOptions(objective="throughput"))

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_profile
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
@@ -16,6 +15,7 @@ from autopar.hardware.gpus import GPUS
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
+from instances import gpt_profile, local_cluster, random_profile
 
 
 def on(*names: str) -> Profile:
@@ -79,8 +79,8 @@ def test_one_known_kind_on_another_is_refused_with_remedies_that_work(profiled: 
     assert "\n" not in text
     with pytest.raises(UsageError, match=re.escape(text)):
         compare(profile, cluster)
-    typed = re.search(r"--times-of (\S+)", text)
-    device = re.search(r"profile with --device (\S+),", text)
+    typed = re.search(r"`times_of='(\S+)'`", text)
+    device = re.search(r"profile with `device='(\S+)'`,", text)
     assert typed is not None
     assert device is not None
     found = plan(profile, cluster, PlanOptions(times_of=typed[1]))
@@ -90,7 +90,7 @@ def test_one_known_kind_on_another_is_refused_with_remedies_that_work(profiled: 
     assert compare(profile, cluster, PlanOptions(times_of=typed[1])).plan.times_of == profiled
     if device[1] not in ("cpu", "cuda"):
         assert plan(on(*device[1].split(",")), cluster).times_of is None
-    with pytest.raises(UsageError, match="--times-of"):
+    with pytest.raises(UsageError, match="`times_of="):
         simulate(found.model_copy(update={"times_of": None}), profile, cluster)
 
 
@@ -110,7 +110,7 @@ def test_a_name_that_no_table_knows_is_taken_with_a_note(profiled: str, planned:
     assert f"the profile is of {profiled}, but the cluster has {planned}: times are {profiled}'s" in found.notes
     meant = plan(on(profiled), of(planned), PlanOptions(times_of=profiled))
     assert meant.times_of == profiled
-    assert f"times of {profiled} stand for {planned}, as asked (--times-of)" in meant.notes
+    assert f"times of {profiled} stand for {planned}, as asked (`times_of`)" in meant.notes
     assert meant.predicted == found.predicted
 
 
@@ -129,7 +129,7 @@ def test_of_several_kinds_the_one_that_is_named_stands_for_what_is_missing() -> 
 def test_a_stand_in_beside_the_kind_that_it_is_of_stays_a_kind_of_its_own() -> None:
     profile, cluster = on("H100"), of("H100", "A100", "V100")
     with pytest.raises(
-        FileError, match=r"\$\.devices\[1\]\.type: the profile has no costs for 'A100'.*--times-of H100"
+        FileError, match=r"\$\.devices\[1\]\.type: the profile has no costs for 'A100'.*`times_of='H100"
     ):
         plan(profile, cluster)
     options = PlanOptions(times_of="H100", pin=("h.0 on V100",))
@@ -147,7 +147,7 @@ def test_a_kind_that_stands_for_nothing_or_that_the_profile_lacks_is_refused() -
     for times_of, cluster, message in [
         ("H100", of("H100", "H100"), "the profile has times of all devices to plan for (H100); leave it out"),
         ("cuda", of("cuda"), "leave it out"),
-        ("V100", of("A100"), "--times-of 'V100': the profile has times of H100-SXM only; name one of them"),
+        ("V100", of("A100"), "`times_of='V100'`: the profile has times of H100-SXM only; name one of them"),
         ("", of("A100"), "name one of them"),
         ("cpu", of("A100"), "name one of them"),
     ]:
@@ -155,15 +155,15 @@ def test_a_kind_that_stands_for_nothing_or_that_the_profile_lacks_is_refused() -
             with pytest.raises(UsageError) as caught:
                 ask(on("H100"), cluster, PlanOptions(times_of=times_of))
             assert message in str(caught.value)
-    with pytest.raises(UsageError, match="'cuda': the profile has times of H100-SXM and V100-SXM2-32G only"):
+    with pytest.raises(UsageError, match="`times_of='cuda'`: the profile has times of H100-SXM and V100-SXM2-32G only"):
         plan(on("H100", "V100"), of("A100"), PlanOptions(times_of="cuda"))
 
 
-@pytest.mark.parametrize("objective", ["step", "throughput", "pipedream"])
+@pytest.mark.parametrize("objective", ["step", "throughput"])
 def test_every_objective_refuses_and_records(objective: str) -> None:
     profile, cluster = on("H100"), of("A100", "A100")
     options = PlanOptions(objective=objective)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="plan with --times-of H100-SXM"):
+    with pytest.raises(UsageError, match="plan with `times_of='H100-SXM'`"):
         plan(profile, cluster, options)
     assert plan(profile, cluster, replace(options, times_of="H100")).times_of == "H100"
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from instances import random_cluster, random_profile
 
 from autopar.planner.bounds.chain import bound, round_trips
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
+from autopar.planner.search.choices import FINE
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 from autopar.planner.search.trips import Trips
+from instances import random_cluster, random_profile
+from oracles.exhaustive import everything
 
 
 def _instance(seed: int) -> tuple[CostModel, PlanOptions]:
@@ -36,7 +37,7 @@ def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
         for family in families(costs.batch, options):
             mine = plans.get(family.micro_batches, [])
             pool = pool_of(costs, exact=True, use_all=False)
-            stages = StageTables(costs, pool, family, options, apart=apart)
+            stages = StageTables(costs, pool, family, options, fineness=None if apart else FINE)
             if not mine or not stages.chain:
                 continue
             trips = Trips(stages, States(stages), options)

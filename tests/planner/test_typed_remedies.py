@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from instances import random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile, Writes
+from instances import random_cluster, random_profile, two_kinds
 
 Run = Callable[..., tuple[int, str, str]]
 SWITCHES = ("--use-all",)

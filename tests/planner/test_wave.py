@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drawn import long_candidate, random_candidate
-from instances import random_cluster, random_profile
 
 from autopar.formats.cluster import Cluster
 from autopar.planner import PlanOptions
@@ -19,6 +17,8 @@ from autopar.planner.simulator import wave as waving
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run, skeleton
 from autopar.planner.simulator.wave import ABSENT_S, Wave, applies, ride, wave_of
+from drawn import long_candidate, random_candidate
+from instances import random_cluster, random_profile
 
 
 def _drawn(seed: int) -> tuple[Simulator, Candidate, Durations]:

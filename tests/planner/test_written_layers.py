@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
@@ -15,10 +14,11 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import families
 from autopar.planner.comparison import compare
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import exhaust
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
+from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from oracles.exhaustive import exhaust
 
 INSTANCES = 60
 BUFFER, PARAMETER, STATE, INPUT = (
@@ -81,11 +81,10 @@ def test_an_exact_search_finds_the_oracles_step_where_layers_have_one_replica() 
     assert differing >= INSTANCES / 6
 
 
-@pytest.mark.parametrize("solver", ["milp", "exhaustive"])
-def test_other_solvers_keep_to_one_replica(solver: str) -> None:
+def test_the_mixed_integer_program_keeps_to_one_replica() -> None:
     writes = {1: BUFFER}
     profile = written(gpt_profile(blocks=1, batch=4), writes)
-    found = plan(profile, local_cluster(3), PlanOptions(gpus=3, gap=0.0, solver=solver, micro_batches=2))  # type: ignore[arg-type]
+    found = plan(profile, local_cluster(3), PlanOptions(gpus=3, gap=0.0, solver="milp", micro_batches=2))
     assert singles(found, writes, profile) == [1]
 
 
@@ -99,7 +98,7 @@ def test_plans_say_why_a_layer_has_one_replica_and_dictated_ones_are_refused(sch
     assert any("layer h.4 is not recomputed, since its forward changes the parameter p" in note for note in found.notes)
     chunked = schedule == "interleaved"
     stages = "0-3:2,4-6:2,7-9:2,10-13:2" if chunked else "0-3:2,4-13:1"
-    with pytest.raises(UsageError, match=r"--stages: layer h.2 has one replica.*--replicate-state first or average"):
+    with pytest.raises(UsageError, match=r"`stages`: layer h.2 has one replica.*`replicate_state='first'` or average"):
         plan(profile, cluster, PlanOptions(schedule=schedule, stages=stages))
     for row in found.alternatives:
         if "data parallelism" in row.name:
@@ -119,7 +118,7 @@ def test_replicas_that_are_asked_for_are_planned_and_recorded_but_never_of_param
     for kind in (PARAMETER, STATE):
         with pytest.raises(UsageError, match="has one replica"):
             plan(written(gpt_profile(), {3: kind}), cluster, replace(stages, replicate_state="first"))
-    with pytest.raises(UsageError, match="--replicate-state must be first or average"):
+    with pytest.raises(UsageError, match="`replicate_state` must be first or average"):
         PlanOptions(replicate_state="last")  # type: ignore[arg-type]
 
 

@@ -161,7 +161,7 @@ def test_layers_that_are_measured_one_at_a_time_are_not_compiled(
     path.write_text(CHAIN)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
     options = ProfileOptions(batch=2, device="cpu", compile=True)
-    with pytest.raises(UsageError, match=r"^--compile: .*model\.py is larger than memory, .*leave the option out$"):
+    with pytest.raises(UsageError, match=r"^`compile`: .*model\.py is larger than memory, .*leave the option out$"):
         measured(prepare(load(str(path)), options), options)
 
 
@@ -188,7 +188,7 @@ def test_a_device_without_room_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     options = ProfileOptions(batch=2, device="cpu")
     subject = prepare(load(str(path)), options)
     monkeypatch.setitem(inspect.unwrap(measured).__globals__, "measure", full)
-    with pytest.raises(UsageError, match=r"^--batch 2: .* more memory than the device has; give less.*$"):
+    with pytest.raises(UsageError, match=r"^`batch=2`: .* more memory than the device has; give less.*$"):
         measured(subject, options)
 
 
@@ -196,5 +196,5 @@ def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: py
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 500)
-    with pytest.raises(UsageError, match="--batch 16: so many samples of"):
+    with pytest.raises(UsageError, match="`batch=16`: so many samples of"):
         prepare(load(str(path)), ProfileOptions(batch=16, device="cpu"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from autopar.capture import load
-from autopar.cli.estimating import calibrated, estimated
 from autopar.errors import FileError
+from autopar.estimates import calibrated, estimated
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner.costs.model import CostModel

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-
 from capture_zoo import build
 
 from autopar.capture import LayerGraph, capture_module, named_tensors

@@ -79,13 +79,13 @@ def test_a_fit_has_no_negative_part(
 @pytest.mark.parametrize("option", ["batch", "threads"])
 @pytest.mark.parametrize("value", [0, 2**31, 2**40])
 def test_numbers_that_nothing_is_measured_with_are_refused(option: str, value: int) -> None:
-    with pytest.raises(UsageError, match=f"--{option} must be .* found {value}"):
+    with pytest.raises(UsageError, match=f"`{option}` must be .* found {value}"):
         ProfileOptions(**{option: value})  # type: ignore[arg-type]
 
 
 def test_a_type_that_autocast_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(computing.__globals__["_KINDS"], "fp16", torch.float64)
-    with pytest.raises(UsageError, match="--precision fp16: autocast on cpu does not compute in float64"):
+    with pytest.raises(UsageError, match="`precision='fp16'`: autocast on cpu does not compute in float64"):
         computing("fp16", CPU)
 
 
@@ -95,7 +95,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: missing)
     with (
-        pytest.raises(UsageError, match=r"--compile: torch.compile does not work here \(no g\+\+\); install"),
+        pytest.raises(UsageError, match=r"`compile`: torch.compile does not work here \(no g\+\+\); install"),
         compiling(CPU),
     ):
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_zoo import build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-
-from capture_zoo import build
 
 from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
 from autopar.errors import CaptureError, UsageError

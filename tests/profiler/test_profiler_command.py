@@ -152,7 +152,7 @@ def test_links_of_an_earlier_profile_are_replaced(folder: Path, text: str) -> No
 
 
 def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cli.profile._ranks", lambda asked, gpus: 1)
+    monkeypatch.setattr("autopar.cli.profile._local_ranks", lambda here, asked: 1)
     (folder / "cluster.json").write_text(links("local"))
     result = run("model.py", "--batch", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -169,5 +169,5 @@ def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(f
     result = run("model.py", "--batch", "2", "--device", "A100")
     assert isinstance(result.exception, UsageError), result.output
     message = str(result.exception)
-    assert message.startswith("--device A100-SXM-80G: the parameters of model.py are float64, and no rate of A100")
+    assert message.startswith("`device='A100-SXM-80G'`: the parameters of model.py are float64, and no rate of A100")
     assert message.endswith("build them in float32, or profile on a device that is there")

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from capture_zoo import build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-
-from capture_zoo import build
 
 from autopar.capture import capture_module, materialize, named_tensors
 from autopar.capture.batch import StepModule

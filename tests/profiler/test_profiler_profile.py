@@ -89,7 +89,7 @@ def test_the_layers_times_add_up_to_a_whole_step_roughly(model_file: Path) -> No
 def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path) -> None:
     text = model_file.read_text().replace("return nn.functional.cross_entropy(output, batch[1])", "return output.std()")
     model_file.write_text(text)
-    with pytest.raises(ModelError, match=r"no mean over samples, .* --micro-batches 1"):
+    with pytest.raises(ModelError, match=r"no mean over samples, .* `micro_batches=1`"):
         profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.1, accept_loss=True)
     assert (profile(load(str(model_file)), options).loss_difference or 0) > 0.001

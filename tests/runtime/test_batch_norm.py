@@ -103,7 +103,7 @@ def test_a_single_value_per_channel_is_refused_as_torch_refuses_it(tmp_path: Pat
 def test_a_model_without_batch_normalisation_is_refused(tmp_path: Path) -> None:
     model, graph, state = _captured("everything")
     plan = _plan("everything", widths=(1,), micro_batches=1, rows=2)
-    with pytest.raises(UsageError, match="--sync-batch-norm: the model has no batch normalisation"):
+    with pytest.raises(UsageError, match="`sync_batch_norm`: the model has no batch normalisation"):
         train_in_threads(plan, graph, model, state, tmp_path, 1, SYNCED)
 
 

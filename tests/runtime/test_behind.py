@@ -194,5 +194,5 @@ def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
     error = executor._placed(torch.OutOfMemoryError(text), Action("F", 1, 3))
     assert str(error) == (
         "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-        "79.15 GiB of which 1.50 GiB is free; plan with a smaller --memory"
+        "79.15 GiB of which 1.50 GiB is free; plan with a smaller `memory_bytes`"
     )

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import UsageError
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.expand import expand
+from harness.in_process import Exchange, InProcessTransport
 
 MODELS = Path(__file__).parent / "models"
 MICRO_BATCHES, ROWS, STEPS = 2, 4, 3
@@ -114,12 +114,12 @@ def test_a_layer_that_does_not_compile_is_named_and_run_as_it_is(monkeypatch: py
 
 
 def test_halves_of_backwards_are_not_compiled() -> None:
-    with pytest.raises(UsageError, match=r"--compile: the program \(schedule zb-v\) runs backwards in halves"):
+    with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
         _job(MODELS / "small_normed.py", TrainSettings(compile=True), schedule="zb-v", chunks=2)
 
 
 def test_sharded_layers_are_not_compiled() -> None:
-    with pytest.raises(UsageError, match="--compile: sharded layers are not compiled"):
+    with pytest.raises(UsageError, match="`compile`: sharded layers are not compiled"):
         _job(MODELS / "small_normed.py", TrainSettings(compile=True), width=2, shard="parameters")
 
 

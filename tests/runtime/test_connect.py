@@ -82,10 +82,10 @@ def test_all_that_a_program_uses_is_made_and_nothing_else(plan: Plan) -> None:
 
 
 def test_ranks_that_have_one_gpu_are_named_unless_they_are_to_share_it() -> None:
-    with pytest.raises(UsageError, match=r"ranks 0, 2 have the same GPU; .* --share-gpus"):
+    with pytest.raises(UsageError, match=r"ranks 0, 2 have the same GPU; .* `share_gpus=True`"):
         each_its_own(["GPU-a", "GPU-b", "GPU-a"], share=False)
     model, graph, _ = captured("everything")
-    with pytest.raises(UsageError, match="--share-gpus: the plan is for CPUs"):
+    with pytest.raises(UsageError, match="`share_gpus`: the plan is for CPUs"):
         check_sharing(dictate(graph, model, (1, 1), 2, 4))
 
 

@@ -17,11 +17,11 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.copies import CudaCopies
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import Job
 from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.expand import expand
+from harness.in_process import Exchange, InProcessTransport
 
 __all__ = ["cases", "dropout"]
 

@@ -17,13 +17,13 @@ from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights, workspace
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.initial import given_names, made_by_module
 from autopar.runtime.job import Job
 from autopar.runtime.saving import write_stages
 from autopar.runtime.seeds import seed_data
 from autopar.runtime.workspace import Workspace
 from autopar.schedules.expand import expand
+from harness.in_process import Exchange, InProcessTransport
 
 WIDTH, BLOCKS = 96, 6
 MODEL = f"""

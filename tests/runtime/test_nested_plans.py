@@ -132,3 +132,32 @@ def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(
         before = capture(user, user.build(0))
     assert before.layers[0].name == "stem"
     check(user, dictate(before, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+
+
+WITH_PLUS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"a+b": nn.Linear(6, 6), "c": nn.Linear(6, 6)})
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.norm(F.dropout(x, 0.1))
+        x = F.dropout(self.parts["c"](x), 0.2)
+        x = self.parts["a+b"](x)
+        return self.head(F.dropout(self.norm(x), 0.3))
+"""
+
+
+def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainly(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WITH_PLUS + FILE[FILE.index("\n\ndef model()") :])
+    user = load(str(tmp_path / "model.py"))
+    graph = capture(user, user.build(0))
+    names = [layer.name for layer in graph.layers]
+    assert names == ["norm+parts.c", "parts.a+b+norm@2", "head"]
+    check(user, dictate(graph, user, [1, 1], 3, 4, cuts=[1]), tmp_path)

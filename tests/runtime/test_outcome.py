@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.cli.comparing import planned_times
 from autopar.formats.own_times import compared
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
+from autopar.recalibration import planned_times
 from autopar.runtime.outcome import outcome_of
 from autopar.runtime.result import RankResult
 from autopar.schedules import SCHEDULES

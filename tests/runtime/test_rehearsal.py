@@ -127,6 +127,6 @@ def test_a_model_larger_than_memory_is_rehearsed(tmp_path: Path) -> None:
     path.write_text(LARGE)
     user = load(str(path))
     plan = dictate(capture(user, user.build(0, hollow=True)), user, (1, 1), micro_batches=2, rows=2)
-    peaks = rehearse_model(plan, str(path), None, lambda what: None)
+    peaks = rehearse_model(plan, str(path), None)
     # Parameters, gradients, two sets of states, and the optimizer's workspace.
     assert min(peaks) > 4 * 32 * 2**30

@@ -101,7 +101,7 @@ def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
 
 def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
     model, (batch,) = make_model(), batches(1)
-    with pytest.raises(FileError, match=r"no mean over samples.* \(accept_loss=True\)"):
+    with pytest.raises(FileError, match=r"no mean over samples.* `accept_loss=True`"):
         autopar.materialize(model, planned([1]), batch, loss=contrastive)
     with autopar.materialize(model, planned([1]), batch, loss=contrastive, accept_loss=True) as job:
         job.step(batch)
@@ -194,7 +194,9 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
         optimizer.step()
     found = re.search(r"epoch 0: loss (\S+), evaluated (\S+),", done.stdout)
     assert found is not None
-    assert float(found[1]) == pytest.approx(value.item(), rel=1e-3)
+    # In single precision one ReLU's input rounds to either side of zero, as the micro-batches are summed: the last
+    # loss is 0.14198 or 0.14310 in plain training, too, whole or in micro-batches.
+    assert float(found[1]) == pytest.approx(value.item(), rel=2e-2)
     model.load_state_dict(weights.read(tmp_path / "trained", model.state_dict()))
     samples = next(iter(DataLoader(example.dataset(), 200)))
     assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)

@@ -342,7 +342,7 @@ def test_an_optimizer_that_cannot_step_parts_is_refused_before_training(
     text = (MODELS / "dropout.py").read_text().replace("SGD(parameters, lr=0.1, momentum=0.9)", made)
     case = _case(tmp_path / "whole.py", text)
     plan = dictate(case.graph, case.model, (2, 1), 2, 4, shard=level)
-    with pytest.raises(UsageError, match=r"whole.py cannot step stages that are sharded: its step .* --shard none"):
+    with pytest.raises(UsageError, match=r"whole.py cannot step stages that are sharded: its step .* `shard='none'`"):
         run(plan, str(case.file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
     assert not (tmp_path / "saved").exists()
 
@@ -351,10 +351,10 @@ def test_what_cannot_be_offloaded_is_refused(cases: dict[str, Case]) -> None:
     case = cases["dropout"]
     options = RunOptions(settings=TrainSettings(cpu_offload=True))
     sharded = dictate(case.graph, case.model, (2,), 2, 4, shard="parameters")
-    with pytest.raises(UsageError, match="--cpu-offload: the plan is for CPUs"):
+    with pytest.raises(UsageError, match="`cpu_offload`: the plan is for CPUs"):
         run(sharded, str(case.file), options)
     whole = dictate(case.graph, case.model, (2,), 2, 4).model_copy(update={"device_type": "cuda"})
-    with pytest.raises(UsageError, match="--cpu-offload: no stage of the plan is sharded"):
+    with pytest.raises(UsageError, match="`cpu_offload`: no stage of the plan is sharded"):
         run(whole, str(case.file), options)
 
 

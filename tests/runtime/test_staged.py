@@ -21,10 +21,10 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.staged import StagedTransport
 from autopar.runtime.transport import Pending, Transport
 from autopar.runtime.workspace import Workspace
+from harness.in_process import Exchange, InProcessTransport
 
 MODELS = Path(__file__).parent / "models"
 
@@ -110,7 +110,7 @@ def test_a_lost_peer_is_found_by_who_waits_and_sharding_is_refused() -> None:
     transport = StagedTransport(Broken(), FakeCopies())  # type: ignore[arg-type]
     with pytest.raises(PeerLostError, match="gone"):
         transport.send(torch.zeros(1), 1).wait()
-    with pytest.raises(UsageError, match=r"ranks 0, 1 shard, .*plan with --shard none"):
+    with pytest.raises(UsageError, match=r"ranks 0, 1 shard, .*plan with `shard='none'`"):
         transport.mesh((0, 1))
 
 

@@ -227,7 +227,7 @@ def test_a_step_that_takes_all_parameters_together_is_refused_where_ranks_hold_s
     text: str, said: str, tmp_path: Path
 ) -> None:
     file, plan = _planned(tmp_path, text, (1, 1))
-    with pytest.raises(UsageError, match=rf"the optimizer's step {said}.* 2 groups of devices.* --max-stages 1"):
+    with pytest.raises(UsageError, match=rf"the optimizer's step {said}.* 2 groups of devices.* `max_stages=1`"):
         run(plan, str(file), RunOptions(steps=1))
 
 

@@ -193,5 +193,5 @@ def scheduler(optimizer):
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_norm_to_clip_to_is_positive(value: float) -> None:
-    with pytest.raises(UsageError, match="--clip-norm must be positive"):
+    with pytest.raises(UsageError, match="`clip_norm` must be positive"):
         TrainSettings(clip_norm=value)

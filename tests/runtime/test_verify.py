@@ -70,7 +70,7 @@ def planned(folder: Path, source: str, widths: Sequence[int] = WIDTHS, **options
 
 
 def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verified:
-    return verify(plan, plan.model.source, None, steps, 60.0, lambda what: None, pool)
+    return verify(plan, plan.model.source, None, steps, 60.0, pool=pool)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

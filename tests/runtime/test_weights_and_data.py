@@ -174,7 +174,7 @@ def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
     model = load(str(MODELS / "dropout.py"))
     graph = capture(model, model.build(0))
     plan = dictate(graph, model, [1], 2, 51)
-    said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass --last pad"
+    said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass `last='pad'`"
     with pytest.raises(FileError, match=said):
         ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
 

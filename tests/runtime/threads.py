@@ -20,7 +20,6 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.in_process import Exchange, InProcessTransport
 from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.segment import Segment
 from autopar.runtime.settings import TrainSettings
@@ -28,6 +27,7 @@ from autopar.runtime.transport import Transport
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
+from harness.in_process import Exchange, InProcessTransport
 
 Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)
 

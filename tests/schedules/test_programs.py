@@ -144,8 +144,10 @@ def test_more_in_flight_than_the_plan_allows_is_refused() -> None:
 def test_a_later_stage_that_waits_for_more_than_an_earlier_one_sends_is_a_deadlock() -> None:
     shallow, deep = _two_stages(4, [1, 1]), _two_stages(4, [3, 3])
     mixed = Program((expand(shallow).ranks[0], expand(deep).ranks[1]))
-    with pytest.raises(ProgramError, match=r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1"):
+    with pytest.raises(ProgramError, match=r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1") as caught:
         check(mixed, deep)
+    ring = "; rank 0 waits for rank 1 at RG0@0<1@1; rank 1 waits for rank 0 at R1@1<0@0"
+    assert str(caught.value).endswith(ring)
 
 
 def test_messages_in_another_order_than_they_are_received_are_refused() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 from autopar.formats.cluster import Cluster, Device
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.prices import Prices
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from hierarchies import hierarchy
 from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile, two_kinds
 
 __all__ = [
     "cost",
     "gpt_profile",
+    "hierarchy",
     "local_cluster",
     "nodes_of",
     "prices_of",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
 import pytest
-from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
+from priced import gpt_profile, hierarchy, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster, Link
 from autopar.planner.costs.memory import Held
@@ -293,3 +293,28 @@ def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
     dealt = [(each.allocation.policy, len(each.allocation.workers)) for each in given]
     # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
     assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
+
+
+def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
+    several = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
+        cluster = hierarchy(seed, sizes, racks=rng.randint(1, 3))
+        profile = random_profile(seed, most_layers=4)
+        if seed % 3 == 0:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=sum(sizes)))
+        devices = rng.sample(range(sum(sizes)), rng.randint(1, sum(sizes)))
+        _, sorts = makeup_of(costs, devices)
+        assert sorted(device for sort in sorts for device in sort) == sorted(devices)
+        sort_of = {device: at for at, sort in enumerate(sorts) for device in sort}
+        for one, other in combinations(devices, 2):
+            others = (each for each in devices if each not in (one, other))
+            alike = costs.kind_of[one] == costs.kind_of[other] and all(
+                costs.links.level((one, each)) == costs.links.level((other, each)) for each in others
+            )
+            assert alike == (sort_of[one] == sort_of[other]), f"seed {seed}"
+        assert all(sort == sorted(sort, key=devices.index) for sort in sorts)
+        several += len(sorts) > 1
+    assert several > 60

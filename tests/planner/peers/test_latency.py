@@ -13,11 +13,11 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
-from autopar.planner.exhaustive import everything
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.latency import latency_s, pivots
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.one_forward_one_backward import warmups
+from oracles.exhaustive import everything
 
 
 def _column(*values: float) -> np.ndarray:

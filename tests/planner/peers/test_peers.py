@@ -129,7 +129,7 @@ def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_s
 def test_asked_micro_batches_are_kept_and_refused_where_they_do_not_divide_the_batch() -> None:
     _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=8))
     assert {peer.candidate.micro_batches for peer in found.values() if peer.candidate is not None} == {8}
-    with pytest.raises(UsageError, match="--micro-batches 5 does not divide the batch 16"):
+    with pytest.raises(UsageError, match="`micro_batches=5` does not divide the batch 16"):
         _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=5))
 
 

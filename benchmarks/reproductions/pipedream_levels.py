@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.objectives.pipedream_graph import Numbers, PipeDreamGraph
+from reproductions.pipedream_graph import Numbers, PipeDreamGraph
 
 __all__ = ["Level", "LevelStage", "LevelTable", "data_parallel_s", "layer_seconds"]
 

@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
-from autopar.planner.objectives.pipedream import PipeDreamPlan, pipedream_plan
+from reproductions.pipedream import PipeDreamPlan, pipedream_plan
 
 NODE, NETWORK = 7e9, 2e9
 
@@ -185,9 +185,9 @@ def test_devices_that_do_not_help_stay_idle() -> None:
 
 def test_nodes_of_unequal_size_are_refused_with_what_would_do() -> None:
     profile = _random_profile(1)
-    with pytest.raises(UsageError, match=r"on nodes of 4, 2; use --gpus 4"):
+    with pytest.raises(UsageError, match=r"on nodes of 4, 2; use `gpus=4`"):
         pipedream_plan(profile, _cluster(2, 4), gpus=6)
-    with pytest.raises(InfeasibleError, match=r"--gpus 9: .* has 8 devices"):
+    with pytest.raises(InfeasibleError, match=r"`gpus=9`: .* has 8 devices"):
         pipedream_plan(profile, _cluster(2, 4), gpus=9)
 
 

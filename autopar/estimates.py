@@ -1,16 +1,16 @@
-"""Profiles of GPUs that are not there, with constants fitted to measured runs where the user has some."""
+"""Estimates: profiles of GPUs that are not there, with constants fitted to runs that were measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
+    from autopar.capture import UserModel
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
     from autopar.hardware.gpus import Gpu
@@ -21,10 +21,103 @@ if TYPE_CHECKING:
     from autopar.profiler.options import ProfileOptions
     from autopar.profiler.runs import MeasuredRun
     from autopar.profiler.subject import Subject
+    from autopar.progress import Progress
 
-__all__ = ["calibrated", "estimated"]
+__all__ = ["DeviceKinds", "calibrated", "check_kinds", "device_kinds", "estimated", "node_of", "profile_kinds"]
 
 GPUS_PER_NODE = 8
+
+
+class DeviceKinds(NamedTuple):
+    """The kinds of devices that a profile is asked for."""
+
+    here: str | None
+    """What is measured: ``auto``, ``cpu`` or ``cuda``; None: nothing is."""
+    gpus: tuple[Gpu, ...]
+    """Those that are not there, for which all is estimated."""
+
+
+def device_kinds(device: str) -> DeviceKinds:
+    """Return what ``--device`` names.
+
+    Raises:
+        UsageError: a GPU is not known, a kind is named twice, or kinds do not go together.
+    """
+    names = [name.strip() for name in device.split(",")]
+    here = [name for name in names if name in ("auto", "cpu", "cuda")]
+    gpus = tuple(_gpu(device, name) for name in names if name not in here)
+    if len(names) == 1 and here:
+        return DeviceKinds(here[0], ())
+    if here not in ([], ["cuda"]):
+        raise UsageError(
+            f"`device={device!r}`: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most "
+            "is measured here; name GPUs, and cuda for the one of this machine"
+        )
+    if len({gpu.name for gpu in gpus}) < len(gpus):
+        raise UsageError(f"`device={device!r}`: the same GPU is named twice; name every kind once")
+    return DeviceKinds(here[0] if here else None, gpus)
+
+
+def check_kinds(device: str, kinds: DeviceKinds, threads: int | None, compiled: bool, runs: Path | None) -> None:
+    """Refuse what does not go with the kinds of devices that ``device`` names.
+
+    Raises:
+        UsageError: names the option.
+    """
+    fitting = f"`calibrate_with={str(runs)!r}`"
+    if not kinds.gpus:
+        if runs is not None:
+            raise UsageError(f"{fitting}: fits estimates; name a GPU that is not there with `device`")
+        return
+    if threads is not None or compiled:
+        option = "`compile`" if compiled else f"`threads={threads}`"
+        raise UsageError(f"{option}: says how to measure, but `device={device!r}` is estimated; leave it out")
+    count = len(kinds.gpus) + (kinds.here is not None)
+    if runs is not None and count > 1:
+        raise UsageError(
+            f"{fitting}: the runs of one kind of GPU, but `device={device!r}` names {count}; profile each with its own "
+            "runs, and join the profiles with `autopar import profiles`"
+        )
+
+
+def _gpu(device: str, name: str) -> Gpu:
+    from autopar.hardware.gpus import find
+
+    try:
+        return find(name)
+    except UsageError as error:
+        raise UsageError(f"`device={device!r}`: none of auto, cpu and cuda, and {error}") from error
+
+
+def profile_kinds(
+    user: UserModel, options: ProfileOptions, kinds: DeviceKinds, runs: Path | None, progress: Progress
+) -> Profile:
+    """Return the profile of GPUs that are not there, and of one that is if that is asked."""
+    from autopar.interop.kinds import Origin, joined
+    from autopar.profiler.device import choose
+    from autopar.profiler.subject import prepare
+
+    if kinds.here is not None:
+        choose(kinds.here)
+    subject = prepare(user, options, progress)
+    found = [Origin(f"`device={gpu.name!r}`", estimated(subject, gpu, options, runs, progress)) for gpu in kinds.gpus]
+    if kinds.here is not None:
+        from autopar.profiler.profile import measured
+
+        # Last, for measuring moves the model to the device.
+        found.insert(0, Origin(f"`device={kinds.here!r}`", measured(subject, options, progress)))
+    return joined(found)
+
+
+def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
+    """Return a node of each kind that a profile has costs for, of 8 GPUs or as many as are named; None of others."""
+    from autopar.hardware.clusters import cluster_named
+    from autopar.hardware.gpus import is_known, known_as
+
+    names = [known_as(device.name) for device in (profile.device, *(other.device for other in profile.others))]
+    if not all(is_known(name) for name in names):
+        return None
+    return cluster_named("+".join(f"{GPUS_PER_NODE if gpus is None else gpus}x{name}" for name in names))
 
 
 def estimated(
@@ -32,7 +125,7 @@ def estimated(
     gpu: Gpu,
     options: ProfileOptions,
     runs: Path | None,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Profile:
     """Return the profile that a GPU would give, its constants fitted to the runs of a CSV file if there is one.
 
@@ -49,9 +142,7 @@ def estimated(
     return profile_of(subject, load, options.batch, calibration.constants, calibration.notes())
 
 
-def calibrated(
-    subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Callable[[str, float], None]
-) -> Calibration:
+def calibrated(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Progress) -> Calibration:
     """Fit the constants of a GPU to measured runs of this model or others.
 
     Raises:
@@ -71,9 +162,7 @@ def calibrated(
     return calibrate(observations, default_constants(gpu))
 
 
-def _prepared(
-    spec: str, runs: tuple[MeasuredRun, ...], options: ProfileOptions, progress: Callable[[str, float], None]
-) -> Subject:
+def _prepared(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileOptions, progress: Progress) -> Subject:
     from autopar.capture import load
     from autopar.profiler.subject import prepare
 
@@ -84,9 +173,7 @@ def _prepared(
         raise FileError(f"{at}, column model: {error}") from error
 
 
-def _observe(
-    subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Callable[[str, float], None]
-) -> list[Observation]:
+def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
     from autopar.planner.costs.model import CostModel
     from autopar.planner.options import PlanOptions
@@ -119,7 +206,7 @@ def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[
         try:
             dictated = parse(run.stages, names)
         except UsageError as error:
-            raise FileError(f"{run.at}, column stages: {str(error).removeprefix('--stages: ')}") from error
+            raise FileError(f"{run.at}, column stages: {str(error).removeprefix('`stages`: ')}") from error
         used = sum(dictated.widths)
         if used != run.devices:
             raise FileError(f"{run.at}, column devices: {run.devices}, but the stages have {used} replicas")
@@ -147,13 +234,12 @@ def _rows(run: MeasuredRun, widths: tuple[int, ...]) -> set[int]:
 
 
 def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
-    from autopar.hardware.clusters import cluster_named, is_file, read_cluster
+    from autopar.hardware.clusters import find_cluster
 
     nodes = -(-run.devices // GPUS_PER_NODE)
     usual = f"{run.devices}x{gpu.name}" if nodes == 1 else f"{nodes}x{GPUS_PER_NODE}x{gpu.name}"
     try:
-        named = run.cluster or usual
-        cluster = read_cluster(named) if is_file(named) else cluster_named(named)
+        cluster = find_cluster(run.cluster or usual)
     except (FileError, UsageError) as error:
         raise FileError(f"{run.at}, column cluster: {error}") from error
     if len(cluster.devices) < run.devices:

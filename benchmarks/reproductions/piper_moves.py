@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.objectives.piper_options import Numbers
-from autopar.planner.objectives.piper_stages import Counts, PiperStages, Stage
+from reproductions.piper_options import Numbers
+from reproductions.piper_stages import Counts, PiperStages, Stage
 
 __all__ = ["PiperMoves", "in_flight"]
 

@@ -1,4 +1,4 @@
-"""Exhaustive: every plan simulated; the oracle on small problems.
+"""Exhaustive: every plan simulated; the truth on small problems.
 
 Shares with the search its costs and its simulator only.
 """
@@ -6,13 +6,15 @@ Shares with the search its costs and its simulator only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Shard, shards_of
+from autopar.formats.profile import Profile
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
@@ -23,9 +25,7 @@ from autopar.planner.placement.reserve import Group
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Exhausted", "everything", "exhaust"]
-
-MOST_PLANS = 200_000
+__all__ = ["Exhausted", "everything", "exhaust", "fastest_s"]
 
 
 class Exhausted(NamedTuple):
@@ -84,18 +84,18 @@ class _Frame(NamedTuple):
 
 
 def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted:
-    """Improve on ``best`` by simulating every plan that fits.
-
-    Raises:
-        UsageError: there are too many plans.
-    """
-    if _too_many(simulator.costs, options):
-        raise UsageError(f"--solver exhaustive: more than {MOST_PLANS} plans; use --solver dp --gap 0")
+    """Improve on ``best`` by simulating every plan that fits."""
     least_s = float("inf")
     for candidate in everything(simulator.costs, options):
         if best.judge(simulator, candidate) is not None:
             least_s = min(least_s, bound(simulator.costs, candidate))
     return Exhausted(best.step_s, least_s)
+
+
+def fastest_s(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
+    """Return the step of the fastest plan that fits; infinite if none does."""
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    return exhaust(Simulator(CostModel(profile, cluster, options)), options, Best()).step_s
 
 
 def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
@@ -104,45 +104,6 @@ def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
         for stages in _stages(costs, options, frame, 0, _Free.of(costs)):
             for deep in _deep(frame, stages):
                 yield Candidate(frame.micro_batches, frame.rows, frame.schedule, deep)
-
-
-def _too_many(costs: CostModel, options: PlanOptions) -> bool:
-    """Whether there are more than :data:`MOST_PLANS` plans, of depths counting only the last stage's."""
-    plans = 0
-    for frame in _frames(costs, options):
-        structures = _Structures(costs, options, frame).count(0, _Free.of(costs))
-        plans += structures * (1 if frame.schedule == "gpipe" else frame.micro_batches)
-        if plans > MOST_PLANS:
-            return True
-    return False
-
-
-class _Structures:
-    """Counts the ways to place the stages of a frame; no further than there are too many."""
-
-    def __init__(self, costs: CostModel, options: PlanOptions, frame: _Frame) -> None:
-        self.costs, self.options, self.frame = costs, options, frame
-        self.placed: dict[tuple[int, int, int], int] = {}
-        self.seen: dict[tuple[int, tuple[int, ...]], int] = {}
-
-    def count(self, index: int, free: _Free) -> int:
-        """Count the ways to place the stages from ``index`` on."""
-        if index == len(self.frame.edges) - 1:
-            return int(not self.options.use_all or not any(free.left))
-        if (index, free.left) not in self.seen:
-            found = 0
-            for devices, others in free.taken():
-                found += self._ways(index, devices) * self.count(index + 1, others)
-                if found > MOST_PLANS:
-                    break
-            self.seen[index, free.left] = found
-        return self.seen[index, free.left]
-
-    def _ways(self, index: int, devices: tuple[int, ...]) -> int:
-        key = index, self.costs.kind_of[devices[0]], len(devices)
-        if key not in self.placed:
-            self.placed[key] = len(list(_placed(self.costs, self.options, self.frame, index, devices)))
-        return self.placed[key]
 
 
 def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:

@@ -14,13 +14,13 @@ from autopar.planner.assemble import assemble, crossings, shared
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.model import CostModel
 from autopar.planner.heading import heading
-from autopar.planner.objectives.pipedream import pipedream_plan
-from autopar.planner.objectives.pipedream_graph import mini_batch
-from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
 from autopar.planner.objectives.stash import StashCosts, depths
 from autopar.planner.objectives.written import stash_plan
 from autopar.planner.options import PlanOptions
 from autopar.planner.shortfall import size
+from reproductions.pipedream import pipedream_plan
+from reproductions.pipedream_graph import mini_batch
+from reproductions.piper import PiperPlan, PiperStage, piper_plan
 
 __all__ = ["planned_by_pipedream", "planned_by_piper"]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from instances import gpt_profile, local_cluster
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Device, Link
@@ -22,12 +21,14 @@ from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.others import _candidate, _shallower
-from autopar.planner.objectives.pipedream import pipedream_plan
-from autopar.planner.objectives.piper import PiperPlan, PiperStage, piper_plan
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.simulator.simulate import Simulator
+from autopar.report.plan import explained
 from autopar.runtime.scope import check_scope
+from instances import gpt_profile, local_cluster
+from reproductions.pipedream import pipedream_plan
+from reproductions.piper import PiperPlan, PiperStage, piper_plan
+from reproductions.plans import _candidate, _shallower, planned_by_pipedream, planned_by_piper
 
 
 def _cluster(devices: int, memory_bytes: int, bytes_per_s: float) -> Cluster:
@@ -52,7 +53,7 @@ def _chain(seed: int, count: int = 7) -> Profile:
 @pytest.mark.parametrize("seed", range(12))
 def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> None:
     profile, cluster = _chain(seed), _cluster(seed % 5 + 2, 10**9, 1e9)
-    own, made = pipedream_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="pipedream"))
+    own, made = pipedream_plan(profile, cluster), planned_by_pipedream(profile, cluster, PlanOptions())
     assert Plan.parse(made.dumps(), Path("plan.json")) == made
     assert (made.objective, made.weight_policy) == ("pipedream", "stash")
     assert made.predicted.objective_s == own.bottleneck_s
@@ -60,6 +61,10 @@ def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> Non
         (stage.devices, stage.stop - stage.first) for stage in own.stages
     ]
     assert all(stage.division == "round-robin" for stage in made.stages if stage.replicas > 1)
+    shown = " ".join(explained(made).split())
+    assert "(objective pipedream)" in shown
+    assert "slowest stage (PipeDream's, per mini-batch)" in shown
+    assert "by PipeDream's formulas" in shown
     prices = StashCosts(CostModel(profile, cluster, PlanOptions()))
     assert made.predicted.step_s == max(prices.busy(candidate_of(made, profile)).values())
     quickest = plan(profile, cluster, PlanOptions(objective="throughput", memory_bytes=10**13))
@@ -69,11 +74,8 @@ def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> Non
 
 
 def test_pipedreams_mini_batch_is_the_largest_that_all_layers_were_profiled_with() -> None:
-    made = plan(gpt_profile(), local_cluster(3), PlanOptions(objective="pipedream"))
+    made = planned_by_pipedream(gpt_profile(), local_cluster(3), PlanOptions())
     assert made.batch == made.micro_batch_size == 16
-    for flag, value in (("batch", 8), ("use_all", True), ("divisible", True), ("recompute", "full")):
-        with pytest.raises(UsageError, match=f"^--{flag.replace('_', '-')} does not go with --objective pipedream"):
-            plan(gpt_profile(), local_cluster(3), PlanOptions(objective="pipedream", **{flag: value}))
 
 
 def _options(seed: int, groups: tuple[int, ...], count: int = 4) -> Profile:
@@ -101,7 +103,7 @@ def _options(seed: int, groups: tuple[int, ...], count: int = 4) -> Profile:
 @pytest.mark.parametrize("memory", [100, 150, 200, 400])
 def test_pipers_plan_has_its_bottleneck_and_autopars_simulated_step(memory: int) -> None:
     profile, cluster = _options(memory, (1,)), _cluster(4, memory, 1e3)
-    own, made = piper_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="piper"))
+    own, made = piper_plan(profile, cluster), planned_by_piper(profile, cluster, PlanOptions())
     assert Plan.parse(made.dumps(), Path("plan.json")) == made
     assert (made.objective, made.weight_policy, made.micro_batches, made.micro_batch_size) == ("piper", "sync", 12, 1)
     assert made.predicted.objective_s == own.bottleneck_s
@@ -119,7 +121,7 @@ def test_pipers_plan_has_its_bottleneck_and_autopars_simulated_step(memory: int)
 
 def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_simulated_nor_run() -> None:
     profile, cluster = _options(1, (1, 2)), _cluster(4, 65, 1e3)
-    own, made = piper_plan(profile, cluster), plan(profile, cluster, PlanOptions(objective="piper"))
+    own, made = piper_plan(profile, cluster), planned_by_piper(profile, cluster, PlanOptions())
     assert any(stage.tensor_parallel > 1 for stage in own.stages)
     assert Plan.parse(made.dumps(), Path("plan.json")) == made
     assert [stage.tensor_parallel for stage in made.stages] == [stage.tensor_parallel for stage in own.stages]
@@ -130,17 +132,17 @@ def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_s
     assert made.predicted.peak_bytes == tuple(stage.memory_bytes for stage in own.stages)
     assert any("devices each, options" in note for note in made.notes)
     for refuse in (lambda: simulate(made, profile, cluster), lambda: check_scope(made)):
-        with pytest.raises(UsageError, match="runs each replica on 2 devices; plan with --objective step"):
+        with pytest.raises(UsageError, match="runs each replica on 2 devices; plan with `objective='step'`"):
             refuse()
 
 
 def test_pipers_micro_batches_and_memory_can_be_given() -> None:
     profile, cluster = _options(1, (1,)), _cluster(4, 1000, 1e3)
-    made = plan(profile, cluster, PlanOptions(objective="piper", batch=6, memory_bytes=150, bytes_per_s=2e3))
+    made = planned_by_piper(profile, cluster, PlanOptions(batch=6, memory_bytes=150, bytes_per_s=2e3))
     own = piper_plan(profile, cluster, memory_bytes=150, bytes_per_s=2e3, batch=6)
     assert (made.batch, made.predicted.objective_s) == (6, own.bottleneck_s)
     with pytest.raises(UsageError, match="needs options of every layer"):
-        plan(gpt_profile(), local_cluster(2), PlanOptions(objective="piper"))
+        planned_by_piper(gpt_profile(), local_cluster(2), PlanOptions())
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
@@ -152,16 +154,16 @@ def test_plans_of_published_profiles_are_no_worse_than_those_systems_own() -> No
     for row in rows:
         if row["planner"] == "pipedream" and row["setting"] == "16 flat (1GB/s default) PPcomm":
             path = folder / "pipedream" / f"{row['model']}.txt"
-            profile, objective = pipedream_profile(path.read_text(), path), "pipedream"
+            profile, planned = pipedream_profile(path.read_text(), path), planned_by_pipedream
             cluster = _cluster(16, 16 * 10**9, 1e9)
         elif row["planner"] == "piper" and int(row["setting"].split()[0][2:]) <= 8:
             path = folder / "piper" / "bert32a100.json"
-            profile, objective = piper_profile(path.read_text(), path), "piper"
+            profile, planned = piper_profile(path.read_text(), path), planned_by_piper
             devices, memory = map(int, re.findall(r"\d+", row["setting"])[:2])
             cluster = _cluster(devices, memory * 2**30, 25 * 2.0**30)
         else:
             continue
-        made = plan(profile, cluster, PlanOptions(objective=objective))  # type: ignore[arg-type]
+        made = planned(profile, cluster, PlanOptions())
         assert made.predicted.objective_s is not None
         # Piper's reference is rounded to eight digits.
         assert made.predicted.objective_s <= float(row["value"]) * (1 + 5e-8), row

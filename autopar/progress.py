@@ -1,4 +1,4 @@
-"""Progress: how the planner tells what it is at. It counts no clock and nothing depends on what is told."""
+"""Progress: how what takes a while tells what it is at. Nothing depends on what is told."""
 
 from __future__ import annotations
 

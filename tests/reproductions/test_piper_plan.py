@@ -19,8 +19,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.piper import piper_profile
-from autopar.planner.objectives.piper import PiperPlan, piper_plan
-from autopar.planner.objectives.piper_choice import Way, quickest
+from reproductions.piper import PiperPlan, piper_plan
+from reproductions.piper_choice import Way, quickest
 
 BANDWIDTH = 1e3
 
@@ -198,7 +198,7 @@ def test_memory_bandwidth_and_batch_can_be_given_in_place_of_the_clusters_and_th
     profile = piper_profile(json.dumps(content), Path("random.json"))
     given = piper_plan(profile, _cluster(4, 1), 3, memory_bytes=500, bytes_per_s=2e3, batch=6)
     assert given == piper_plan(profile.model_copy(update={"batch": 6}), _cluster(3, 500, 2e3))
-    with pytest.raises(InfeasibleError, match=r"--gpus 5: cluster 'local' has 4 devices; use --gpus 4"):
+    with pytest.raises(InfeasibleError, match=r"`gpus=5`: cluster 'local' has 4 devices; use `gpus=4`"):
         piper_plan(profile, _cluster(4, 1), 5)
 
 
@@ -207,7 +207,7 @@ def _advice(profile: Profile, memory_bytes: int) -> list[tuple[str, int]]:
     try:
         piper_plan(profile, _cluster(6, memory_bytes), 2)
     except InfeasibleError as error:
-        return [(flag, int(value)) for flag, value in re.findall(r"with --(gpus|memory) (\d+)", str(error))]
+        return [(name, int(value)) for name, value in re.findall(r"with `(gpus|memory_bytes)=(\d+)`", str(error))]
     return []
 
 
@@ -216,11 +216,11 @@ def test_what_does_not_fit_names_devices_or_memory_with_which_a_plan_does() -> N
     for seed in range(12):
         profile = piper_profile(json.dumps(_random_file(seed)), Path("random.json"))
         for memory_bytes in (1, 40, 150, 400):
-            for flag, value in _advice(profile, memory_bytes):
-                advised.add(flag)
-                gpus, memory = (value, None) if flag == "gpus" else (2, value)
+            for name, value in _advice(profile, memory_bytes):
+                advised.add(name)
+                gpus, memory = (value, None) if name == "gpus" else (2, value)
                 assert piper_plan(profile, _cluster(6, memory_bytes), gpus, memory_bytes=memory).stages
-    assert advised == {"gpus", "memory"}
+    assert advised == {"gpus", "memory_bytes"}
 
 
 def _rows() -> Iterator[dict[str, str]]:

@@ -13,10 +13,10 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
-from autopar.planner.objectives.piper_moves import PiperMoves, in_flight
-from autopar.planner.objectives.piper_options import Task
-from autopar.planner.objectives.piper_stages import PiperStages, Stage
 from autopar.planner.remedies import advice
+from reproductions.piper_moves import PiperMoves, in_flight
+from reproductions.piper_options import Task
+from reproductions.piper_stages import PiperStages, Stage
 
 __all__ = ["PiperPlan", "PiperStage", "piper_plan"]
 
@@ -112,7 +112,7 @@ def piper_plan(
     for layer in profile.layers:
         if not layer.options:
             raise UsageError(
-                f"--objective piper needs options of every layer, and {layer.name!r} has none; "
+                f"Piper's planner needs options of every layer, and {layer.name!r} has none; "
                 "`autopar import piper` reads profiles that have them"
             )
     stages = PiperStages(profile, task)
@@ -132,10 +132,10 @@ def _remedies(profile: Profile, cluster: Cluster, task: Task) -> Iterator[str]:
         return _least(PiperStages(profile, other)) is not None
 
     more = range(task.devices + 1, min(len(cluster.devices), task.devices + MOST_TRIED) + 1)
-    yield from islice((f"--gpus {count}" for count in more if fits(task._replace(devices=count))), 1)
+    yield from islice((f"`gpus={count}`" for count in more if fits(task._replace(devices=count))), 1)
     sizes = (task.memory_bytes << step for step in range(1, MOST_TRIED))
     sizes = (size for size in sizes if fits(task._replace(memory_bytes=size)))
-    yield from islice((f"--memory {size}" for size in sizes), 1)
+    yield from islice((f"`memory_bytes={size!r}`" for size in sizes), 1)
 
 
 def _task(
@@ -149,7 +149,7 @@ def _task(
     used = cluster.devices[:gpus]
     if gpus is not None and len(used) < gpus:
         raise InfeasibleError(
-            f"--gpus {gpus}: cluster {cluster.name!r} has {len(used)} devices; use --gpus {len(used)}"
+            f"`gpus={gpus}`: cluster {cluster.name!r} has {len(used)} devices; use `gpus={len(used)}`"
         )
     level = Topology(cluster, used).level(range(len(used)))
     rate = max(link.bytes_per_s for link in cluster.links if link.level == level)

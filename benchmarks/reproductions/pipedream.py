@@ -9,8 +9,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
-from autopar.planner.objectives.pipedream_graph import pipedream_graph
-from autopar.planner.objectives.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
+from reproductions.pipedream_graph import pipedream_graph
+from reproductions.pipedream_levels import Level, LevelStage, LevelTable, data_parallel_s, layer_seconds
 
 __all__ = ["PipeDreamPlan", "PipeDreamStage", "pipedream_plan"]
 
@@ -89,13 +89,13 @@ def _levels(cluster: Cluster, gpus: int, bytes_per_s: float | None) -> tuple[Lev
     """Return the devices of a node and the nodes, without a level of one machine."""
     if gpus > len(cluster.devices):
         count = len(cluster.devices)
-        raise InfeasibleError(f"--gpus {gpus}: cluster {cluster.name!r} has {count} devices; use --gpus {count}")
+        raise InfeasibleError(f"`gpus={gpus}`: cluster {cluster.name!r} has {count} devices; use `gpus={count}`")
     sizes = [len(list(devices)) for _, devices in groupby(device.node for device in cluster.devices[:gpus])]
     if len(set(sizes)) > 1:
         found = ", ".join(map(str, sizes))
         raise UsageError(
-            f"--objective pipedream knows only nodes of equal size, and {gpus} devices of cluster {cluster.name!r} are "
-            f"on nodes of {found}; use --gpus {sum(takewhile(sizes[0].__eq__, sizes))}"
+            f"PipeDream's planner knows only nodes of equal size, and {gpus} devices of cluster {cluster.name!r} "
+            f"are on nodes of {found}; use `gpus={sum(takewhile(sizes[0].__eq__, sizes))}`"
         )
     # Its formulas know bandwidths alone, so that the widest of a level's links is the quickest.
     rates = {link.level: link.bytes_per_s for link in sorted(cluster.links, key=lambda link: link.bytes_per_s)}

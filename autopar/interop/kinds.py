@@ -68,13 +68,13 @@ def _facts(profile: Profile) -> Iterator[_Fact]:
     """Yield what may not differ, in an order in which the first difference explains those behind it."""
     yield _Fact("$.model.sha256", profile.model.sha256, "profile the same model on every kind of device")
     yield _Fact("$.model.imports", profile.model.imports, "profile the same model on every kind of device")
-    yield _Fact("$.model.sequence", profile.model.sequence, "profile with the same --sequence")
+    yield _Fact("$.model.sequence", profile.model.sequence, "profile with the same `sequence`")
     yield _Fact("$.device.type", profile.device.type, "the ranks of a pipeline are all CPUs or all GPUs")
-    yield _Fact("$.precision", profile.precision, "profile with the same --precision")
-    yield _Fact("$.batch", profile.batch, "profile with the same --batch")
-    yield _Fact("$.compiled", profile.compiled, "profile with --compile everywhere or nowhere")
+    yield _Fact("$.precision", profile.precision, "profile with the same `precision`")
+    yield _Fact("$.batch", profile.batch, "profile with the same `batch`")
+    yield _Fact("$.compiled", profile.compiled, "profile with `compile` everywhere or nowhere")
     if profile.device.type == "cpu":
-        yield _Fact("$.device.threads", profile.device.threads, "profile with the same --threads")
+        yield _Fact("$.device.threads", profile.device.threads, "profile with the same `threads`")
     again = "profile the same model with the same versions of autopar and torch"
     yield _Fact("$.ignored_state", profile.ignored_state, again)
     yield _Fact("$.counts_labels", profile.counts_labels, again)

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.profile import Profile
-from autopar.planner.objectives.piper_choice import Choice, Way, quickest
-from autopar.planner.objectives.piper_options import Numbers, PiperOptions, Task
+from reproductions.piper_choice import Choice, Way, quickest
+from reproductions.piper_options import Numbers, PiperOptions, Task
 
 __all__ = ["PiperStages", "Stage"]
 

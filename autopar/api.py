@@ -1,0 +1,571 @@
+"""What autopar does, a function for each command; the command line parses, calls one of these, and prints.
+
+Models are at hand, or in files as commands name them. Names are loaded when they are first used: planning imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.errors import UsageError
+from autopar.formats import cluster as clusters
+from autopar.formats import plan as plans
+from autopar.formats.document import read_text
+from autopar.formats.profile import Precision, Profile
+from autopar.formats.units import parse_bandwidth, parse_bytes
+from autopar.objects import Cluster, Plan, Timeline
+from autopar.progress import Progress, untold
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.capture import UserModel
+    from autopar.formats.verified import Verified
+    from autopar.planner import PlanOptions
+    from autopar.planner.comparison import Comparison
+    from autopar.profiler.probe import Probe
+    from autopar.runtime.launch import StepProgress
+    from autopar.runtime.outcome import Outcome
+    from autopar.shown import Shown
+
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Timeline",
+    "compare",
+    "estimate",
+    "import_pipedream",
+    "import_piper",
+    "import_profiles",
+    "links",
+    "plan",
+    "probe",
+    "profile",
+    "recalibrate",
+    "rehearse",
+    "show",
+    "simulate",
+    "train",
+    "verify",
+]
+
+
+PlanFile = plans.Plan | str | Path
+"""A plan, or the file that it is in. Files that a plan names are relative to its own, or to the working folder."""
+
+
+def profile(
+    model: nn.Module | str | Path,
+    batch: object = 64,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    layers: Callable[[nn.Module], list[nn.Module]] | None = None,
+    ignored_state: Sequence[str] = (),
+    data: str | Path | None = None,
+    sequence: int | None = None,
+    accept_loss: bool = False,
+    device: str = "auto",
+    calibrate_with: str | Path | None = None,
+    precision: Precision | None = None,
+    threads: int | None = None,
+    compile: bool = False,  # noqa: A002  # torch's word
+    seed: int = 0,
+    budget_s: float = 10.0,
+    progress: Progress = untold,
+) -> Profile:
+    """Measure every layer of a model on this machine, or estimate them for GPUs that are not there.
+
+    Of a module a copy is measured, so that it stays as it is.
+
+    Args:
+        model: the module to train; or a Python file with ``model()``, ``package.module:factory``, or ``hf:`` and a
+            Transformers configuration.
+        batch: a mini-batch as the data loader gives it: a dict or tuple of tensors, or one tensor; for a model in a
+            file, the samples of a step.
+        loss: ``loss(output, batch)``, a mean over samples, or a sum and a count; None: the output carries it.
+        optimizer: makes an optimizer of some parameters; None: ``AdamW(parameters, lr=1e-3)``.
+        layers: the model's layers, where it cannot be captured.
+        ignored_state: paths of Python state that forwards may change, since it is only logged.
+        data: of an ``hf:`` model, a Python file whose ``dataset()`` feeds it; None: synthetic inputs.
+        sequence: tokens of a synthetic sample; None: the model's positions, at most 2048.
+        accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
+        device: ``auto``, ``cpu``, ``cuda``, or the name of a GPU that is not there, for which all is estimated; or
+            several kinds of GPUs with commas between them.
+        calibrate_with: measured runs (CSV) that estimates are fitted to.
+        precision: ``bf16`` or ``fp16`` computes under autocast; None: as the parameters are.
+        threads: per rank on the CPU; None: one.
+        compile: whether layers are compiled with ``torch.compile``.
+        seed: for the weights that a model in a file draws.
+        budget_s: seconds to spend on timing layers, about.
+        progress: told what is done.
+
+    Raises:
+        UsageError: the options do not fit the machine or each other.
+        ModelError: model, batch and loss do not fit together.
+        CaptureError: the model cannot be captured.
+    """
+    from autopar.estimates import check_kinds, device_kinds, profile_kinds
+    from autopar.profiler import ProfileOptions
+    from autopar.profiler import profile as measure
+
+    runs = None if calibrate_with is None else Path(calibrate_with)
+    kinds = device_kinds(device)
+    check_kinds(device, kinds, threads, compile, runs)
+    if isinstance(model, str | Path):
+        _check_absent(model, loss=loss, optimizer=optimizer, layers=layers, ignored_state=ignored_state or None)
+        rows = _count(batch)
+        user = _read_model(model, data, sequence)
+    else:
+        _check_absent(None, data=data, sequence=sequence)
+        user, rows = _given_model(model, batch, ignored_state, loss=loss, optimizer=optimizer, layers=layers)
+    options = ProfileOptions(
+        batch=rows,
+        device=kinds.here or "cpu",
+        threads=threads or 1,
+        seed=seed,
+        budget_s=budget_s,
+        precision=precision,
+        compile=compile,
+        accept_loss=accept_loss,
+    )
+    if kinds.gpus:
+        return profile_kinds(user, options, kinds, runs, progress)
+    return measure(user, options, progress)
+
+
+def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, **options: Any) -> Profile:  # noqa: ANN401
+    """Return the profile that GPUs would give that are not there.
+
+    Args:
+        model: as of :func:`profile`.
+        batch: likewise.
+        device: the name of a GPU, such as ``H100``, or several with commas between them.
+        options: the others of :func:`profile`, of which ``calibrate_with`` fits estimates to measured runs.
+
+    Raises:
+        UsageError: a GPU is not known.
+        AutoparError: as :func:`profile`.
+    """
+    from autopar.estimates import device_kinds
+
+    if device_kinds(device).here is not None:
+        raise UsageError(f"`device={device!r}`: is measured, not estimated; name GPUs alone, such as H100")
+    return profile(model, batch, device=device, **options)
+
+
+def plan(
+    profile: Profile | str | Path,
+    cluster: clusters.Cluster | str | None = None,
+    options: PlanOptions | None = None,
+    *,
+    progress: Progress = untold,
+    **named: Any,  # noqa: ANN401
+) -> Plan:
+    """Return the fastest plan that fits, with its lower bound and alternatives.
+
+    Args:
+        profile: what was measured, or its file.
+        cluster: the machines, their file, or their name, such as ``4x8xH100:400Gbps``; None: ``gpus`` of the profile's
+            devices, with estimated links.
+        options: what to plan for; None: what ``named`` says.
+        progress: told what is done.
+        named: fields of :class:`autopar.planner.PlanOptions`, such as ``gpus``, ``batch`` or ``schedule``;
+            ``memory_bytes`` and ``bytes_per_s`` may be text, such as ``"16GiB"`` and ``"200Gbps"``.
+
+    Raises:
+        UsageError: options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    from autopar.planner import plan as search
+
+    asked = _plan_options("plan", options, named)
+    measured, machines = _machines(profile, cluster, asked)
+    return Plan.of(search(measured, machines, asked, progress), measured, machines)
+
+
+def compare(
+    profile: Profile | str | Path,
+    cluster: clusters.Cluster | str | None = None,
+    options: PlanOptions | None = None,
+    *,
+    progress: Progress = untold,
+    **named: Any,  # noqa: ANN401
+) -> Comparison:
+    """Return autopar's plan beside those of GPipe, torchgpipe, PipeDream, DAPPLE, HetPipe, and plain parallelism.
+
+    Args:
+        profile: as of :func:`plan`.
+        cluster: likewise.
+        options: likewise.
+        progress: told what is done.
+        named: likewise.
+
+    Raises:
+        UsageError: options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    from autopar.planner.comparison import compare as judge
+
+    asked = _plan_options("compare", options, named)
+    return judge(*_machines(profile, cluster, asked), asked, progress)
+
+
+def simulate(
+    plan: PlanFile,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+    *,
+    times_of: str | None = None,
+    progress: Progress = untold,
+) -> Timeline:
+    """Return when every action of a plan's step is predicted to run.
+
+    Args:
+        plan: a plan, or its file.
+        profile: what it was made of, in place of what it knows or its file records.
+        cluster: likewise; a cluster, its file, or its name.
+        times_of: the kind of the profile's devices whose times stand for others.
+        progress: told what is done.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        UsageError: the program is too long to be listed action by action, or asynchronous.
+    """
+    from autopar.planner import simulate as timeline_of
+
+    return Timeline.of(timeline_of(*_planned_with(plan, profile, cluster, times_of, progress)))
+
+
+def rehearse(plan: PlanFile, *, progress: Progress = untold) -> tuple[int, ...]:
+    """Return the peak bytes of every stage, by performing a plan's program on tensors that hold no data.
+
+    Operators are the CPU's: of a plan for GPUs, attention, dropout and autocast keep what a CPU keeps.
+
+    Raises:
+        FileError: the model is not the one that was planned for.
+        TrainingError: the program cannot be performed.
+    """
+    inputs = _runnable(plan)
+
+    from autopar.runtime.rehearsal import rehearse_model
+
+    return rehearse_model(*inputs, progress)
+
+
+def verify(plan: PlanFile, *, steps: int = 3, timeout_s: float = 300.0, progress: Progress = untold) -> Verified:
+    """Train some steps by a plan's ranks and by a plain loop, as processes of this host, and compare both.
+
+    Args:
+        plan: a plan, or its file; of one for GPUs ranks compute on the CPU.
+        steps: how many mini-batches are trained.
+        timeout_s: longest that a rank may stand still.
+        progress: told what is done.
+
+    Raises:
+        UsageError: the plan cannot be run, or not on this host, or not be compared; says why.
+        AutoparError: the model does not fit the plan, or a rank failed.
+    """
+    inputs = _runnable(plan)
+
+    from autopar.runtime.verify import verify as check
+
+    return check(*inputs, steps, timeout_s, progress)
+
+
+def train(
+    plan: PlanFile,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seed: int | None = None,
+    weights: str | Path | None = None,
+    save: str | Path | None = None,
+    program: str | Path | None = None,
+    timeout_s: float = 300.0,
+    share_gpus: bool = False,
+    progress: StepProgress | None = None,
+    phases: Progress = untold,
+    **settings: Any,  # noqa: ANN401
+) -> Outcome:
+    """Train on processes of this host, one per rank, and compare what they take with the prediction.
+
+    Args:
+        plan: a plan, or its file.
+        steps: optimizer steps to train; None: 20.
+        epochs: how many times to train through the dataset, in place of ``steps``.
+        seed: run seed, in place of the plan's.
+        weights: folder of initial weights (safetensors); None: those of ``model()``.
+        save: folder for the trained weights.
+        program: file of the program to run, in place of what the plan expands to.
+        timeout_s: longest that a rank may stand still.
+        share_gpus: whether several ranks may have the same GPU.
+        progress: called with (step, loss) as steps end.
+        phases: told what else is done.
+        settings: fields of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``; with
+            ``time_layers`` the outcome serves :func:`recalibrate`.
+
+    Raises:
+        AutoparError: the model does not fit the plan, or a rank failed; no process is left.
+    """
+    planned, model, data = _runnable(plan, seed)
+
+    from autopar.recalibration import over_predicted
+    from autopar.runtime.launch import run, run_options
+
+    options = run_options(
+        steps=steps,
+        epochs=epochs,
+        weights=weights,
+        save=save,
+        program=program,
+        data=data,
+        timeout_s=timeout_s,
+        share_gpus=share_gpus,
+        **settings,
+    )
+    outcome = run(planned, model, options, progress)
+    return over_predicted(outcome, planned, partial(simulate, plan, progress=phases))
+
+
+def recalibrate(
+    plan: PlanFile,
+    outcome: Outcome,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+) -> tuple[Profile, clusters.Cluster]:
+    """Return a plan's profile and cluster with the times that a run of it measured, to plan again.
+
+    Args:
+        plan: what was run.
+        outcome: what :func:`train` gave with ``time_layers=True``.
+        profile: what the plan was made of, in place of what it knows or its file records.
+        cluster: likewise.
+
+    Raises:
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+    """
+    from autopar.recalibration import recalibrated
+
+    return recalibrated(*_planned_with(plan, profile, cluster), outcome)
+
+
+def probe(
+    *,
+    ranks: int | None = None,
+    device: str = "auto",
+    threads: int = 1,
+    quick: bool = False,
+    largest_bytes: int | None = None,
+    progress: Progress = untold,
+) -> clusters.Cluster:
+    """Measure messages, all-reduce, all-gather and reduce-scatter between ranks of this machine.
+
+    Args:
+        ranks: how many are started; None: the number of GPUs, or 2.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        threads: per rank on the CPU.
+        quick: in fewer rounds, and no overlap.
+        largest_bytes: of messages; None: 64 MiB between CPUs, 1 GiB between GPUs.
+        progress: told what is done.
+
+    Raises:
+        UsageError: the machine has no such devices, or too few.
+        TrainingError: a rank failed.
+    """
+    from autopar.profiler.probe import Probe
+
+    return _measured_links(ranks, device, threads, Probe(quick, largest_bytes), clusters.PROBED, progress)
+
+
+def links(
+    *, ranks: int | None = None, device: str = "auto", threads: int = 1, progress: Progress = untold
+) -> clusters.Cluster:
+    """Return this machine as a cluster, from what ranks soon measure: what `autopar profile` writes beside a profile.
+
+    Arguments are those of :func:`probe`.
+    """
+    return _measured_links(ranks, device, threads, None, "local", progress)
+
+
+def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = untold) -> Shown:
+    """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``draw()`` for a picture.
+
+    Args:
+        file: a profile, cluster, plan, program, report or trace.
+        over: a second trace, or the plan, to lay a measured step over a predicted one.
+        progress: told what is done.
+
+    Raises:
+        FileError: a file is missing or malformed.
+        UsageError: the two cannot be compared.
+    """
+    from autopar.shown import shown
+
+    return shown(Path(file), None if over is None else Path(over), progress)
+
+
+def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
+    """Return the profile that a text graph of PipeDream and DAPPLE describes.
+
+    Args:
+        file: the graph.
+        profiled_batch: samples of the mini-batch that was profiled.
+
+    Raises:
+        FileError: the file is missing or malformed; names the line.
+    """
+    from autopar.interop.pipedream import pipedream_profile
+
+    return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
+
+
+def import_piper(file: str | Path) -> Profile:
+    """Return the profile that Piper's JSON describes.
+
+    Raises:
+        FileError: the file is missing or malformed; names the JSON path.
+    """
+    from autopar.interop.piper import piper_profile
+
+    return piper_profile(read_text(Path(file), "Piper"), Path(file))
+
+
+def import_profiles(files: Sequence[str | Path]) -> Profile:
+    """Return profiles of one model on several kinds of devices as one.
+
+    Raises:
+        FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
+    """
+    from autopar.interop.kinds import Origin, joined
+
+    return joined([Origin(str(file), Profile.load(Path(file))) for file in files])
+
+
+def _opened(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, Path]:
+    """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
+    if isinstance(plan, plans.Plan):
+        return plan if seed is None else plan.model_copy(update={"seed": seed}), Path("plan.json")
+    from autopar.inputs import read_plan
+
+    return read_plan(Path(plan), seed), Path(plan)
+
+
+def _planned_with(
+    plan: PlanFile,
+    profile: Profile | str | Path | None,
+    cluster: clusters.Cluster | str | None,
+    times_of: str | None = None,
+    progress: Progress = untold,
+) -> tuple[plans.Plan, Profile, clusters.Cluster]:
+    """Return a plan, and what it was made of: what is given, what it knows, or what its file records."""
+    from autopar.inputs import planned_with
+
+    planned, path = _opened(plan)
+    known = plan.origin if isinstance(plan, Plan) else None
+    if known is not None:
+        profile, cluster = profile or known[0], cluster or known[1]
+    return planned_with(planned, path, profile, cluster, times_of, progress)
+
+
+def _runnable(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, str, Path | None]:
+    """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
+    from autopar.inputs import data_of, model_of
+
+    planned, path = _opened(plan, seed)
+    return planned, model_of(planned, path), data_of(planned, path)
+
+
+def _read_model(spec: str | Path, data: str | Path | None, sequence: int | None) -> UserModel:
+    from autopar.capture import load
+
+    return load(str(spec), None if data is None else str(data), sequence=sequence)
+
+
+def _given_model(
+    model: nn.Module, batch: object, ignored_state: Sequence[str], **functions: Callable[..., Any] | None
+) -> tuple[UserModel, int]:
+    """Return what a model file would say of a copy of a module, and the samples of a mini-batch."""
+    from dataclasses import replace
+
+    from autopar.capture.batch import named_tensors, row_count
+    from autopar.capture.copied import copied
+    from autopar.capture.given import check_module, given_model
+    from autopar.capture.losses import counted_loss, counts_labels
+
+    check_module(model)
+    own = copied(model)
+    counts = functions["loss"] is None and counts_labels(own.train(), batch)
+    if counts:
+        functions["loss"] = counted_loss(own)
+    user = given_model(own, batch, **functions)
+    user = replace(user, ignored_state=tuple(ignored_state), counts_labels=counts)
+    return user, row_count(named_tensors(batch))
+
+
+def _check_absent(file: str | Path | None, **given: object) -> None:
+    """Refuse what a model in a file says itself, or, of a module, what only files have."""
+    for name, value in given.items():
+        if value is not None and file is not None:
+            raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
+        if value is not None:
+            raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")
+
+
+def _count(batch: object) -> int:
+    if not isinstance(batch, int):
+        raise UsageError(
+            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
+        )
+    return batch
+
+
+def _plan_options(
+    function: Literal["plan", "compare"], options: PlanOptions | None, named: dict[str, Any]
+) -> PlanOptions:
+    from dataclasses import fields, replace
+
+    from autopar.planner import PlanOptions
+
+    known = [field.name for field in fields(PlanOptions)]
+    for name in named:
+        if name not in known:
+            raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
+    for name, parse in (("memory_bytes", parse_bytes), ("bytes_per_s", parse_bandwidth)):
+        if isinstance(named.get(name), str):
+            named = {**named, name: parse(named[name], f"`{name}`")}
+    return PlanOptions(**named) if options is None else replace(options, **named)
+
+
+def _machines(
+    profile: Profile | str | Path, cluster: clusters.Cluster | str | None, options: PlanOptions
+) -> tuple[Profile, clusters.Cluster]:
+    """Return the profile to plan for, and the machines; estimated ones where none are named."""
+    from autopar.hardware.clusters import find_cluster
+    from autopar.inputs import read_profile
+    from autopar.planner.estimate import estimated_cluster
+
+    measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+    if isinstance(cluster, str):
+        return measured, find_cluster(cluster)
+    return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster
+
+
+def _measured_links(
+    ranks: int | None, device: str, threads: int, probe: Probe | None, name: str, progress: Progress
+) -> clusters.Cluster:
+    from autopar.profiler.device import choose, count, describe
+    from autopar.profiler.links import local_cluster, measure_links
+
+    chosen = choose(device)
+    started = ranks or (count(chosen) if chosen.type == "cuda" else 2)
+    if chosen.type == "cuda" and not 2 <= started <= count(chosen):
+        raise UsageError(f"{started} ranks: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks")
+    progress("starting ranks", 0.0)
+    measured = measure_links(started, chosen.type, threads, probe, progress)
+    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), name)

@@ -1,0 +1,107 @@
+"""Objects: clusters, plans and timelines as a script has them: what files hold, with what can be asked of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import PrivateAttr
+
+from autopar.errors import UsageError
+from autopar.formats import cluster as clusters
+from autopar.formats import plan as plans
+from autopar.formats import timeline as timelines
+from autopar.formats.document import Record
+from autopar.formats.profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Cluster", "Plan", "Timeline"]
+
+
+class Cluster(clusters.Cluster):
+    """Devices and their links."""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Return a built-in cluster by name, or the one that a file describes.
+
+        >>> len(Cluster.of("2x8xH100:400Gbps").devices)
+        16
+
+        Raises:
+            UsageError: the name is not known.
+            FileError: the file is missing or malformed.
+        """
+        from autopar.hardware.clusters import find_cluster
+
+        return cls.model_validate(_fields(find_cluster(text)))
+
+
+class Timeline(timelines.Timeline):
+    """When every action of a step runs."""
+
+    @classmethod
+    def of(cls, timeline: timelines.Timeline) -> Self:
+        """Return a timeline that can be drawn."""
+        return cls(timeline.origin, timeline.ranks, timeline.actions, timeline.starts_s, timeline.ends_s)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Return a picture of the timeline, and write it to a file (``.png``, ``.svg``, ``.pdf``) if one is named."""
+        from autopar.report.timeline import draw
+
+        figure = draw(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+class Plan(plans.Plan):
+    """Which layers run where, in which order; knows what it was made of, unless it was read from a file."""
+
+    _origin: tuple[Profile, clusters.Cluster] | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, plan: plans.Plan, profile: Profile, cluster: clusters.Cluster) -> Self:
+        """Return a plan that knows what it was made of, with the notes of its cluster before its own."""
+        made = cls.model_validate({**_fields(plan), "notes": (*cluster.notes, *plan.notes)})
+        made._origin = profile, cluster
+        return made
+
+    @property
+    def origin(self) -> tuple[Profile, clusters.Cluster] | None:
+        """The profile and the cluster that it was made of; None of a plan that was read from a file."""
+        return self._origin
+
+    def explain(self) -> str:
+        """Return the stages, what is predicted of them and why, and the alternatives, as text."""
+        from autopar.report.plan import explained
+
+        return explained(self)
+
+    def timeline(self, profile: Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
+        """Return when every action of a step is predicted to run.
+
+        Args:
+            profile: what the plan was made of; needed for a plan that was read from a file.
+            cluster: likewise.
+
+        Raises:
+            UsageError: one of them is missing.
+            FileError: the profile is of another model.
+        """
+        known = self._origin or (None, None)
+        profile, cluster = profile or known[0], cluster or known[1]
+        if profile is None or cluster is None:
+            raise UsageError(
+                "a plan that was read from a file needs its profile and cluster: timeline(profile, cluster)"
+            )
+        from autopar.planner import simulate
+
+        return Timeline.of(simulate(self, profile, cluster))
+
+
+def _fields(record: Record) -> dict[str, object]:
+    """Return what a record holds, to make one of a kind with more methods."""
+    return {name: getattr(record, name) for name in type(record).model_fields}

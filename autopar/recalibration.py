@@ -1,0 +1,81 @@
+"""Recalibration: what a run measured beside its prediction, and profiles and clusters that take it for true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.formats.own_times import OwnTimes, compared, own_times
+from autopar.formats.plan import SCATTERING, Plan
+from autopar.formats.program import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.profile import Profile
+    from autopar.formats.timeline import Timeline
+    from autopar.runtime.outcome import Outcome
+
+__all__ = ["over_predicted", "planned_times", "recalibrated"]
+
+ESTIMATED = "devices are estimated; messages took as long in a run"
+
+
+def over_predicted(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:
+    """Return the outcome of a plan's run, its report with measured over predicted times of actions.
+
+    What is predicted is what ``predict`` returns; where it fails, of forwards and backwards, what the plan says.
+    """
+    report = outcome.report
+    try:
+        predicted: OwnTimes = own_times(predict())
+    except AutoparError as error:
+        predicted = planned_times(plan, outcome)
+        note = f"only forwards and backwards are compared with the plan, by stage: {error}"
+        report = report.model_copy(update={"notes": (*report.notes, note)}) if predicted else report
+    kinds = compared(outcome.own_times, predicted)
+    return replace(outcome, report=report.model_copy(update={"kinds": kinds}))
+
+
+def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:
+    """Return what the plan says of the forwards and backwards of every stage's busiest replica: its slowest one."""
+    total: dict[tuple[int, int, str], float] = {}
+    for (rank, action), seconds in outcome.own_times.items():
+        key = action.stage, rank, action.kind
+        total[key] = total.get(key, 0.0) + seconds
+    busiest: dict[tuple[int, str], int] = {}
+    for (stage, rank, kind), seconds in sorted(total.items()):
+        if seconds > total.get((stage, busiest.get((stage, kind), -1), kind), -1.0):
+            busiest[stage, kind] = rank
+    planned = {FORWARD: plan.predicted.forward_s, BACKWARD: plan.predicted.backward_s}
+    return {
+        (rank, action): planned[action.kind][action.stage]
+        for rank, action in outcome.own_times
+        if planned.get(action.kind) and busiest[action.stage, action.kind] == rank
+    }
+
+
+def recalibrated(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcome) -> tuple[Profile, Cluster]:
+    """Return what a plan was made of, with the times that a run of it measured; the cluster itself if it measured none.
+
+    Args:
+        plan: what was run.
+        profile: what it was made of; layers get the times that they had.
+        cluster: likewise; links and collectives do.
+        outcome: of a run whose layers were timed.
+    """
+    from autopar.planner import simulate
+    from autopar.profiler.corrected import corrected
+    from autopar.profiler.regathered import regathered, ungathered
+    from autopar.profiler.relinked import relinked
+
+    measured, predicted = outcome.own_times, own_times(simulate(plan, profile, cluster))
+    made = corrected(profile, plan, measured, predicted, outcome.layers_s, outcome.overhead_s)
+    links = relinked(cluster, plan, measured, predicted)
+    if any(stage.shard in SCATTERING for stage in plan.stages):
+        with_gathers, without = (own_times(simulate(plan, made, each)) for each in (cluster, ungathered(cluster)))
+        links = regathered(links, plan, measured, with_gathers, without)
+    if links != cluster and plan.cluster is None and plan.cluster_name is None:
+        links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
+    return made, links

@@ -1,0 +1,160 @@
+"""Shown: what there is to be seen of any of autopar's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopar.errors import UsageError
+from autopar.progress import Progress, untold
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from autopar.formats.timeline import Timeline
+
+__all__ = ["Shown", "shown"]
+
+
+class Shown(NamedTuple):
+    """A file's content as tables, JSON, and a picture where there is one; printed, it is its tables."""
+
+    kind: str
+    title: str
+    json: str
+    render: Callable[[Console], None]
+    """Prints the tables."""
+    draw: Callable[[], Figure] | None = None
+
+    def __str__(self) -> str:
+        """Return the tables."""
+        from autopar.report.table import as_text
+
+        return as_text(self.render)
+
+
+def shown(file: Path, over: Path | None = None, progress: Progress = untold) -> Shown:
+    """Return what there is to be seen of a file, or of a trace and a second trace, or its plan, laid over each other.
+
+    Raises:
+        FileError: a file is missing or broken.
+        UsageError: the two cannot be compared.
+    """
+    from autopar.formats.kind import kind_of
+
+    kind = kind_of(file)
+    if kind == "trace" or over is not None:
+        return _timelines(kind, file, over, progress)
+    return _document(kind, file, progress)
+
+
+def _document(kind: str, file: Path, progress: Progress) -> Shown:
+    """Return a document's canonical JSON text, its tables, and its picture if it has one."""
+    if kind == "profile":
+        from autopar.formats.profile import Profile
+        from autopar.report.bars import draw as draw_profile
+        from autopar.report.profile import render as render_profile
+        from autopar.report.profile import title_of
+
+        profile = Profile.load(file)
+        tables = partial(render_profile, profile)
+        return Shown(kind, title_of(profile), profile.dumps(), tables, partial(draw_profile, profile))
+    if kind == "cluster":
+        from autopar.formats.cluster import Cluster
+        from autopar.report.cluster import render as render_cluster
+
+        cluster = Cluster.load(file)
+        return Shown(kind, f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
+    if kind == "plan":
+        from autopar.formats.plan import Plan
+        from autopar.report.plan import render as render_plan
+
+        plan = Plan.load(file)
+        title = f"plan of {plan.model.source}"
+        return Shown(kind, title, plan.dumps(), partial(render_plan, plan), partial(_planned, file, progress))
+    if kind == "report":
+        from autopar.formats.report import Report
+        from autopar.report.report import render as render_report
+
+        report = Report.load(file)
+        return Shown(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
+    from autopar.formats.program import Program
+    from autopar.report.program import render as render_program
+
+    program = Program.load(file)
+    return Shown(kind, f"program {file.name}", program.dumps(), partial(render_program, program))
+
+
+def _planned(file: Path, progress: Progress) -> Figure:
+    from autopar.inputs import read_inputs
+    from autopar.planner import simulate
+    from autopar.report.placement import draw
+
+    plan, profile, cluster = read_inputs(file, progress=progress)
+    return draw(plan, cluster, simulate(plan, profile, cluster))
+
+
+def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> Shown:
+    """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
+    from autopar.report.timeline import draw, draw_over, render
+
+    timeline = _timeline(file, progress)
+    if over is None:
+        title = f"step of {file.name}"
+        return Shown(kind, title, _dumped(_summary(timeline)), partial(render, timeline), partial(draw, timeline))
+    other = _timeline(over, progress)
+    if timeline.origin == other.origin:
+        remedy = "`over` needs a measured one and a simulated one (`autopar run --trace`, `autopar simulate --trace`)"
+        raise UsageError(f"{file} and {over} are both {timeline.origin}; {remedy}")
+    if _computations(timeline) != _computations(other):
+        raise UsageError(f"{file} and {over} do not hold the same computations; `over` needs two traces of one plan")
+    measured, predicted = (timeline, other) if timeline.origin == "measured" else (other, timeline)
+
+    def render_both(console: Console) -> None:
+        render(measured, console)
+        render(predicted, console)
+
+    error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
+    figures = {"measured": _summary(measured), "predicted": _summary(predicted), "error": error}
+    title = f"{file.name} over {over.name}"
+    return Shown(kind, title, _dumped(figures), render_both, partial(draw_over, measured, predicted))
+
+
+def _dumped(figures: Mapping[str, object]) -> str:
+    return json.dumps(figures, indent=1) + "\n"
+
+
+def _timeline(file: Path, progress: Progress) -> Timeline:
+    """Return the timeline of a trace, or the one that a plan predicts."""
+    from autopar.formats.kind import kind_of
+
+    kind = kind_of(file)
+    if kind == "trace":
+        from autopar.formats.timeline import Timeline
+
+        return Timeline.load(file)
+    if kind == "plan":
+        from autopar.inputs import predict
+
+        return predict(file, progress=progress)
+    raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a trace or a plan")
+
+
+def _computations(timeline: Timeline) -> set[tuple[int, str]]:
+    from autopar.formats.timeline import track_of
+
+    return {(event.rank, str(event.action)) for event in timeline if track_of(event.action.kind) == "compute"}
+
+
+def _summary(timeline: Timeline) -> dict[str, object]:
+    return {
+        "origin": timeline.origin,
+        "step_s": timeline.end_s,
+        "ranks": timeline.rank_count(),
+        "bubble": timeline.bubble(),
+        "busy_s": timeline.busy_s(),
+    }
