@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         verify,
     )
     from autopar.formats.profile import Profile
-    from autopar.runtime.materialize import materialize
+    from autopar.runtime.start.materialize import materialize
 
 __all__ = [
     "Cluster",
@@ -63,7 +63,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {"Profile": "autopar.formats.profile", "materialize": "autopar.runtime.materialize"}
+_HOMES = {"Profile": "autopar.formats.profile", "materialize": "autopar.runtime.start.materialize"}
 
 
 def __getattr__(name: str) -> object:

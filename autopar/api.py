@@ -20,19 +20,6 @@ from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, untold
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from autopar.capture import UserModel
-    from autopar.formats.verified import Verified
-    from autopar.planner import PlanOptions
-    from autopar.planner.comparison import Comparison
-    from autopar.profiler.probe import Probe
-    from autopar.runtime.launch import StepProgress
-    from autopar.runtime.outcome import Outcome
-    from autopar.shown import Shown
-
 __all__ = [
     "Cluster",
     "Plan",
@@ -53,6 +40,19 @@ __all__ = [
     "train",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.capture import UserModel
+    from autopar.formats.verified import Verified
+    from autopar.planner import PlanOptions
+    from autopar.planner.comparison import Comparison
+    from autopar.profiler.probe import Probe
+    from autopar.runtime.result.outcome import Outcome
+    from autopar.runtime.start.launch import StepProgress
+    from autopar.shown import Shown
 
 
 PlanFile = plans.Plan | str | Path
@@ -253,7 +253,7 @@ def rehearse(plan: PlanFile, *, progress: Progress = untold) -> tuple[int, ...]:
     """
     inputs = _runnable(plan)
 
-    from autopar.runtime.rehearsal import rehearse_model
+    from autopar.runtime.start.rehearse import rehearse_model
 
     return rehearse_model(*inputs, progress)
 
@@ -273,7 +273,7 @@ def verify(plan: PlanFile, *, steps: int = 3, timeout_s: float = 300.0, progress
     """
     inputs = _runnable(plan)
 
-    from autopar.runtime.verify import verify as check
+    from autopar.runtime.start.verify import verify as check
 
     return check(*inputs, steps, timeout_s, progress)
 
@@ -316,7 +316,7 @@ def train(
     planned, model, data = _runnable(plan, seed)
 
     from autopar.recalibration import over_predicted
-    from autopar.runtime.launch import run, run_options
+    from autopar.runtime.start.launch import run, run_options
 
     options = run_options(
         steps=steps,

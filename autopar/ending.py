@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-__all__ = ["closing", "end", "unwinding_aborts", "unwinds"]
-
 _inside: list[None] = []
 _to_close: list[Callable[[], None]] = []
 

@@ -15,17 +15,6 @@ what to do about it.
 
 from __future__ import annotations
 
-__all__ = [
-    "AutoparError",
-    "CaptureError",
-    "FileError",
-    "InfeasibleError",
-    "ModelError",
-    "TrainingError",
-    "UsageError",
-    "printable",
-]
-
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from autopar.profiler.subject import Subject
     from autopar.progress import Progress
 
-__all__ = ["DeviceKinds", "calibrated", "check_kinds", "device_kinds", "estimated", "node_of", "profile_kinds"]
 
 GPUS_PER_NODE = 8
 

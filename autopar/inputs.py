@@ -17,18 +17,6 @@ from autopar.progress import Progress, untold
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
 
-__all__ = [
-    "cluster_file",
-    "connected",
-    "data_of",
-    "machines",
-    "model_of",
-    "planned_with",
-    "predict",
-    "read_inputs",
-    "read_plan",
-    "read_profile",
-]
 
 MOST_ACTIONS = 2**22
 """About 2 GiB of timeline, and a minute."""

@@ -17,8 +17,6 @@ from autopar.formats.profile import Profile
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Cluster", "Plan", "Timeline"]
-
 
 class Cluster(clusters.Cluster):
     """Devices and their links."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Progress", "untold"]
-
 Progress = Callable[[str, float], None]
 """Called with what is being done, and about which share of it all lies behind; 0 where nobody knows."""
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
     from autopar.formats.timeline import Timeline
-    from autopar.runtime.outcome import Outcome
+    from autopar.runtime.result.outcome import Outcome
 
-__all__ = ["over_predicted", "planned_times", "recalibrated"]
 
 ESTIMATED = "devices are estimated; messages took as long in a run"
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.timeline import Timeline
 
-__all__ = ["Shown", "shown"]
-
 
 class Shown(NamedTuple):
     """A file's content as tables, JSON, and a picture where there is one; printed, it is its tables."""

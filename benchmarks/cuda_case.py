@@ -11,7 +11,7 @@ from typing import Any
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.ranks.pool import RankPool
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.workspace import Workspace
 from cut import cut
 from race import computing
 from real_case import MICRO_BATCHES, MODEL, ROWS

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from autopar.runtime.transport import Pending, Transport
+from autopar.runtime.messages.transport import Pending, Transport
 
 __all__ = ["DelayedTransport"]
 
@@ -18,17 +18,17 @@ class DelayedTransport:
         self._inner, self._delay_s = inner, delay_s
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`."""
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
         moment = torch.tensor([time.monotonic()], dtype=torch.float64)
         return _Both(self._inner.send(moment, peer), self._inner.send(tensor, peer), moment, 0.0)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`."""
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
         moment = torch.zeros(1, dtype=torch.float64)
         return _Both(self._inner.receive(moment, peer), self._inner.receive(tensor, peer), moment, self._delay_s)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`; not delayed."""
+        """See :class:`autopar.runtime.messages.transport.Transport`; not delayed."""
         return self._inner.all_reduce(tensor, ranks)
 
 

@@ -24,12 +24,12 @@ from autopar.formats.plan import Plan
 from autopar.profiler import ProfileOptions, probe, profile
 from autopar.profiler.probe import Measured, Probe
 from autopar.ranks.context import RankContext
-from autopar.runtime.connect import connect
-from autopar.runtime.data import split_rows
-from autopar.runtime.job import DEFAULTS, Job
-from autopar.runtime.transport import Transport
-from autopar.runtime.worker import build
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.data.loader import split_rows
+from autopar.runtime.messages.staging import connect
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.start.job import DEFAULTS, Job
+from autopar.runtime.start.worker import build
+from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from cut import cut

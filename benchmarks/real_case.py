@@ -18,7 +18,7 @@ from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Profile
 from autopar.profiler import local_cluster
 from autopar.ranks.pool import RankPool
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.workspace import Workspace
 from cut import cut
 from emulation import free_links, predicted_s, profile_of
 from race import Real, computing

@@ -31,8 +31,8 @@ from autopar.formats.plan import SHARDS, Plan
 from autopar.profiler.divided import Computing, gathering, scattering
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
-from autopar.runtime.worker import build
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.worker import build
+from autopar.runtime.start.workspace import Workspace
 from cut import cut
 from machine import Watch
 

@@ -36,8 +36,8 @@ from autopar.profiler import ProfileOptions, local_cluster, probe, profile
 from autopar.profiler.probe import Measured, Probe
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
-from autopar.runtime.worker import build
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.worker import build
+from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from cut import cut
 from machine import Watch, busy_s

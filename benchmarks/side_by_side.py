@@ -24,7 +24,7 @@ from autopar.planner import PlanOptions, plan
 from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
 from autopar.profiler.device import choose, count
 from autopar.ranks.pool import RankPool
-from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.start.launch import RunOptions, run
 from machine import Watch
 
 

@@ -19,9 +19,6 @@ from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
-__all__ = ["Reference", "frames", "record", "references", "try_stages", "ways_of"]
-
-
 MOST_FRAMES = 64
 
 

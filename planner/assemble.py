@@ -25,8 +25,6 @@ from autopar.planner.simulator.simulate import Simulator, trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 
-__all__ = ["MOST_ACTIONS", "assemble", "candidate_of", "crossings", "shared", "stage_record", "timeline_of"]
-
 MOST_ACTIONS = 2**16
 """Programs above take long to expand, check and trace, action by action."""
 

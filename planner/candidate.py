@@ -11,20 +11,6 @@ from autopar.formats.plan import Division, Shard, turns
 from autopar.planner.options import PlanOptions
 from autopar.schedules.route import shares_of
 
-__all__ = [
-    "MOST_MICRO_BATCHES",
-    "Candidate",
-    "Family",
-    "Placed",
-    "counts_beside",
-    "divisors",
-    "families",
-    "place",
-    "with_depths",
-    "within",
-]
-
-
 MOST_MICRO_BATCHES = 4096
 """Counts above are searched only when asked for: a step of theirs is mostly latency, and long to simulate."""
 

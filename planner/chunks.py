@@ -11,8 +11,6 @@ from autopar.planner.candidate import Placed
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import places
 
-__all__ = ["chunk_counts", "chunked", "groups", "halves", "plain"]
-
 
 def chunked(schedule: str) -> bool:
     """Whether a rank of a schedule runs several stages."""

@@ -18,8 +18,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import in_order
 from autopar.planner.share_limits import limits_met
 
-__all__ = ["MOST_EDGES", "MOST_WIDTHS", "Closest", "Known", "closest", "oversized"]
-
 MOST_EDGES = 64
 FEW_EDGES = 24
 """Up to so many layers all families and more levels of recomputation are looked at."""

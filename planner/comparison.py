@@ -21,8 +21,6 @@ from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, untold
 
-__all__ = ["Comparison", "compare"]
-
 
 class Comparison(NamedTuple):
     """What :func:`compare` returns."""

@@ -19,8 +19,6 @@ from autopar.planner.named import position, unknown
 from autopar.planner.options import PlanOptions
 from autopar.planner.share_limits import Shared, ShareLimit
 
-__all__ = ["Constraints", "Ranged", "Rule"]
-
 _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on\s+(?P<type>\S.*))")
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.planner.named import position, unknown
 
-__all__ = ["Dictated", "parse"]
-
 
 class Dictated(NamedTuple):
     """Where the stages end, and how many replicas each has."""

@@ -11,10 +11,9 @@ from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.model import CostModel
-from autopar.planner.simulator.simulate import Rows, Simulator, run
+from autopar.planner.simulator.rows import Rows
+from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules import SCHEDULES
-
-__all__ = ["DictatedRun"]
 
 
 class DictatedRun:

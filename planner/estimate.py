@@ -5,8 +5,6 @@ from __future__ import annotations
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 
-__all__ = ["estimated_cluster"]
-
 # Round numbers of ordinary machines: loopback between two processes, PCIe between two accelerators.
 _LINKS = {"cpu": (1e-4, 1e9), "cuda": (2e-5, 12e9)}
 

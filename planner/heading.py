@@ -8,8 +8,6 @@ from autopar.formats.profile import DeviceType, ModelSource, Precision
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
-__all__ = ["Heading", "heading"]
-
 
 class Heading(TypedDict):
     """What a plan says of anything but its stages; fields as of the plan."""

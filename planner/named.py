@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from autopar.errors import UsageError
 
-__all__ = ["position", "unknown"]
-
 
 def position(name: str, names: Sequence[str]) -> int | None:
     """Return the index of a layer, None where there is none. A number is an index, even of layers named by numbers.

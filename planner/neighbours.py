@@ -10,8 +10,6 @@ from autopar.planner.candidate import Candidate, counts_beside
 from autopar.planner.search.judge import Best, Found
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["neighbours"]
-
 MOST_NEIGHBOURS = 5
 
 

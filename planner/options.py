@@ -13,8 +13,6 @@ from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 from autopar.schedules.spelling import schedule_named
 
-__all__ = ["PLANNED", "PlanOptions", "admitted"]
-
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
 

@@ -57,8 +57,6 @@ from autopar.planner.stack import least_bound_s, stacked
 from autopar.planner.trials import Trials
 from autopar.progress import Progress, untold
 
-__all__ = ["others_of", "plan", "simulate"]
-
 
 class Others(NamedTuple):
     """What others would run, which the search starts from."""

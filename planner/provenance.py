@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs.links import Collective, Level
+from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Routes
-
-__all__ = ["communicated", "computed"]
 
 
 def computed(costs: CostModel, stage: Placed) -> Provenance:

@@ -15,8 +15,6 @@ from autopar.planner.closest import Known, closest
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.options import PLANNED, PlanOptions, admitted
 
-__all__ = ["Fits", "advice", "any_plan_fits", "freed", "pipelined", "remedies", "scheduled"]
-
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
 

@@ -26,20 +26,6 @@ from autopar.planner.stack import least_bound_s, least_s, stacked
 from autopar.planner.trials import Trials
 from autopar.schedules import SCHEDULES
 
-__all__ = [
-    "MOST_ACTIONS",
-    "actions_of",
-    "bounds_of",
-    "dictated_best",
-    "improve",
-    "lower_bound_s",
-    "otherwise",
-    "shape_of",
-    "tried_beside",
-    "tried_best",
-    "usual",
-]
-
 ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
 ACTIONS_BESIDE = 40_000

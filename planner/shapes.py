@@ -12,8 +12,6 @@ from autopar.formats.plan import Shard
 from autopar.planner.candidate import Family, Placed
 from autopar.planner.costs.model import CostModel
 
-__all__ = ["Shape", "balanced", "placed", "widths_of"]
-
 FEW = 4
 """Groups of which one may be wide to begin with."""
 HALVINGS = 40

@@ -13,8 +13,6 @@ from autopar.planner.options import PlanOptions
 if TYPE_CHECKING:
     from autopar.planner.costs.model import CostModel
 
-__all__ = ["ShareLimit", "Shared", "crossed_limit", "limits_met", "runnable", "share_limits"]
-
 
 class Shared(Protocol):
     """A stage, as far as these limits go."""

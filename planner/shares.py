@@ -6,8 +6,6 @@ from autopar.formats.predicted import Shares
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action
 from autopar.formats.timeline import Timeline, track_of
 
-__all__ = ["shares_of"]
-
 _SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
 
 Message = tuple[str, int, int, int, int, int]

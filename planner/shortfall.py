@@ -11,8 +11,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.remedies import Fits, advice, freed, remedies
 
-__all__ = ["explain", "infeasible", "size"]
-
 MOST_STAGES = 8
 """That are written out in an error."""
 

@@ -12,8 +12,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import NEAR, Best, Found
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Simplicity", "simplest", "simplicity", "straddling"]
-
 
 class Simplicity(NamedTuple):
     """How simple a plan is, what counts most first; less is simpler."""

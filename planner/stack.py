@@ -13,8 +13,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.grouping import pool_of
 from autopar.planner.search.best_first import MOST_BOUNDED, tables_of
 
-__all__ = ["Least", "least_bound_s", "least_s", "stacked"]
-
 Least = Callable[[CostModel, Family, float], float]
 """The least bound of any plan of a family under a cost model, if it is below some seconds."""
 

@@ -24,8 +24,6 @@ from autopar.planner.shapes import Shape, balanced, placed, widths_of
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
-__all__ = ["Trials"]
-
 Start = tuple[Family, Shape]
 MOST_PARTS = 16
 """In which a rank's recomputation is tried."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["SavedStorages", "storage_key"]
-
 
 class SavedStorages:
     """Records the storages that autograd saves, each once, parameters and buffers excluded.

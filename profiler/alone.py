@@ -10,8 +10,6 @@ import torch
 from autopar.capture import Layer, LayerGraph, materialize_random, release
 from autopar.profiler.passes import Inputs
 
-__all__ = ["drawn", "filled", "renamed"]
-
 
 @contextmanager
 def filled(layer: Layer, device: torch.device) -> Iterator[None]:

@@ -14,8 +14,6 @@ from scipy.optimize import least_squares
 from autopar.profiler.estimate import LayerSeconds, Workload, layer_seconds
 from autopar.profiler.roofline import Constants
 
-__all__ = ["Calibration", "Observation", "PricedRun", "calibrate", "predict"]
-
 NOISE = 0.07
 """Relative error that a run is expected to be predicted with: what the constants cannot explain."""
 FEWEST_TO_LEAVE_OUT = 5

@@ -19,8 +19,6 @@ from autopar.profiler.clock import Time, clock_of
 from autopar.profiler.passes import Inputs, LayerPass, SplitPass
 from autopar.profiler.precision import Computing
 
-__all__ = ["Chained", "Times"]
-
 _P = TypeVar("_P", bound=LayerPass)
 Times = Sequence[tuple[Layer, Time, Time]]
 """A layer with two times; those of one step, in the order of the layers."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Clock", "Time", "clock_of"]
-
 
 class Time(NamedTuple):
     """What one call took."""

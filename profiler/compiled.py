@@ -16,8 +16,6 @@ from torch._inductor.exc import CppCompileError
 from autopar.capture import LayerGraph
 from autopar.errors import UsageError
 
-__all__ = ["OF_A_KIND", "compiled", "compiling"]
-
 # Each takes seconds to compile, at every size; of the times of so many, a median is still good.
 OF_A_KIND = 4
 

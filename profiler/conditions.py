@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Conditions", "observe"]
-
 # The driver's names for what slows a clock; idling and what a user set are no such reasons.
 _REASONS = {
     "sw_power_cap": "power limit",

@@ -15,8 +15,6 @@ from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
 from autopar.schedules.expand import stages_of
 
-__all__ = ["LayerSeconds", "corrected"]
-
 LayerSeconds = Sequence[Mapping[str, tuple[float, float]]]
 """By rank, the median seconds of its layers forward and backward; empty where they were not timed."""
 NOTE = "times of layers are those of a run, where it computed with them"

@@ -17,16 +17,6 @@ from autopar.profiler.optimizer_memory import OptimizerMemory
 from autopar.profiler.passes import Recording
 from autopar.profiler.update import Update
 
-__all__ = [
-    "Costs",
-    "describe_layers",
-    "describe_tensors",
-    "describe_ties",
-    "layer_record",
-    "owned_parameters",
-    "update_kinds",
-]
-
 
 @dataclass
 class Costs:

@@ -19,8 +19,6 @@ from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.precision import Computing
 
-__all__ = ["AttentionKernel", "CudaRules", "as_on_cuda", "attention_kernel"]
-
 AttentionKernel = Literal["flash", "efficient", "math"]
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FLASH_HEAD = 256

@@ -11,8 +11,6 @@ import torch
 from autopar.errors import UsageError
 from autopar.formats.profile import DeviceKind
 
-__all__ = ["COMMUNICATORS_BYTES", "choose", "count", "describe", "memory_bytes"]
-
 COMMUNICATOR_BYTES = 600_000_000
 """Of one NCCL communicator (544 to 688 MB: nccl#964)."""
 COMMUNICATORS = 2

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Computing", "gathering", "scattering"]
-
 PARAMETERS = 4
 """Of a layer: weights and biases of two modules."""
 

@@ -27,8 +27,6 @@ from autopar.profiler.update_work import moved_per_number
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
 from autopar.progress import Progress, untold
 
-__all__ = ["RESERVED_BYTES", "LayerSeconds", "Workload", "estimate", "layer_seconds", "profile_of", "workload"]
-
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
 RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS_BYTES

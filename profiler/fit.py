@@ -8,8 +8,6 @@ import numpy as np
 
 from autopar.formats.profile import Line
 
-__all__ = ["fitted"]
-
 
 def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> Line | None:
     """Fit ``fixed_s + per_sample_s * rows``, neither part negative, with the least squares of relative errors.

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Kernel", "KernelKind", "KernelLog"]
-
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
 

@@ -17,8 +17,6 @@ from autopar.ranks.environment import launched
 from autopar.ranks.pool import RankPool
 from autopar.ranks.watch import Doing
 
-__all__ = ["local_cluster", "measure_from_environment", "measure_links", "measured_cluster"]
-
 _TIMEOUT_S = 300.0
 
 

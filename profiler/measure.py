@@ -22,8 +22,6 @@ from autopar.profiler.clock import Time
 from autopar.profiler.passes import Inputs
 from autopar.progress import Progress
 
-__all__ = ["REPRESENTATIVES", "Timing", "measure", "representatives", "spread"]
-
 REPRESENTATIVES = 16
 MAX_ROUNDS = 20
 IN_A_ROW, EXTRA_IN_A_ROW = 3, 2

@@ -27,8 +27,6 @@ from autopar.profiler.divided import Computing, gathering, scattering
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 
-__all__ = ["Operation", "Pace", "time_operation"]
-
 PAUSE_S = 2e-3
 """Long enough for a processor to idle."""
 LONGEST_S = 0.02

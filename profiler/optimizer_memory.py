@@ -14,8 +14,6 @@ from autopar.capture import UserModel
 from autopar.capture.source import NamedParameters, user_code
 from autopar.capture.storages import StorageTracker
 
-__all__ = ["OptimizerMemory", "optimizer_memory", "work_at_once"]
-
 
 @dataclass(frozen=True)
 class OptimizerMemory:

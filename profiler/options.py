@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["ProfileOptions"]
-
 MOST = 2**31 - 1
 
 

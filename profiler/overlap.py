@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from autopar.ranks.context import RankContext
 
-__all__ = ["measure_overlap", "slowdowns"]
-
 ROUNDS, WARM_UP = 8, 2
 # Large enough to be bound by bandwidth and by arithmetic, and to last longer than starting them takes.
 _MESSAGE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}

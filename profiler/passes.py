@@ -14,8 +14,6 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.profiler.activations import SavedStorages, storage_key
 from autopar.profiler.precision import Computing, as_it_is
 
-__all__ = ["Inputs", "LayerPass", "LayerRecording", "Recording", "SplitPass", "record", "record_layer"]
-
 
 @dataclass(frozen=True)
 class Inputs:

@@ -8,8 +8,6 @@ import torch
 
 from autopar.capture.storages import StorageTracker
 
-__all__ = ["peak_bytes"]
-
 
 def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
     """Return the most bytes that ``work`` had allocated at once, beyond what there was before."""

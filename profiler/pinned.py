@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["pinned"]
-
 SAMPLE_S = 0.05
 
 

@@ -12,8 +12,6 @@ import torch
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["Computing", "as_it_is", "computing"]
-
 Computing = Callable[[], AbstractContextManager[object]]
 """Makes the context that one forward runs in; a backward runs outside of it, in the types of its forward."""
 

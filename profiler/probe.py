@@ -23,8 +23,6 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.handshake import open_channels
 
-__all__ = ["Measured", "MeasuredCurve", "MeasuredOverlap", "Probe", "groups_of", "measure"]
-
 # As in training, where the largest messages are buckets of gradients on the CPU, and gathered weights on GPUs.
 _LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 _COLLECTIVES: tuple[CurveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")

@@ -35,8 +35,6 @@ from autopar.profiler.subject import Subject, prepare
 from autopar.profiler.update import measure_updates
 from autopar.progress import Progress, untold
 
-__all__ = ["measured", "profile"]
-
 MAX_SIZES = 5
 # On an idle machine the spread is below this.
 BUSY_SPREAD = 0.1

@@ -13,8 +13,6 @@ from autopar.formats.program import BACKWARDS, FORWARD, Action
 from autopar.hardware.topology import Topology
 from autopar.profiler.relinked import slowed
 
-__all__ = ["regathered", "ungathered"]
-
 _KINDS = ("all_gather", "reduce_scatter")
 _LEAST = 0.01
 """Of what actions take: gathers that are predicted to be less of it are hidden, and not told from noise."""

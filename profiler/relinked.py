@@ -15,8 +15,6 @@ from autopar.hardware.topology import Topology
 from autopar.profiler.fit import fitted
 from autopar.schedules.expand import messages
 
-__all__ = ["relinked", "slowed"]
-
 LEAST_SPREAD = 2
 """Times as large as the smallest message the largest must be for latency and bandwidth to be told apart."""
 

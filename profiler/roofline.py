@@ -20,8 +20,6 @@ from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Architecture, Gpu
 from autopar.profiler.kernels import Kernel
 
-__all__ = ["Constants", "KernelTable", "default_constants", "seconds"]
-
 Numbers = npt.NDArray[np.float64]
 
 

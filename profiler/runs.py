@@ -14,8 +14,6 @@ from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, read_text
 from autopar.schedules.spelling import canonical
 
-__all__ = ["COLUMNS", "MeasuredRun", "read_runs"]
-
 COLUMNS = ("step_s", "batch", "model", "devices", "stages", "micro_batches", "schedule", "recompute", "cluster")
 PRICED = ("gpipe", "1f1b")
 """Schedules of one stage per device and of whole backwards, as a run is described here."""

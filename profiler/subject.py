@@ -21,8 +21,6 @@ from autopar.profiler import device as devices
 from autopar.profiler.options import ProfileOptions
 from autopar.progress import Progress, untold
 
-__all__ = ["Subject", "prepare"]
-
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3
 # Samples that can be parted unevenly.

@@ -8,8 +8,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["connections", "node_of_each", "parse_topology", "topology_notes"]
-
 _MEANINGS = {
     "PIX": "one PCIe switch",
     "PXB": "several PCIe switches",

@@ -15,8 +15,6 @@ from torch import nn
 from autopar.capture import UserModel
 from autopar.capture.source import NamedParameters
 
-__all__ = ["Update", "measure_updates"]
-
 WARM_UP, REPEATS = 2, 7
 Kind = TypeVar("Kind", bound=Hashable)
 # Copies of the weights, their gradients, the terms added to these, and two moments.

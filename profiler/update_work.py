@@ -10,8 +10,6 @@ from autopar.capture.source import NamedParameters
 from autopar.profiler.kernels import KernelLog
 from autopar.profiler.optimizer_memory import work_at_once
 
-__all__ = ["moved_per_number"]
-
 _NUMBERS = 4096
 # Kernels that move less than this are over a count of steps, which does not grow with the parameters.
 _COUNT_BYTES = 64

@@ -22,8 +22,6 @@ from autopar.profiler.passes import Inputs, LayerPass
 from autopar.profiler.peak import peak_bytes
 from autopar.profiler.precision import Computing
 
-__all__ = ["GraphWork", "LayerWork", "graph_work"]
-
 
 @dataclass(frozen=True)
 class LayerWork:

@@ -1,4 +1,8 @@
-"""Runtime: a plan and a model become a training job."""
+"""Runtime: a plan and a model become a training job.
+
+A step goes through the rooms in this order: ``start`` (once), ``data``, ``execute``, which runs ``stage`` and
+``messages``, then ``gradients``, ``update``, and at the end ``result``. Read ``execute/execute.py`` first.
+"""
 
 if __name__ != "autopar.runtime":
     raise ImportError("import this package as autopar.runtime; runtime/ on its own is not a package")

@@ -1,4 +1,7 @@
-"""TrainSettings: how ranks train, apart from what the plan says."""
+"""TrainSettings: how ranks train, apart from what the plan says.
+
+Scope: what a plan may ask for that this runtime does not do.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from autopar.errors import UsageError
-
-__all__ = ["DEFAULT_STEPS", "Last", "TrainSettings", "known_steps"]
+from autopar.formats.plan import Plan
+from autopar.formats.program import INPUT_BACKWARD, Program
 
 DEFAULT_STEPS = 20
 
@@ -67,3 +70,54 @@ class TrainSettings:
     def as_dict(self) -> dict[str, object]:
         """Return the settings as JSON-able data, which the constructor takes back."""
         return asdict(self)
+
+
+def check_scope(plan: Plan) -> None:
+    """Refuse a plan that can be simulated, but not carried out.
+
+    Raises:
+        UsageError: names what it is, and how to plan without it.
+    """
+    if plan.refusal is not None:
+        raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
+    if plan.divisible:
+        raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
+
+
+def check_offload(plan: Plan) -> None:
+    """Refuse to keep in the host's memory what is there already, or what no replicas divide.
+
+    Raises:
+        UsageError: names which, and what to do.
+    """
+    if plan.device_type == "cpu":
+        raise UsageError("`cpu_offload`: the plan is for CPUs, whose memory is the host's already; leave it out")
+    if all(stage.shard == "none" for stage in plan.stages):
+        raise UsageError("`cpu_offload`: no stage of the plan is sharded; plan with `shard='parameters'`")
+
+
+def check_sharing(plan: Plan) -> None:
+    """Refuse to let ranks share GPUs where the plan has none.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    if plan.device_type == "cpu":
+        raise UsageError("`share_gpus`: the plan is for CPUs, which have none; leave it out")
+
+
+def check_compiling(plan: Plan, program: Program) -> None:
+    """Refuse to compile layers whose backward or parameters are divided.
+
+    A compiled layer's backward is one operator: each half of it would be the whole.
+
+    Raises:
+        UsageError: names what it is, and what to do.
+    """
+    if any(stage.shard != "none" for stage in plan.stages):
+        raise UsageError("`compile`: sharded layers are not compiled; leave it out, or plan with `shard='none'`")
+    if any(action.kind == INPUT_BACKWARD for actions in program.ranks for action in actions):
+        raise UsageError(
+            f"`compile`: the program (schedule {plan.schedule}) runs backwards in halves, which compiled layers do not "
+            "have; leave it out, or plan with `schedule='1f1b'`"
+        )

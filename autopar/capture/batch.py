@@ -13,18 +13,6 @@ from autopar.capture.hooks import LOSS, unlike
 from autopar.capture.state import roots_of, tensors_reached
 from autopar.errors import ModelError
 
-__all__ = [
-    "Opaque",
-    "StepModule",
-    "loss_outputs",
-    "model_arguments",
-    "named_outputs",
-    "named_tensors",
-    "rebuild",
-    "row_count",
-    "slice_rows",
-]
-
 
 def named_tensors(batch: object) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch in a fixed order, named by their place in it.

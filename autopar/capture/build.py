@@ -17,8 +17,6 @@ from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
 from autopar.capture.writes import graph_writes
 from autopar.errors import CaptureError
 
-__all__ = ["Values", "build_layers", "spec_of", "tensor_specs"]
-
 
 @dataclass(frozen=True)
 class Values:

@@ -9,8 +9,6 @@ import torch
 
 from autopar.capture.graph import Layer, LayerGraph
 
-__all__ = ["LayerRun", "backward", "forward"]
-
 
 @dataclass
 class LayerRun:

@@ -16,8 +16,6 @@ from autopar.capture.traps import FALLBACK
 from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.errors import CaptureError, ModelError
 
-__all__ = ["check_gradients"]
-
 # Relative tolerance of a gradient's norm. A wrong gradient is off by tenths, a reordered sum by far less than this.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 

@@ -18,8 +18,6 @@ from autopar.capture.synthetic import SyntheticDataset, Task, sequence_of, task_
 from autopar.errors import ModelError, UsageError
 from autopar.formats.document import parse_json, read_text, shown
 
-__all__ = ["Configured", "read_configured"]
-
 PREFIX = "hf:"
 CONFIG = "config.json"
 SYNTHETIC = "inputs are synthetic, of the configuration's shapes"

@@ -10,8 +10,6 @@ from torch import nn
 from autopar.capture.reached import Path
 from autopar.capture.state import tensors_reached
 
-__all__ = ["copied"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

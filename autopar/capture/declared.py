@@ -22,8 +22,6 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.hollow import is_hollow
 from autopar.capture.stand_ins import standing_in
 
-__all__ = ["declared_layers"]
-
 NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
 
 

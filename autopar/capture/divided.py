@@ -17,8 +17,6 @@ from autopar.capture.source import UserModel
 from autopar.capture.walk import Key, Walk
 from autopar.formats.plan import Plan
 
-__all__ = ["DividedForward", "Moment", "Part"]
-
 Part = list[tuple[int, tuple[torch.Tensor, ...]]]
 """Losses that are run backward together: rows, and what the loss of these rows gave."""
 

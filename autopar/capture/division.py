@@ -22,8 +22,6 @@ from autopar.capture.walk import Key, Walk
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Stage
 
-__all__ = ["Batch", "Division", "Pattern", "Share", "divide", "shares_of"]
-
 ROWS, WHOLE = -1, -2
 """Of a leaf: an integer that counts rows; and what is the same for every share."""
 Dims = tuple[int, ...]

@@ -11,8 +11,6 @@ from torch import nn
 from autopar.capture.batch import named_tensors, rebuild
 from autopar.capture.source import UserModel
 
-__all__ = ["doubled", "in_double"]
-
 _DOUBLE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-__all__ = ["Storages", "draws", "draws_random_numbers", "operands", "submodules", "tensor_arguments", "written"]
-
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the nodes among a node's arguments, sub-graphs of higher-order operators excluded."""

@@ -29,8 +29,6 @@ from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
 
-__all__ = ["EvaluationGraph", "capture_evaluation", "capture_prediction", "evaluating"]
-
 _NO_OUTPUT = "the model's forward returns no tensor that has the samples as one dimension"
 
 

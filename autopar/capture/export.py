@@ -42,18 +42,6 @@ from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
 
-__all__ = [
-    "Exported",
-    "assemble",
-    "capture",
-    "capture_module",
-    "export_rows",
-    "placeholders",
-    "sorted_inputs",
-    "told_apart",
-    "with_gradients",
-]
-
 _DRAW = f"draw from the default one (docs/seeds.md), {FALLBACK}"
 
 

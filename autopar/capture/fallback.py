@@ -31,8 +31,6 @@ from autopar.capture.writes import joined, read_statistics, running_statistics, 
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
 
-__all__ = ["NOTHING_TO_TRAIN", "ListedLayer", "Listing", "listed_layers"]
-
 Running = Callable[["ListedLayer", tuple[torch.Tensor, ...]], tuple[object, bool]]
 """Runs a layer on inputs; returns what it gives, and whether it draws random numbers."""
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["Frontier", "frontier_of", "walk"]
-
 Edge = tuple[Node, int]
 """An operator of a backward, and which of the gradients that arrive at it."""
 

@@ -15,8 +15,6 @@ from autopar.capture.hooks import HOOKS, a, check_hook
 from autopar.capture.source import UserModel
 from autopar.errors import ModelError
 
-__all__ = ["check_module", "given_model", "structure_of"]
-
 
 def given_model(model: nn.Module, batch: object, **functions: Callable[..., Any] | None) -> UserModel:
     """Describe a model like a model file would: its data set are the rows of ``batch``.

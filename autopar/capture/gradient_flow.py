@@ -18,8 +18,6 @@ from autopar.capture.frontier import walk
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.hollow import faked_parameter
 
-__all__ = ["gradient_flow"]
-
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 

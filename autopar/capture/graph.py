@@ -12,8 +12,6 @@ from torch import nn
 
 from autopar.formats.profile import Writes
 
-__all__ = ["Layer", "LayerGraph", "TensorSpec"]
-
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -20,8 +20,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from autopar.capture.frontier import frontier_of
 
-__all__ = ["Halves"]
-
 Start = tuple[GradientEdge, torch.Tensor]
 """Where a backward starts, and with which gradient."""
 

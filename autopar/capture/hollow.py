@@ -21,8 +21,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.errors import CaptureError
 
-__all__ = ["faked", "faked_parameter", "hollow_parameters", "is_hollow", "refuse_lost_buffers", "without_fakes"]
-
 _BUILDING = threading.Lock()
 
 

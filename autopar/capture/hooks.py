@@ -13,8 +13,6 @@ from torch import nn
 
 from autopar.errors import ModelError
 
-__all__ = ["HOOKS", "LOSS", "Hook", "a", "check_hook", "given_to", "missing_model", "unlike"]
-
 MOST_SHOWN = 60
 """Characters of a file that are repeated in what to write instead."""
 

@@ -19,8 +19,6 @@ from torch import fx
 
 from autopar.capture.units import crossing, listed
 
-__all__ = ["joined"]
-
 Group = tuple[int, int]
 """First and last-but-one of the nodes of a layer."""
 Kind = tuple[int, ...]

@@ -21,8 +21,6 @@ from autopar.capture.effects import submodules
 from autopar.capture.graph import Layer
 from autopar.capture.unchanged import kept_parameters, unchanged
 
-__all__ = ["least_rows", "right_for_one"]
-
 _ALLOWED = 1e-3
 """Relative difference of what model and layers give; another order of sums makes far less."""
 

@@ -27,8 +27,6 @@ from autopar.capture.source import UserModel
 from autopar.capture.synthetic import Task, task_of
 from autopar.errors import ModelError
 
-__all__ = ["UNKNOWN", "LossCheck", "check_loss", "counted_loss", "counts_labels"]
-
 SAMPLES = 32
 """Read of a dataset, evenly spread, to find some whose labels count unevenly."""
 UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"

@@ -13,8 +13,6 @@ from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.traps import FALLBACK
 from autopar.errors import CaptureError
 
-__all__ = ["refuse_backward_hooks", "refuse_lost", "refuse_shared_writes", "refuse_stale"]
-
 
 def refuse_lost(model: nn.Module) -> None:
     """Check that parameters can be made anew, as every rank does from their names and values.

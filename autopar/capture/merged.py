@@ -17,8 +17,6 @@ from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import LayerGraph
 from autopar.capture.segment import Segment
 
-__all__ = ["merged"]
-
 
 def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
     """Return a graph with layers of these names, where each is a layer of the graph or holds some of them in a row.

@@ -11,8 +11,6 @@ from torch import nn
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 
-__all__ = ["noting_modes"]
-
 _Capture = Callable[[UserModel, nn.Module], LayerGraph]
 MOST_NAMED = 5
 

@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["neutral"]
-
 _SMALLER = (torch.float16, torch.bfloat16, torch.float32)
 _MEANS: dict[str, Callable[..., float | torch.Tensor]] = {
     "rand": lambda *_, **__: 0.5,

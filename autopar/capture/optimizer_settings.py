@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.source import NamedParameters, UserModel
 
-__all__ = ["Settings", "settings_of"]
-
 Settings = dict[str, list[dict[str, Any]]]
 """By parameter, in the first steps one after the other; one that the optimizer leaves out is not there."""
 

@@ -19,8 +19,6 @@ from torch import nn
 from autopar.capture.optimizer_settings import settings_of
 from autopar.capture.source import NamedParameters, UserModel
 
-__all__ = ["divided_trouble", "divider", "needs_all", "tried_divided"]
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -9,8 +9,6 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.errors import CaptureError, ModelError
 
-__all__ = ["outline"]
-
 
 def outline(model: UserModel, seed: int) -> tuple[nn.Module, LayerGraph]:
     """Build and capture a model that may be larger than memory; its buffers have values.

@@ -18,8 +18,6 @@ from pathlib import Path
 from autopar.errors import FileError, ModelError
 from autopar.formats.profile import ModelSource
 
-__all__ = ["Code", "check_code", "code_of_file", "code_of_module"]
-
 _AGAIN = "run `autopar profile` and `autopar plan` again"
 MOST_FILES = 5000
 """No model has so many; a walk ends there."""

@@ -12,9 +12,6 @@ from torch import fx, nn
 from autopar.capture.graph import Layer
 from autopar.errors import FileError
 
-__all__ = ["materialize", "materialize_random", "place", "release", "retarget", "usual_values"]
-
-
 _CPU = torch.device("cpu")
 
 

@@ -32,8 +32,6 @@ from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 
-__all__ = ["PlainRun", "train_plainly"]
-
 
 @dataclass(frozen=True)
 class PlainRun:

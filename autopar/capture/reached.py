@@ -20,8 +20,6 @@ from typing import Any
 import numpy
 from torch import nn
 
-__all__ = ["Path", "attributes_of", "globals_of", "is_own", "parts_of"]
-
 Parts = Iterator[tuple["Path", object]]
 
 _FOLDERS = [path for name, path in sysconfig.get_paths().items() if name.endswith(("stdlib", "lib"))]

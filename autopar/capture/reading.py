@@ -18,8 +18,6 @@ from autopar.capture.source import UserModel
 from autopar.capture.state import contents
 from autopar.errors import ModelError
 
-__all__ = ["check_reading"]
-
 SAMPLES = 4
 _REMEDY = "seeded alike; every rank reads for itself, so it must depend on {} and the default generators only"
 

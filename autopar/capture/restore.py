@@ -14,8 +14,6 @@ from torch import nn
 
 from autopar.capture.reached import attributes_of, globals_of
 
-__all__ = ["restorers"]
-
 _NONE = object()
 
 

@@ -8,8 +8,6 @@ import random
 import numpy as np
 import torch
 
-__all__ = ["number_of", "seed_data"]
-
 
 def seed_data(*parts: object) -> None:
     """Seed what data sets draw from: the default generators of Python, NumPy and torch's CPU.

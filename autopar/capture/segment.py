@@ -32,8 +32,6 @@ from autopar.capture.joined import joined
 from autopar.capture.units import Units, split_as, split_units
 from autopar.errors import CaptureError
 
-__all__ = ["Inputs", "Segment", "batch_dim", "is_size", "segment", "segment_like"]
-
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 MOST_OTHERS = 2
 """Modules that a layer is named after beside its first one."""

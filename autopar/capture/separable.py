@@ -22,18 +22,6 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.neutral import neutral
 from autopar.capture.state import preserved, roots_of
 
-__all__ = [
-    "PARTS",
-    "USUAL",
-    "IncomparableError",
-    "Separation",
-    "ignored_labels",
-    "is_large",
-    "separation",
-    "uneven_rows",
-    "with_ignored",
-]
-
 PARTS = (1, 2, 3)
 """How many rows each has."""
 EXACT = 1e-9

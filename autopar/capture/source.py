@@ -29,8 +29,6 @@ from autopar.capture.traps import user_line
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.profile import ModelSource, path_of
 
-__all__ = ["NamedParameters", "UserModel", "load"]
-
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters with the model's own names."""
 

@@ -20,8 +20,6 @@ from autopar.capture.hollow import faked, without_fakes
 from autopar.capture.place import usual_values
 from autopar.capture.traps import general_masks
 
-__all__ = ["StandIns", "standing_in"]
-
 
 class StandIns:
     """Runs modules whose parameters have no values; see :func:`standing_in`."""

@@ -23,8 +23,6 @@ from torch import nn
 from autopar.capture.reached import Path, parts_of
 from autopar.capture.restore import restorers
 
-__all__ = ["Roots", "Snapshot", "contents", "differences", "preserved", "roots_of", "snapshot", "tensors_reached"]
-
 Roots = Mapping[Path, object]
 """Where walks begin: a model and its loss, by the names that paths are to begin with."""
 

@@ -23,8 +23,6 @@ from autopar.capture.state import Roots, Snapshot, differences, snapshot
 from autopar.capture.traps import FALLBACK
 from autopar.errors import CaptureError
 
-__all__ = ["carried_over", "other_batches", "refuse_lasting", "refuse_state", "stateful_modules"]
-
 GENERATORS = {
     Path("random", "the generator of Python's "): random._inst,
     Path("numpy.random", "the generator of "): numpy.random.mtrand._rand,

@@ -9,8 +9,6 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["StorageTracker"]
-
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every storage made while it is active, until it is freed.

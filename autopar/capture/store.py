@@ -18,8 +18,6 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.segment import Segment
 from autopar.errors import CaptureError, FileError
 
-__all__ = ["load_graph", "save_graph"]
-
 _PROGRAM, _LAYERS = "graph.pt2", "layers.json"
 
 

@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 
 from autopar.errors import ModelError, UsageError
 
-__all__ = ["SyntheticDataset", "Task", "sequence_of", "task_of"]
-
 LONGEST = 2048
 SAMPLES = 65_536
 IGNORED, IGNORED_PIXELS = -100, 255

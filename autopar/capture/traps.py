@@ -19,8 +19,6 @@ from torch.nn.modules import transformer
 
 from autopar.errors import CaptureError
 
-__all__ = ["FALLBACK", "first_fixing", "general_masks", "user_line", "watch"]
-
 FALLBACK = "or give layers(model) in the model file: a list of modules that are called one after another"
 
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["WriteLog", "kept_parameters", "unchanged"]
-
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:

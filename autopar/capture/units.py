@@ -20,8 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-__all__ = ["Units", "crossing", "listed", "split_as", "split_units"]
-
 Call = tuple[str, str]
 """The path of a module below the model, and which of its calls: empty, or ``@2`` from the second one on."""
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -14,8 +14,6 @@ from autopar.capture.source import UserModel
 from autopar.errors import ModelError
 from autopar.formats.plan import Plan
 
-__all__ = ["Key", "Walk"]
-
 Key = tuple[str, int]
 """A call: the module's path, and how often it has been called in this forward, from 1."""
 

@@ -17,8 +17,6 @@ from autopar.capture.effects import Storages, operands, submodules, written
 from autopar.capture.unchanged import WriteLog
 from autopar.formats.profile import Writes
 
-__all__ = ["graph_writes", "joined", "read_statistics", "running_statistics", "watched"]
-
 _MEAN, _VARIANCE, _TRAINING = 3, 4, 5
 """Places of arguments of ``batch_norm``."""
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import DeviceType
 
-__all__ = ["app"]
 
 _OUTPUT = Path("cluster.json")
 _LEAST_BYTES, _MOST_BYTES = 16 * 2**10, 64 * 2**30

@@ -10,8 +10,6 @@ import typer
 
 from autopar.cli.screen import quietly
 
-__all__ = ["Quiet", "add", "examples"]
-
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress, tables and notes; only errors, and the result with --json.")
 ]

@@ -16,8 +16,6 @@ from autopar.cli.screen import say, screen
 if TYPE_CHECKING:
     from autopar.formats.compared import Compared
 
-__all__ = ["command"]
-
 
 def command(
     profile: ProfileFile = Path("profile.json"),

@@ -16,7 +16,6 @@ from autopar.formats.document import write_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["command"]
 
 BATCH = 16
 

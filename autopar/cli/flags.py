@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     Noted = TypeVar("Noted", Plan, Profile, Report)
 
-__all__ = ["ARGUMENTS", "as_flags", "plan_with_flags", "with_flags"]
 
 _OWN = {
     "bytes_per_s": "bandwidth",

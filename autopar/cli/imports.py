@@ -15,7 +15,6 @@ from autopar.errors import FileError, UsageError
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
 
-__all__ = ["command"]
 
 _OUTPUT = Path("profile.json")
 _KINDS = "profiles"

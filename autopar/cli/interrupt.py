@@ -9,8 +9,6 @@ from types import FrameType
 
 from autopar.ending import end, unwinds
 
-__all__ = ["INTERRUPTED", "Terminated", "ended_by", "interrupts_noted", "termination_unwinds"]
-
 INTERRUPTED = 130
 
 

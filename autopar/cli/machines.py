@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster
 
-__all__ = ["echo"]
-
 
 def echo(named: str | None, cluster: Cluster, console: Console) -> None:
     """Print in a line what was understood of ``--cluster``; nothing where none was named."""

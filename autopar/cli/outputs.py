@@ -7,8 +7,6 @@ from pathlib import Path
 
 from autopar.errors import FileError, UsageError
 
-__all__ = ["check_output"]
-
 TRANSFORMERS_CONFIG = "config.json"
 """What is read of a folder that an ``hf:`` model names."""
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.planner.options import PlanOptions
 
-__all__ = ["command"]
 
 _OUTPUT = Path("plan.json")
 

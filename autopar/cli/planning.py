@@ -9,8 +9,6 @@ import typer
 
 from autopar.cli import completion
 
-__all__ = ["Bandwidth", "Batch", "ClusterName", "Gpus", "Memory", "ProfileFile", "TimesOf"]
-
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Use at most this many devices; default: all of the cluster.")]
 ClusterName = Annotated[

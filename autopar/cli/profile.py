@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.progress import Progress
 
-__all__ = ["command"]
 
 _OUTPUT = Path("profile.json")
 _CLUSTER = "cluster.json"

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.cli.screen import is_quiet, say, screen
 
-__all__ = ["long_simulation", "phases", "slow_phases", "steps_progress"]
-
 LINE_EVERY_S = 2.0
 SLOW_S = 1.0
 """What takes longer shows how far it is."""

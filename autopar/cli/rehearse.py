@@ -12,9 +12,6 @@ import typer
 from autopar.cli.screen import say, screen
 from autopar.errors import InfeasibleError
 
-__all__ = ["command"]
-
-
 _CPU_COUNTED = (
     "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
     "(docs/estimating.md)"

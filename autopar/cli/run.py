@@ -6,8 +6,6 @@ from autopar.cli.training import Training, conclude, taking
 from autopar.formats.plan import Plan
 from autopar.inputs import model_of
 
-__all__ = ["command"]
-
 
 @taking
 def command(asked: Training) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["is_quiet", "quietly", "say", "screen"]
 
 _QUIET = ContextVar("_QUIET", default=False)
 

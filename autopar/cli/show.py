@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from autopar.shown import Shown
 
-__all__ = ["command"]
 
 _PICTURE = Path("timeline.png")
 

@@ -12,8 +12,6 @@ import typer
 from autopar.cli.planning import TimesOf
 from autopar.cli.screen import say, screen
 
-__all__ = ["command"]
-
 
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),

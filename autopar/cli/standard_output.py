@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["results_only"]
-
 
 @contextmanager
 def results_only() -> Iterator[None]:

@@ -20,16 +20,8 @@ from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
 if TYPE_CHECKING:
-    from autopar.runtime.outcome import Outcome
+    from autopar.runtime.result.outcome import Outcome
 
-__all__ = [
-    "DEFAULT_REPORT",
-    "AsJson",
-    "Reports",
-    "Training",
-    "conclude",
-    "taking",
-]
 
 DEFAULT_REPORT = Path("report.json")
 

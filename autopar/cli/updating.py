@@ -12,9 +12,8 @@ from autopar.formats.references import rebased
 from autopar.inputs import read_inputs
 
 if TYPE_CHECKING:
-    from autopar.runtime.outcome import Outcome
+    from autopar.runtime.result.outcome import Outcome
 
-__all__ = ["check_update", "write_update"]
 
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""

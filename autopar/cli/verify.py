@@ -12,8 +12,6 @@ import typer
 from autopar.cli.screen import screen
 from autopar.errors import TrainingError
 
-__all__ = ["command"]
-
 
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),

@@ -14,8 +14,6 @@ from autopar.inputs import data_of, model_of, predict, read_plan
 from autopar.ranks.environment import LaunchedRank, launched
 from autopar.ranks.failure import SaidElsewhereError
 
-__all__ = ["command"]
-
 
 @taking
 def command(asked: Training) -> None:
@@ -30,7 +28,7 @@ def command(asked: Training) -> None:
 
         from autopar.cli.progress import long_simulation, steps_progress
         from autopar.recalibration import over_predicted
-        from autopar.runtime.launch import join, run_options
+        from autopar.runtime.start.launch import join, run_options
 
         options = run_options(data=data_of(chosen, asked.plan), **asked.options())
         with steps_progress(asked.known_steps, quiet=launch.rank != 0) as progress:

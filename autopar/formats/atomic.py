@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["new_file"]
-
 
 @contextlib.contextmanager
 def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:

@@ -19,8 +19,6 @@ from autopar.formats.document import (
     fault,
 )
 
-__all__ = ["LEVELS", "PROBED", "Cluster", "Curve", "CurveKind", "Device", "Level", "Link", "Overlap"]
-
 PROBED = "probed"
 """The name of a cluster that `autopar cluster probe` measured; one that a profile came with is `local`."""
 

@@ -16,29 +16,6 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from autopar.errors import FileError, UsageError
 from autopar.formats.atomic import new_file
 
-__all__ = [
-    "MOST_RANKS",
-    "SHOWN",
-    "Bytes",
-    "BytesPerSecond",
-    "Count",
-    "Digest",
-    "Document",
-    "Index",
-    "Name",
-    "Provenance",
-    "Record",
-    "Seconds",
-    "fault",
-    "first_fault",
-    "least_certain",
-    "parse_json",
-    "read_text",
-    "shown",
-    "write_bytes",
-    "write_text",
-]
-
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
 MAX_DIGITS = 1000

@@ -7,8 +7,6 @@ from pathlib import Path
 from autopar.errors import FileError
 from autopar.formats.document import parse_json, read_text, shown
 
-__all__ = ["KINDS", "kind_of"]
-
 KINDS = ("profile", "cluster", "plan", "program", "report", "trace")
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-__all__ = ["LAYOUTS", "Layout", "chunks_of", "group_of", "groups_of", "layout_of"]
-
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {"interleaved": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
 """By schedule; others have a group for every stage (``line``)."""

@@ -8,8 +8,6 @@ from pydantic import model_validator
 
 from autopar.formats.document import Bytes, Count, Name, Record, Seconds, fault
 
-__all__ = ["LayerOption", "Resharded"]
-
 
 class Resharded(Record):
     """What a tensor-parallel group exchanges of a tensor that enters or leaves its stage at a layer."""

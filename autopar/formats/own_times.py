@@ -20,8 +20,6 @@ from autopar.formats.report import KindTimes
 from autopar.formats.spent import sending_of
 from autopar.formats.timeline import Event, Timeline
 
-__all__ = ["OwnTimes", "compared", "medians", "own_times"]
-
 OwnTimes = Mapping[tuple[int, Action], float]
 """Seconds by rank and action; a message has those from its send to its arrival, under the send."""
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from autopar.errors import FileError
 
-__all__ = ["named_file", "trusting"]
-
 _TRUSTS = ContextVar("_TRUSTS", default=False)
 
 

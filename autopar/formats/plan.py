@@ -24,23 +24,6 @@ from autopar.formats.layout import Layout, chunks_of, group_of, groups_of, layou
 from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
-__all__ = [
-    "SCATTERING",
-    "SHARDS",
-    "Crossing",
-    "Division",
-    "FileReference",
-    "Objective",
-    "Plan",
-    "ReplicatedState",
-    "ScheduleName",
-    "Shard",
-    "SharedParameter",
-    "Stage",
-    "shards_of",
-    "turns",
-]
-
 Division = Literal["split", "round-robin"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]

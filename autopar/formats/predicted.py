@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from autopar.formats.document import Bytes, Count, Index, Name, Provenance, Record, Seconds, fault
 
-__all__ = ["Alternative", "BoundPart", "Bounds", "Predicted", "Price", "Shares", "Term"]
-
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
 

@@ -13,26 +13,6 @@ from autopar.formats.option import LayerOption
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "Cost",
-    "DeviceCosts",
-    "DeviceKind",
-    "DeviceType",
-    "Layer",
-    "Line",
-    "ModelSource",
-    "Noise",
-    "Precision",
-    "Profile",
-    "Saved",
-    "Tensor",
-    "Threads",
-    "Tied",
-    "Writes",
-    "is_model",
-    "path_of",
-    "with_path",
-]
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 """``bf16`` and ``fp16``: parameters in float32, computed under autocast."""

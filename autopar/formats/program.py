@@ -13,25 +13,6 @@ from typing import NamedTuple
 from autopar.errors import FileError
 from autopar.formats.document import SHOWN, parse_json, read_text, write_text
 
-__all__ = [
-    "BACKWARD",
-    "BACKWARDS",
-    "FORWARD",
-    "INPUT_BACKWARD",
-    "KINDS",
-    "RECEIVE",
-    "RECEIVE_GRADIENT",
-    "REDUCE",
-    "REDUCE_TIED",
-    "SEND",
-    "SEND_GRADIENT",
-    "UPDATE",
-    "WEIGHT_BACKWARD",
-    "Action",
-    "Program",
-    "RankProgram",
-]
-
 FORWARD = "F"
 BACKWARD = "B"
 SEND = "S"

@@ -12,8 +12,6 @@ from autopar.formats.paths import named_file
 from autopar.formats.plan import FileReference, Plan
 from autopar.formats.profile import ModelSource, path_of, with_path
 
-__all__ = ["rebased", "recorded", "reference", "resolve"]
-
 
 def reference(path: Path, text: str, output: Path) -> FileReference:
     """Return the record of a file that was read as ``text``, for a file to be written to ``output``."""

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from autopar.formats.document import Bytes, Count, Document, Index, Name, Provenance, Record, Seconds
 
-__all__ = ["KindTimes", "RankTimes", "Report", "StepTimes"]
-
 Ratio = Annotated[float, Field(ge=0)]
 
 

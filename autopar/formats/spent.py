@@ -20,8 +20,6 @@ from autopar.formats.program import (
 )
 from autopar.formats.timeline import Event, Timeline
 
-__all__ = ["Spent", "sending_of", "spent", "spent_within"]
-
 _COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
 _PLAIN = {
     FORWARD: _COMPUTE,

@@ -26,8 +26,6 @@ from autopar.formats.program import (
     Action,
 )
 
-__all__ = ["TRACKS", "Event", "Timeline", "track_of"]
-
 Origin = Literal["simulated", "measured"]
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")

@@ -6,8 +6,6 @@ import re
 
 from autopar.errors import UsageError
 
-__all__ = ["parse_bandwidth", "parse_bytes"]
-
 _BINARY = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BITS = {"KBPS": 10**3, "MBPS": 10**6, "GBPS": 10**9, "TBPS": 10**12}

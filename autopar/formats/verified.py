@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Difference", "Verified"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -33,8 +33,6 @@ from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.hardware.gpus import find
 from autopar.hardware.machines import REACHED, Network, Node, cluster_of
 
-__all__ = ["EXAMPLES", "GRAMMAR", "cluster_named", "described", "find_cluster", "is_file", "read_cluster"]
-
 EXAMPLES = (
     "8xH100",
     "4x8xA100-80G:200Gbps",

@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 
 from autopar.formats.cluster import CurveKind
 
-__all__ = ["NETWORK_SHARE", "Group", "NodeLinks", "collective_s", "message_latency_s", "moved"]
-
 # Fitted, see above. A collective takes no less than _FLOOR_S, however small it is.
 _START_S = 31e-6
 _FLOOR_S, _FLOOR_PER_RANK_S = 44e-6, 5.5e-6

@@ -14,8 +14,6 @@ from typing import Literal
 from autopar.errors import UsageError
 from autopar.formats.profile import Precision
 
-__all__ = ["GPUS", "Architecture", "Gpu", "find", "is_known", "known_as"]
-
 Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 

@@ -11,8 +11,6 @@ from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Li
 from autopar.hardware.collectives import NETWORK_SHARE, Group, NodeLinks, collective_s, message_latency_s
 from autopar.hardware.gpus import Gpu
 
-__all__ = ["LARGEST_BYTES", "REACHED", "Network", "Node", "cluster_of", "group_sizes", "message_sizes"]
-
 LARGEST_BYTES = 2**30
 """Largest message of an estimated curve."""
 REACHED = 229 / 300

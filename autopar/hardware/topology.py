@@ -8,8 +8,6 @@ from copy import copy
 from autopar.formats.cluster import LEVELS, Cluster, Device, Level
 from autopar.formats.plan import Plan
 
-__all__ = ["Topology", "devices_of"]
-
 
 def devices_of(cluster: Cluster, count: int) -> list[Device]:
     """Return as many devices; those beyond the ones that the cluster lists are like them, in turn.

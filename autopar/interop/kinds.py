@@ -12,8 +12,6 @@ from autopar.errors import FileError
 if TYPE_CHECKING:
     from autopar.formats.profile import DeviceCosts, Profile
 
-__all__ = ["Origin", "joined"]
-
 
 class Origin(NamedTuple):
     """A profile, and what to call it."""

@@ -18,8 +18,6 @@ from autopar.errors import FileError
 from autopar.formats.document import Count, Name, Seconds, first_fault, parse_json
 from autopar.interop.order import cycle
 
-__all__ = ["LayerEdge", "LayerGraph", "LayerNode", "Way", "parse"]
-
 _Size = Annotated[float, Field(ge=0, lt=2.0**62)]
 
 

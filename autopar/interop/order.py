@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["cycle", "natural", "topological"]
-
 Edge = tuple[int, int]
 """From a node to another, by index."""
 

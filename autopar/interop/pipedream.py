@@ -12,8 +12,6 @@ from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise,
 from autopar.interop.order import topological
 from autopar.interop.text_graph import Node, TextGraph, parse
 
-__all__ = ["pipedream_profile"]
-
 _MEMORY_BYTES = 16 * 10**9
 """What PipeDream's planner takes a device to have where it is told nothing."""
 _MOST_SAMPLES = 2**31

@@ -12,8 +12,6 @@ from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise,
 from autopar.interop.layer_graph import LayerEdge, LayerGraph, LayerNode, Way, parse
 from autopar.interop.order import topological
 
-__all__ = ["piper_profile"]
-
 _FORWARD = 1 / 3
 """Share of the forward, which the files do not state: a backward is commonly counted as two forwards."""
 _RECOMPUTES = "recomp"

@@ -19,8 +19,6 @@ from typing import NamedTuple, NoReturn
 from autopar.errors import FileError
 from autopar.interop.order import cycle
 
-__all__ = ["Edge", "Node", "TextGraph", "parse"]
-
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST = 1e15
 """More milliseconds or bytes than any layer takes: a larger number is a slip."""

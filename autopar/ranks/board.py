@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-__all__ = ["FINISHED", "SETTING_UP", "SET_UP_S", "STEPPING", "Board", "Note"]
-
 SETTING_UP = 0
 STEPPING = 1
 FINISHED = 2

@@ -19,8 +19,6 @@ import torch
 
 from autopar.ranks.failure import PeerLostError
 
-__all__ = ["Channel", "Way", "bytes_of", "new_way", "supported"]
-
 _PLACE = struct.Struct("=QQ")
 """Where a message lies, and how many bytes it has; pipes write so little at once or not at all."""
 _TAKEN = b"\0"

@@ -19,8 +19,6 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.interface import interface_towards
 from autopar.ranks.meeting import meet
 
-__all__ = ["RankContext", "backend_of", "joined", "joined_from_environment", "patience"]
-
 
 @dataclass(frozen=True)
 class RankContext:

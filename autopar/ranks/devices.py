@@ -9,8 +9,6 @@ import torch
 
 from autopar.errors import UsageError
 
-__all__ = ["device_of", "each_its_own", "identity_of"]
-
 
 def device_of(device_type: str, local_rank: int) -> torch.device:
     """Return a rank's device, and make it the current one.

@@ -15,8 +15,6 @@ import signal
 import sys
 from pathlib import Path
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG = 1
 
 

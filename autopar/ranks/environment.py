@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from autopar.errors import UsageError
 
-__all__ = ["LaunchedRank", "first_host", "launched", "tasks_of_node"]
-
 PORT = 29500
 """Where ranks meet if nothing says otherwise; torchrun's default, too."""
 LAST_PORT = 65535

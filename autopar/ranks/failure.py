@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 
 from autopar.errors import AutoparError, FileError, InfeasibleError, TrainingError, UsageError
 
-__all__ = ["Failure", "PeerLostError", "SaidElsewhereError"]
-
 
 class PeerLostError(TrainingError):
     """A message or reduction did not come about: the peer failed, or did not answer in time.

@@ -13,8 +13,6 @@ from autopar.errors import TrainingError
 from autopar.ranks.channel import Channel, Way, new_way, supported
 from autopar.ranks.context import RankContext
 
-__all__ = ["open_channels", "partners"]
-
 _RANK = struct.Struct("=Q")
 _CREDENTIALS = struct.Struct("=iII")
 """Process, user and group, as the kernel tells them of a socket's other end."""

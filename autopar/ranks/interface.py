@@ -7,8 +7,6 @@ import socket
 import struct
 import sys
 
-__all__ = ["interface_towards"]
-
 _SIOCGIFADDR = 0x8915
 _REQUEST = struct.Struct("16s16x")
 

@@ -29,7 +29,6 @@ from autopar.ranks.failure import Failure
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LOOPBACK", "Arrival", "disagreement", "meet"]
 
 LOOPBACK = "127.0.0.1"
 

@@ -20,8 +20,6 @@ from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.watch import Describe, Link, Watch
 
-__all__ = ["RankPool"]
-
 
 class RankPool:
     """Start rank processes once and run jobs on them, one after the other.

@@ -14,8 +14,6 @@ from typing import Self
 
 from autopar.ending import closing
 
-__all__ = ["Scratch"]
-
 PREFIX = "autopar-"
 _LOCK = "lock"
 

@@ -13,8 +13,6 @@ from autopar.ranks.context import RankContext, backend_of, joined_from_environme
 from autopar.ranks.devices import device_of
 from autopar.ranks.environment import launched
 
-__all__ = ["joined_in_script"]
-
 
 @contextmanager
 def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:

@@ -16,8 +16,6 @@ from autopar.errors import TrainingError
 from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, Board, Note
 from autopar.ranks.failure import Failure
 
-__all__ = ["Describe", "Doing", "Link", "Watch"]
-
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
 POLL_S = 0.2

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.profile import Profile
 
-__all__ = ["draw"]
 
 _INK, _FAINT = "#2b2f36", "#d9dce1"
 _FORWARD, _BACKWARD, _SAVED, _PEAK, _PARAMETERS, _CROSSING = (

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from autopar.formats.plan import Plan
 from autopar.formats.predicted import BoundPart
 
-__all__ = ["binding_text", "bound_rows", "share_text"]
-
 
 def bound_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return the stack of bounds, weakest first, and the gap of the step to the last of them."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.cluster import Cluster, Curve, Link
 
-__all__ = ["render", "understood"]
 
 _Make = tuple[str, int, float | None]
 """Type, memory and price of a device."""

@@ -13,7 +13,6 @@ from autopar.report.table import Table, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["render"]
 
 _ESTIMATE = (
     "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "

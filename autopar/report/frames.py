@@ -6,8 +6,6 @@ import pandas as pd
 
 from autopar.formats.plan import Plan
 
-__all__ = ["alternatives", "stages"]
-
 
 def stages(plan: Plan) -> pd.DataFrame:
     """Return one row per stage."""

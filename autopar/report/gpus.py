@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from autopar.hardware.gpus import Gpu
 
-__all__ = ["render"]
-
 
 def render(gpus: Iterable[Gpu], console: Console) -> None:
     """Print what is known of GPUs, and below it where that is from."""

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.plan import Plan
 
-__all__ = ["draw", "render"]
 
 _USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
 

@@ -12,7 +12,6 @@ from rich.console import Console
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["page"]
 
 _WIDTH = 110
 _HEAD = """\

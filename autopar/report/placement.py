@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from autopar.formats.plan import Plan
     from autopar.formats.timeline import Timeline
 
-__all__ = ["draw"]
 
 _INK, _FAINT, _IDLE = "#2b2f36", "#d9dce1", "#f4f5f7"
 _IN_A_ROW = 8

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from autopar.formats.plan import Plan, Stage
 from autopar.formats.predicted import Price
 
-__all__ = ["explained", "few_stages", "render"]
-
 MOST_STAGES = 48
 """Of an alternative, in full."""
 

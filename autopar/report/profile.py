@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.profile import Cost, Layer, Line, Profile
 
-__all__ = ["render", "title_of"]
 
 _SHOWN_KINDS = 8
 

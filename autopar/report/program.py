@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.program import Program
 
-__all__ = ["render"]
 
 _SHOWN_ACTIONS = 200
 

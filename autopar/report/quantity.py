@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bandwidth", "duration", "figure", "percentage", "size"]
-
 
 def duration(seconds: float) -> str:
     """Return seconds in the unit that leaves one to three digits before the point.

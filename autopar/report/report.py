@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from autopar.formats.report import Report
 
-__all__ = ["render"]
 
 _SHOWN_LOSSES = 8
 _SPENT = ("compute", "update", "reduce", "waiting", "transfer", "idle")

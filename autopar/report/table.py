@@ -38,7 +38,6 @@ from autopar.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-__all__ = ["Table", "as_text", "fill", "fold", "say"]
 
 WIDTH = 120
 """Columns of text that goes to no terminal."""

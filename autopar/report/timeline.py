@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-__all__ = ["draw", "draw_over", "render"]
 
 _INK = "#2b2f36"
 _FAINT = "#d9dce1"

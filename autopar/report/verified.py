@@ -10,8 +10,6 @@ from autopar.report.table import Table, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["render"]
-
 
 def render(found: Verified, console: Console) -> None:
     """Print the largest difference of every kind beside what is allowed, and what differs by choice."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["bucket_limit_bytes", "buckets"]
-
 LARGEST_BYTES = 25 * 2**20
 """PyTorch DistributedDataParallel's default bucket."""
 SMALLEST_BYTES = 2**20

@@ -26,9 +26,6 @@ from autopar.formats.program import (
 from autopar.schedules.expand import Message, closing_of, messages, mine, stages_of
 from autopar.schedules.holding import in_flight
 
-__all__ = ["ProgramError", "check"]
-
-
 MOST_IN_CIRCLE = 8
 """Ranks of a circle that an error names."""
 

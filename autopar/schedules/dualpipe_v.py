@@ -15,8 +15,6 @@ from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BA
 from autopar.schedules.pattern import joined, numbered
 from autopar.schedules.place import Computation, Place, depths
 
-__all__ = ["order", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations; ``warmups`` are what follows from them.

@@ -27,18 +27,6 @@ from autopar.schedules.place import Place
 from autopar.schedules.queue import Entry, in_order
 from autopar.schedules.route import Routes
 
-__all__ = [
-    "Message",
-    "action_count",
-    "closing_of",
-    "entries_of",
-    "expand",
-    "messages",
-    "mine",
-    "rank_of",
-    "stages_of",
-]
-
 
 class Message(NamedTuple):
     """What one stage's replica hands another's for a micro-batch: some rows of some tensors, bundled."""

@@ -6,8 +6,6 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action, Program, RankProgram
 from autopar.schedules.expand import entries_of
 
-__all__ = ["FORWARDS", "expand_forwards"]
-
 FORWARDS = (FORWARD, SEND, RECEIVE)
 """Kinds of actions that evaluate."""
 

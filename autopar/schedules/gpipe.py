@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.schedules.place import Computation, Place
 
-__all__ = ["order", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations in order; every micro-batch is in flight before the first backward.

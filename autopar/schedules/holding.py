@@ -21,8 +21,6 @@ from autopar.formats.program import (
 if TYPE_CHECKING:
     from autopar.schedules.place import Computation
 
-__all__ = ["Holding", "holdings", "in_flight"]
-
 
 def in_flight(order: Iterable[Action] | Iterable[Computation]) -> dict[int, int]:
     """Return, by stage, the most micro-batches whose forward is done and whose backward is not.

@@ -13,8 +13,6 @@ from itertools import pairwise
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.schedules.place import Computation, Place, depths
 
-__all__ = ["order", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations: a warm-up of forwards, then one forward and one backward in turn.

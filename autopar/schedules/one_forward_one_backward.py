@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.schedules.place import Computation, Place
 
-__all__ = ["order", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations in order, with at most the stage's ``warmup`` micro-batches in flight.

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from autopar.formats.program import BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules.place import Computation
 
-__all__ = ["joined", "numbered"]
-
 
 def numbered(pattern: Iterable[tuple[str, int]], micro_batches: int) -> Iterator[Computation]:
     """Yield a pattern's computations with every stage's forwards, backwards and halves numbered from 0.

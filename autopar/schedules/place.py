@@ -8,8 +8,6 @@ from typing import NamedTuple
 from autopar.formats.layout import Layout, group_of
 from autopar.schedules.holding import in_flight
 
-__all__ = ["Computation", "Place", "depths", "places"]
-
 Computation = tuple[str, int, int]
 """Kind, stage, micro-batch."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT
 
-__all__ = ["Entry", "in_order"]
-
 Entry = tuple[str, int, int, int, int]
 """Kind, stage, micro-batch, peer and the peer's stage of an action."""
 

@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 from autopar.formats.plan import Division
 
-__all__ = ["Divide", "Divided", "Route", "Routes", "even_shares", "free_shares", "routes", "shares_of"]
-
 SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
 

@@ -10,8 +10,6 @@ from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand
 from autopar.schedules.holding import holdings
 
-__all__ = ["check_bounds", "check_reductions", "read_program"]
-
 Reduction = tuple[str, int]
 """Its kind, and its stage or shared parameter."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from autopar.errors import UsageError
 from autopar.schedules import SCHEDULES
 
-__all__ = ["TORCH_NAMES", "canonical", "schedule_named"]
-
 TORCH_NAMES = {
     "GPipe": "gpipe",
     "1F1B": "1f1b",

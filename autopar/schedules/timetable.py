@@ -10,8 +10,6 @@ from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BA
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Computation, places
 
-__all__ = ["draw", "timetable"]
-
 
 def draw(schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None) -> str:
     """Return one line per stage, or per group of several, one column per slot.

@@ -15,8 +15,6 @@ from autopar.schedules import one_forward_one_backward
 from autopar.schedules.pattern import joined
 from autopar.schedules.place import Computation, Place
 
-__all__ = ["order", "postponed", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations: 1F1B's, with the weight half as many micro-batches late as stages lie before.

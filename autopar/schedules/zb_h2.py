@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from autopar.schedules import one_forward_one_backward, zb_h1
 from autopar.schedules.place import Computation, Place
 
-__all__ = ["order", "warmups"]
-
 
 def order(place: Place) -> Iterator[Computation]:
     """Yield a rank's computations: ZB-H1's, with weight halves late by two micro-batches for every stage before.

@@ -22,7 +22,7 @@ from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions
 from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.workspace import Workspace
 from fuzzing.asks import Ask, draw_ask, edited, planned
 from fuzzing.compare import Difference, worst
 from fuzzing.grammar import Recipe, draw, parts_of, write

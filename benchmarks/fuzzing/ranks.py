@@ -20,12 +20,12 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.data import ShareLoader
-from autopar.runtime.job import Job
-from autopar.runtime.segment import Segment
-from autopar.runtime.update import Update
-from autopar.runtime.worker import build
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.data.loader import ShareLoader
+from autopar.runtime.stage.stage import Segment
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.worker import build
+from autopar.runtime.start.workspace import Workspace
+from autopar.runtime.update.update import Update
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -77,7 +77,7 @@ def in_threads(plan: Plan, user: UserModel, folder: Path, steps: int) -> list[Ke
 
     with ExitStack() as patches:
         connected: Callable[..., object] = lambda context, *_: InProcessTransport(exchange, context.rank)  # noqa: E731
-        patches.enter_context(patch("autopar.runtime.worker.connect", connected))
+        patches.enter_context(patch("autopar.runtime.start.worker.connect", connected))
         if any(layer.random for layer in workspace.graph(user, plan).layers):
             patches.enter_context(patch.object(Segment, "run", _one_at_a_time(Segment.run, drawing)))
         patches.enter_context(patch.object(ShareLoader, "load", _one_at_a_time(ShareLoader.load, drawing)))
@@ -164,7 +164,7 @@ def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return all of a gradient; replicas that divide it ask together."""
     if gradient is None:
         return None
-    from autopar.runtime.sharded import whole
+    from autopar.runtime.stage.sharded import whole
 
     gathered = whole(gradient).detach()
     return gathered.to_dense() if gathered.is_sparse else gathered.clone()

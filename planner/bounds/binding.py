@@ -13,9 +13,6 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.chunks import plain
 from autopar.planner.costs.model import CostModel
 
-__all__ = ["binding"]
-
-
 _TERMS: tuple[Term, ...] = ("synchronisation", "update", "compute")
 
 

@@ -35,21 +35,6 @@ from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Route
 
-__all__ = [
-    "LinkTerms",
-    "StageTerms",
-    "Terms",
-    "Value",
-    "beside_s",
-    "bound",
-    "fold",
-    "fold_chain",
-    "last",
-    "link_terms",
-    "round_trips",
-    "stage_terms",
-]
-
 Value = float | npt.NDArray[np.float64]
 Flag = bool | npt.NDArray[np.bool_]
 Index = tuple[int | slice | EllipsisType | npt.NDArray[np.int64] | None, ...]

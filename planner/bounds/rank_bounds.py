@@ -23,8 +23,6 @@ from autopar.planner.chunks import groups
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.moments import Backwards, backwards
 
-__all__ = ["RankBound", "RankTerms", "least_s", "rank_bounds", "rank_terms"]
-
 
 class RankTerms(NamedTuple):
     """What the bounds of a candidate are made of, by stage or boundary."""

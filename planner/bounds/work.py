@@ -11,8 +11,6 @@ from autopar.planner.candidate import Family
 from autopar.planner.chunks import halves
 from autopar.planner.costs.model import CostModel
 
-__all__ = ["layers_work_s", "work_s"]
-
 ROUNDING = 1e-12
 
 

@@ -13,8 +13,6 @@ from autopar.planner.costs.flows import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.repeats import Repeats
 
-__all__ = ["Activations", "Swept", "rows_bytes"]
-
 FEW_ROWS = 4
 """Of the layers, one in how many begins a window like no earlier one, that each of these is gone through by itself."""
 

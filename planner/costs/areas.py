@@ -8,8 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Area", "Areas", "Counts", "windowed"]
-
 Counts = npt.NDArray[np.int64]
 
 

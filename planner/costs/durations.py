@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from autopar.formats.cluster import Level
 from autopar.planner.candidate import Candidate
 from autopar.planner.chunks import chunked, groups, halves
-from autopar.planner.costs.links import Level
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.moments import backwards
 from autopar.schedules.route import Routes
-
-__all__ = ["Durations", "durations"]
 
 
 @dataclass(frozen=True)

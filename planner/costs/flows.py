@@ -11,8 +11,6 @@ import numpy as np
 
 from autopar.formats.profile import Profile
 
-__all__ = ["NO_FLOW", "Exchange", "Flow", "FlowTensor", "Flows", "TiedLayers"]
-
 
 class Flow(NamedTuple):
     """What travels from one range of layers to another, per sample."""

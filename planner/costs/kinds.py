@@ -11,8 +11,6 @@ from autopar.formats.cluster import Cluster, Device
 from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, is_model
 from autopar.hardware.gpus import is_known, known_as
 
-__all__ = ["Kinds", "check_times_of", "kinds_of"]
-
 
 class Kinds(NamedTuple):
     """The kinds of devices that are planned for."""

@@ -8,8 +8,6 @@ from itertools import accumulate
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.profile import Cost, Layer
 
-__all__ = ["LayerCosts", "at_rows"]
-
 
 def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
     """Return a cost at ``rows`` samples from its values at measured, ascending sizes.

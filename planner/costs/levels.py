@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
-__all__ = ["Levels", "Sets", "Span"]
-
 
 class Levels:
     """Sets of the first so many layers of an order, from none to all.

@@ -13,8 +13,6 @@ from autopar.formats.cluster import Cluster, Curve, Device, Level
 from autopar.formats.document import Provenance
 from autopar.hardware.topology import Topology
 
-__all__ = ["Collective", "Level", "LinkModel"]
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Rounds of a ring, in multiples of n - 1."""

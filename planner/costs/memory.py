@@ -17,8 +17,6 @@ from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.repeats import Repeats
 
-__all__ = ["Held", "MemoryModel", "Parts", "messages_of", "peak_of", "state_of"]
-
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""
 MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16

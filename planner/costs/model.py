@@ -8,7 +8,7 @@ from copy import copy
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.cluster import Cluster, Device
+from autopar.formats.cluster import Cluster, Device, Level
 from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import devices_of
@@ -18,7 +18,7 @@ from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.kinds import kinds_of
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.levels import Levels
-from autopar.planner.costs.links import Collective, Level, LinkModel
+from autopar.planner.costs.links import Collective, LinkModel
 from autopar.planner.costs.memory import MemoryModel
 from autopar.planner.costs.moments import held_of, rank_peaks
 from autopar.planner.costs.sharing import Sharing
@@ -27,8 +27,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.share_limits import share_limits
 from autopar.schedules.buckets import buckets as grouped
 from autopar.schedules.route import Route, shares_of
-
-__all__ = ["UNLIMITED_BYTES", "CostModel"]
 
 UNLIMITED_BYTES = 2**62
 MOST_KEPT = 2**18

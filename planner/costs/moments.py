@@ -17,8 +17,6 @@ from autopar.planner.costs.memory import Held, MemoryModel, Parts, messages_of, 
 from autopar.schedules import SCHEDULES
 from autopar.schedules.place import Place
 
-__all__ = ["Backwards", "Moment", "backwards", "held_of", "moments", "place_of", "rank_peak", "rank_peaks"]
-
 
 class Backwards(NamedTuple):
     """How a stage's backwards of a step are computed."""

@@ -11,8 +11,6 @@ from autopar.formats.profile import Layer
 from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.flows import Flows
 
-__all__ = ["Repeats", "Windows"]
-
 
 class Windows(NamedTuple):
     """All windows of up to so many layers, by the earliest ones that are alike."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from autopar.formats.cluster import Cluster, Device, Level, Link
 from autopar.hardware.topology import Topology
 
-__all__ = ["Port", "Sharing", "Slowdown", "Traffic"]
-
 
 class Port(NamedTuple):
     """What several transfers pass through; hashable, so that equal ones are the same."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer
 from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.links import Collective, Level, LinkModel
-
-__all__ = ["StageSums"]
+from autopar.planner.costs.links import Collective, LinkModel
 
 Slower = Mapping[Level, tuple[float, float]]
 """By level, how many times as long computing, and communicating, take while the other goes on."""

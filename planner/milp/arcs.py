@@ -18,8 +18,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.choices import DIVISIONS
 
-__all__ = ["MOST_ARCS", "Arc", "Crossing", "Network", "asked_levels", "network"]
-
 MOST_ARCS = 20_000
 MOST_PRICED = 100_000
 """Layers by devices that are looked at for them, many of which may not fit."""

@@ -27,8 +27,6 @@ from autopar.planner.bounds.chain import LinkTerms
 from autopar.planner.constraints import Constraints
 from autopar.planner.milp.arcs import Arc, Crossing, Network
 
-__all__ = ["Linear", "Row", "linear"]
-
 Sum = dict[int, float]
 """Coefficients by column."""
 

@@ -28,8 +28,6 @@ from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Programmed", "programmed"]
-
 TOLERANCE = 1e-6
 """Relative, for what solvers compute in floating point; lower bounds hold as exactly as that."""
 PATHS = 20

@@ -12,7 +12,6 @@ from autopar.planner.milp.linear import Linear
 if TYPE_CHECKING:
     import pulp
 
-__all__ = ["SOLVERS", "Failed", "Solution", "Solver"]
 
 GAP = 1e-9
 """Relative, at which a solver calls a solution the least one."""

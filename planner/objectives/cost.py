@@ -35,8 +35,6 @@ from autopar.planner.share_limits import runnable
 from autopar.planner.shortfall import infeasible
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Cheapest", "cheapest", "cheapest_plan"]
-
 MOST_SETS = 100_000
 MOST_BY_NODES = 2_000
 """Sets up to which it matters in which nodes the devices are."""

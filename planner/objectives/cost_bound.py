@@ -26,8 +26,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool
 
-__all__ = ["least_steps_s"]
-
 Numbers = npt.NDArray[np.float64]
 
 

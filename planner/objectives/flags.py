@@ -5,8 +5,6 @@ from __future__ import annotations
 from autopar.errors import UsageError
 from autopar.planner.options import PLANNED, Objective, PlanOptions
 
-__all__ = ["check_flags"]
-
 _OPTIONS = (
     "batch",
     "memory_bytes",

@@ -23,13 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs.links import Level
 from autopar.planner.costs.memory import Held, Parts, peak_of
 from autopar.planner.costs.model import CostModel
-
-__all__ = ["Numbers", "Shape", "StashCosts", "depths"]
 
 Numbers = npt.NDArray[np.float64]
 

@@ -19,13 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import UsageError
+from autopar.formats.cluster import Level
 from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs.links import Level
 from autopar.planner.objectives.stash import Numbers, Shape, StashCosts, depths
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool, in_order
-
-__all__ = ["Quickest", "quickest"]
 
 MOST_WORK = 2 * 10**9
 """Array elements; about ten seconds."""

@@ -22,8 +22,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.remedies import advice, any_plan_fits, pipelined
 from autopar.planner.shortfall import size
 
-__all__ = ["stash_plan", "throughput_plan"]
-
 
 def throughput_plan(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the asynchronous pipeline that takes least per mini-batch, within the memory of every device.

@@ -18,8 +18,6 @@ from typing import Literal, NamedTuple
 
 from autopar.planner.candidate import divisors
 
-__all__ = ["Allocation", "Policy", "allocations"]
-
 Policy = Literal["NP", "ED", "HD"]
 Devices = tuple[int, ...]
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import lcm
 
-__all__ = ["blocks"]
-
 
 def blocks(values: Sequence[float], count: int) -> tuple[int, ...]:
     """Return the ends of ``count`` blocks, some of which may be empty, of numbers that are 0 or more.

@@ -24,8 +24,6 @@ from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal
 from autopar.planner.peers.seconds import Seconds, StageSeconds, chained
 
-__all__ = ["Found", "find", "propose", "work"]
-
 OVERHEAD = 150_000
 """What numpy's calls for one (j, g) take, in the time of array elements."""
 

@@ -12,8 +12,6 @@ import numpy as np
 from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal, in_order
 
-__all__ = ["propose", "split", "work"]
-
 
 def propose(prices: Prices) -> list[Proposal]:
     """Return K = min(layers, devices) cells on one device each."""

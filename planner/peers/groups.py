@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from autopar.planner.placement.policies import choices
 
-__all__ = ["Alike", "Choice", "Free", "Groups", "Positions", "alike", "choose", "group_of", "reachable"]
-
 Positions = npt.NDArray[np.int64]
 
 Free = tuple[int, ...]

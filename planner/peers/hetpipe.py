@@ -23,9 +23,6 @@ from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.workers import Worker, Workers, bound_s, candidate_of, peaks, step_s
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Dealt", "Found", "best", "dealt", "described", "partitioned", "work"]
-
-
 MOST_WORK = 10**9
 """Array elements that one virtual worker's partition may take."""
 

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from autopar.planner.peers.prices import Array
 
-__all__ = ["latency_s", "pivots"]
-
 
 def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> npt.NDArray[np.int64]:
     """Return the pivot stage of pipelines whose stages' seconds are ``[stage, pipeline]``.

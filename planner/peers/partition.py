@@ -21,12 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.links import Level
+from autopar.formats.cluster import Level
 from autopar.planner.costs.memory import Held, Parts, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Array, Prices
-
-__all__ = ["Makeup", "Partition", "Partitioner", "Pipelined", "depths", "makeup_of", "work"]
 
 Counts = tuple[int, ...]
 Indices = npt.NDArray[np.int64]

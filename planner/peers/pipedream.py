@@ -20,11 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.links import Level
+from autopar.formats.cluster import Level
 from autopar.planner.peers.prices import Array, Prices
 from autopar.planner.peers.proposal import Proposal, in_order
-
-__all__ = ["bottleneck_s", "flat", "hierarchical", "propose", "work"]
 
 Indices = npt.NDArray[np.int64]
 

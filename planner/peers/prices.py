@@ -7,10 +7,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.links import Level
+from autopar.formats.cluster import Level
 from autopar.planner.costs.model import CostModel
-
-__all__ = ["Array", "Prices"]
 
 Array = npt.NDArray[np.float64]
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-__all__ = ["Proposal", "in_order"]
-
 
 class Proposal(NamedTuple):
     """Stages that end before the layers ``cuts``, and the devices of each."""

@@ -10,9 +10,6 @@ import numpy as np
 from autopar.planner.peers.groups import Groups, Positions
 from autopar.planner.peers.prices import Array, Prices
 
-__all__ = ["Seconds", "StageSeconds", "chained"]
-
-
 NEVER_S = 1e9
 """Of replicas of a layer that may have one only; finite, so that differences of sums stay numbers."""
 

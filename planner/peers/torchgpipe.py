@@ -14,8 +14,6 @@ from autopar.planner.peers.blocks import blocks
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal, in_order
 
-__all__ = ["by_size", "by_time", "work"]
-
 
 def by_time(prices: Prices) -> list[Proposal]:
     """Return the proposal that balances seconds."""

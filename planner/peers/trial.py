@@ -15,8 +15,6 @@ from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
-__all__ = ["LITTLE_WORK", "MOST_WORK", "counts_of", "place", "planned_counts", "trial"]
-
 MOST_WORK, LITTLE_WORK = 5 * 10**9, 2 * 10**8
 """Array elements that a peer may take for all its proposals together: about ten seconds, and half a second."""
 

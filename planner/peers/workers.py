@@ -27,8 +27,6 @@ from autopar.planner.peers.partition import Pipelined, depths
 from autopar.planner.simulator.simulate import trace
 from autopar.schedules.expand import expand
 
-__all__ = ["Worker", "Workers", "bound_s", "candidate_of", "peaks", "step_s"]
-
 
 class Worker(NamedTuple):
     """A pipeline: stages that end before the layers ``cuts``, on one device each."""

@@ -10,8 +10,6 @@ from autopar.planner.costs.sharing import Sharing
 from autopar.planner.placement.pool import Pool
 from autopar.planner.placement.reserve import Group
 
-__all__ = ["groups_of", "pool_of"]
-
 _MOST_WORK = 100_000
 """Moves x layers squared: tables of so many entries take a fraction of a second."""
 _MOST_WORK_WHEN_EXACT = 2_000_000

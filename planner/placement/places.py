@@ -12,8 +12,6 @@ from autopar.formats.cluster import Level
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import Pool
 
-__all__ = ["Move", "Place", "Places"]
-
 Indices = npt.NDArray[np.int64]
 FEW_STATES = 300
 """Up to so many, every state is looked at by itself."""

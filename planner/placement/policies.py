@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["choices"]
-
 
 def choices(free: Sequence[int], sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Return how many devices of each node the three policies take, without repeats.

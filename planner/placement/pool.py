@@ -11,9 +11,6 @@ import numpy as np
 
 from autopar.planner.placement.reserve import Chain, Group, Reserve, States, by_policies, every_way, listed
 
-__all__ = ["Move", "Pool", "in_order"]
-
-
 SKIPPING = 10
 """How many times as many moves may be gone through where they are at most twice those of cluster order."""
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from autopar.planner.placement.policies import choices
 
-__all__ = ["Chain", "Free", "Group", "Reserve", "States", "by_policies", "every_way", "listed"]
-
 Free = tuple[int, ...]
 """How many devices of every group."""
 States = npt.NDArray[np.int64]

@@ -32,8 +32,6 @@ from autopar.planner.search.tables import ROUNDING, SuffixTables
 from autopar.planner.search.work import BEST_FIRST, ENOUGH, PACES, fitted_us, least_gap, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["MOST_BOUNDED", "MOST_CLOSELY_BOUNDED", "Searched", "search", "tables_of"]
-
 MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000

@@ -8,8 +8,6 @@ import numpy.typing as npt
 from autopar.planner.costs.areas import Counts
 from autopar.planner.search.stages import Next, StageTables
 
-__all__ = ["Capped"]
-
 SLACK = 1e-9
 
 Numbers = npt.NDArray[np.float64]

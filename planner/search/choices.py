@@ -11,8 +11,6 @@ from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
-__all__ = ["DIVISIONS", "FINE", "ROUGH", "Choice", "Fineness", "choices"]
-
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
 FEW_RANGES = 2
 """Of layers that are recomputed, on replicas that take turns, which seldom pay."""

@@ -34,8 +34,6 @@ from autopar.planner.search.moves import (
 from autopar.planner.search.work import fitted_us, priced_us, scored_us, shortened_us, simulated_us
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["FEW_TRIES", "TRIES", "Climb"]
-
 MOST_EDGES = 1024
 BUSY = 6
 """Stages that take devices, or are divided: those that compute longest."""

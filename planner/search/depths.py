@@ -15,8 +15,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.room import LEAD
 
-__all__ = ["DepthChoices", "depth_choices", "least_recomputed", "span_of"]
-
 MANY_SETS = 32
 MANY_STAGES = 32
 AHEAD = (1.0, 1.5, 2.0, 3.0)

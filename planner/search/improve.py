@@ -23,8 +23,6 @@ from autopar.planner.shapes import balanced
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
-__all__ = ["climbed", "even_layouts", "started", "widths_by_time"]
-
 SEEDS = 4
 """Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns."""
 FAR, NEAR = 1.5, 1.02

@@ -11,8 +11,6 @@ from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["EQUAL_WIDTHS", "Best", "Found", "Trait", "equal_widths"]
-
 NEAR, MOST_NEAR = 0.01, 10_000
 """Of the best step, how much longer one takes that is about as fast; and how many such are kept before some go."""
 Key = TypeVar("Key")

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from autopar.formats.plan import Division, Shard
 from autopar.planner.candidate import Candidate
 
-__all__ = ["Layout", "cuts_moved", "devices_moved", "divided", "joined", "layers_passed", "manners_changed"]
-
 Manner = tuple[Division, Shard]
 SINGLE: Manner = ("split", "none")
 

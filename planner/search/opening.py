@@ -21,8 +21,6 @@ from autopar.planner.search.trips import Trips
 from autopar.planner.search.work import swept_us
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Opened", "Opening"]
-
 MANY_ELEMENTS = 5_000_000
 """Stages in all states, of those taken together; of more, plans are not looked through."""
 MOST_SWEPT = 1_200_000_000

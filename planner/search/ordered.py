@@ -8,8 +8,6 @@ import numpy.typing as npt
 from autopar.planner.costs.areas import Counts
 from autopar.planner.costs.levels import Levels
 
-__all__ = ["Ordered"]
-
 Numbers = npt.NDArray[np.float64]
 MOST_KEPT = 20_000_000
 """Numbers that tell which layers are summed, and are remembered."""

@@ -31,8 +31,6 @@ from autopar.planner.search.room import LEAD
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 
-__all__ = ["MANY_SWEPT", "Chosen", "Paced", "Paces"]
-
 Numbers = npt.NDArray[np.floating]
 WAITING = 1.04
 """Times as many in flight as what is necessary, with which stages wait less for each other."""

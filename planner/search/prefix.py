@@ -8,8 +8,6 @@ import numpy as np
 
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, Value
 
-__all__ = ["NOTHING", "Prefix"]
-
 _NONE = float("-inf")
 
 

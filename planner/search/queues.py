@@ -9,8 +9,6 @@ from typing import NamedTuple
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Family
 
-__all__ = ["Queues", "queues"]
-
 
 class Queues(NamedTuple):
     """What of the messages of a micro-batch's last rows is so for every next stage."""

@@ -17,8 +17,6 @@ from autopar.planner.placement.pool import Pool
 from autopar.planner.search.choices import Choice
 from autopar.planner.search.ordered import Ordered
 
-__all__ = ["LEAD", "Room"]
-
 MANY_LAYERS = 200
 LEAD = 3
 """For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""

@@ -11,8 +11,6 @@ from autopar.planner.costs.areas import Counts
 from autopar.planner.search.caps import Capped
 from autopar.planner.search.stages import StageTables
 
-__all__ = ["Group", "States"]
-
 
 class Group(NamedTuple):
     """States in which every way finds places that are alike."""

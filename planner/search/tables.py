@@ -19,8 +19,6 @@ from autopar.planner.search.caps import Capped
 from autopar.planner.search.stages import Next, StageTables
 from autopar.planner.search.states import Group, States
 
-__all__ = ["ROUNDING", "SuffixTables"]
-
 MOST_ELEMENTS = 20_000_000
 """Of the arrays that make a family's tables; about a tenth of a second for so many."""
 

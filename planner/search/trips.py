@@ -29,8 +29,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.states import States
 
-__all__ = ["Trips"]
-
 PRICES = (0.0, 0.5, 1.0, 2.0)
 """Of a device, over its part of the longest round trip: some bound what takes few devices, some what takes many."""
 ROUNDING = 1e-5

@@ -11,8 +11,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.search.choices import Choice, Fineness
 from autopar.planner.share_limits import limits_met
 
-__all__ = ["Way", "lengths_of", "ways_of"]
-
 EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
 """Of widths, those that so many layers have on average are told apart in any case, within limits."""
 

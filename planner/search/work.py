@@ -8,22 +8,6 @@ from __future__ import annotations
 from autopar.planner.candidate import Candidate
 from autopar.planner.options import PlanOptions
 
-__all__ = [
-    "BEST_FIRST",
-    "CLIMB",
-    "ENOUGH",
-    "EQUAL",
-    "PACES",
-    "START",
-    "fitted_us",
-    "least_gap",
-    "priced_us",
-    "scored_us",
-    "shortened_us",
-    "simulated_us",
-    "swept_us",
-]
-
 ENOUGH = 0.05
 """Gap to the lower bound at which no more work is done, unless more effort is asked for."""
 EXACT_GAP = 1e-3

@@ -8,8 +8,6 @@ from dataclasses import replace
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import Durations
 
-__all__ = ["awaited"]
-
 
 def awaited(candidate: Candidate, times: Durations) -> Durations:
     """Return durations without the messages that no action ever waits for; the step takes as long without them.

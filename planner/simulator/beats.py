@@ -17,8 +17,6 @@ import numpy.typing as npt
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import Durations
 
-__all__ = ["Beats", "beats_of", "march"]
-
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 Holders = Sequence[tuple[int, ...]]

@@ -11,8 +11,6 @@ from autopar.planner.simulator.lanes import Lane, Lanes, Part, Passage, Queue
 from autopar.planner.simulator.rows import RECEIVES, REDUCE_CODE, TIED_CODE, Meeting, Rows, meetings
 from autopar.planner.simulator.views import views
 
-__all__ = ["Contended"]
-
 Span = tuple[float, float]
 
 _JOINT = (REDUCE_CODE, TIED_CODE)

@@ -10,8 +10,6 @@ from autopar.formats.cluster import Level
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.sharing import Port, Slowdown, Traffic
 
-__all__ = ["Lane", "Lanes", "Part", "Passage", "Queue"]
-
 
 class Passage:
     """A port in use: ``flows`` transfers pass it at ``speed`` times what they are priced at."""

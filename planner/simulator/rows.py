@@ -25,25 +25,6 @@ from autopar.formats.program import (
 from autopar.planner.costs.durations import Durations
 from autopar.schedules.expand import entries_of, rank_of
 
-__all__ = [
-    "BACKWARD_CODE",
-    "COMPUTED",
-    "FORWARD_CODE",
-    "INPUT_CODE",
-    "LAST",
-    "RECEIVES",
-    "REDUCE_CODE",
-    "SENDS",
-    "TIED_CODE",
-    "UPDATE_CODE",
-    "WEIGHT_CODE",
-    "Meeting",
-    "Rows",
-    "compile_rows",
-    "meetings",
-    "rows_of",
-]
-
 Rows = list[list[tuple[int, int, int, int]]]
 """Per rank: (kind's code, micro-batch, peer, own) of every action; a code is the kind's position in ``KINDS``.
 

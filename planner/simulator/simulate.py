@@ -37,8 +37,6 @@ from autopar.planner.simulator.rows import (
 from autopar.planner.simulator.wave import ride, wave_of
 from autopar.progress import Progress, untold
 
-__all__ = ["Rows", "Simulator", "compile_rows", "run", "skeleton", "trace"]
-
 _NOT_BLOCKED = -1
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
 COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0

@@ -20,8 +20,6 @@ from autopar.planner.simulator.rows import (
     Rows,
 )
 
-__all__ = ["View", "views"]
-
 
 class View(NamedTuple):
     """Columns of a rank's actions; reading a tuple for each of millions would wait for memory."""

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import Durations
 
-__all__ = ["ABSENT_S", "Wave", "applies", "ride", "wave_of"]
-
 Numbers = npt.NDArray[np.float64]
 Holders = Sequence[tuple[int, ...]]
 ABSENT_S = float("-inf")

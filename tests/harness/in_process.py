@@ -15,7 +15,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.ranks.channel import bytes_of
 from autopar.ranks.failure import PeerLostError
-from autopar.runtime.transport import Done, Pending
+from autopar.runtime.messages.transport import Done, Pending
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,14 +52,14 @@ class InProcessTransport:
         self._count: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`."""
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
         with self._exchange.changed:
             self._exchange.queues[self._rank, peer].append(bytes_of(tensor).clone())
             self._exchange.changed.notify_all()
         return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`."""
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
         receive = _Receive(self._exchange, (peer, self._rank), tensor, self._posted[peer])
         self._posted[peer].append(receive)
         return receive
@@ -69,7 +69,7 @@ class InProcessTransport:
         raise UsageError(f"ranks {ranks} of one process cannot shard; train with processes")
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        """See :class:`autopar.runtime.transport.Transport`."""
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
         key = (ranks, apart, self._count[ranks, apart])
         self._count[ranks, apart] += 1
         with self._exchange.changed:

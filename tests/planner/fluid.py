@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.program import KINDS
 from autopar.planner.costs.durations import Durations
-from autopar.planner.simulator.simulate import Rows
+from autopar.planner.simulator.rows import Rows
 
 _Port = tuple[int, str, int, int, str]
 """Number of the link at its level; level, node or rack, number among its ports, direction."""

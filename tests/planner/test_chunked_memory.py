@@ -15,7 +15,7 @@ from autopar.planner import PlanOptions, plan
 from autopar.profiler.estimate import estimate
 from autopar.profiler.options import ProfileOptions
 from autopar.profiler.subject import prepare
-from autopar.runtime.rehearsal import rehearse
+from autopar.runtime.start.rehearse import rehearse
 
 Model = tuple[UserModel, LayerGraph, Profile]
 

@@ -16,7 +16,8 @@ from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.sharing import Sharing, Traffic
 from autopar.planner.simulator.contention import Contended
-from autopar.planner.simulator.simulate import Rows, Simulator, compile_rows, run, trace
+from autopar.planner.simulator.rows import Rows
+from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand
 from drawn import random_candidate
 from fluid import Fluid

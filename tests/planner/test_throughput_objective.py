@@ -20,7 +20,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.stash import StashCosts, depths
 from autopar.planner.objectives.throughput import quickest
 from autopar.planner.options import PlanOptions
-from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import check_scope
 from autopar.schedules.route import routes
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 

@@ -24,7 +24,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.stash import StashCosts
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import explained
-from autopar.runtime.scope import check_scope
+from autopar.runtime.settings import check_scope
 from instances import gpt_profile, local_cluster
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import PiperPlan, PiperStage, piper_plan

@@ -11,7 +11,7 @@ from autopar.formats.layout import group_of, layout_of
 from autopar.formats.plan import Plan, Shard, SharedParameter, Stage
 from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
-from autopar.runtime.crossings import crossings
+from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
 

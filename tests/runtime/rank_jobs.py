@@ -23,17 +23,16 @@ from autopar.capture.storages import StorageTracker
 from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.runtime.connect import connect
-from autopar.runtime.evaluate import Evaluation
-from autopar.runtime.execute import StepRecord
-from autopar.runtime.finite import all_finite
-from autopar.runtime.job import Job
-from autopar.runtime.saving import write_stages
+from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.gradients.scale import all_finite
+from autopar.runtime.messages.staging import StagedTransport, connect
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.sharded import whole
-from autopar.runtime.staged import StagedTransport
-from autopar.runtime.worker import TrainArguments, build, train
-from autopar.runtime.workspace import GRAPH, Workspace
+from autopar.runtime.stage.sharded import whole
+from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.saving import write_stages
+from autopar.runtime.start.worker import TrainArguments, build, train
+from autopar.runtime.start.workspace import GRAPH, Workspace
 from autopar.schedules.expand import expand
 
 
@@ -47,7 +46,7 @@ def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[floa
 
 def train_and_stage(context: RankContext, arguments: dict[str, Any]) -> list[float]:
     """Do as :func:`train_and_keep`, with messages that are copied once more at both ends."""
-    with patch("autopar.runtime.worker.connect", _staged):
+    with patch("autopar.runtime.start.worker.connect", _staged):
         return train_and_keep(context, arguments)
 
 
@@ -110,13 +109,13 @@ def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None
         return all_finite(tensors)
 
     with (
-        patch("autopar.runtime.run._common_origin", lambda context: 0.0),
+        patch("autopar.runtime.start.worker._common_origin", lambda context: 0.0),
         patch.object(RankContext, "barrier", barrier),
     ):
         if context.rank:
             train(context, cast(TrainArguments, arguments))
         else:
-            with patch("autopar.runtime.update.all_finite", late):
+            with patch("autopar.runtime.update.update.all_finite", late):
                 train(context, cast(TrainArguments, arguments))
 
 

@@ -16,13 +16,13 @@ from threads import train_in_threads
 
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
-from autopar.runtime import clock as clocks
-from autopar.runtime.clock import CudaClock, HostClock
-from autopar.runtime.execute import Executor, StepRecord
-from autopar.runtime.laps import Laps
-from autopar.runtime.loss import BroughtLossTally, LossTally
-from autopar.runtime.prefetch import Prefetch
+from autopar.runtime.data.loader import Prefetch
+from autopar.runtime.execute.execute import Executor, StepRecord
+from autopar.runtime.execute import times as clocks
+from autopar.runtime.execute.times import CudaClock, HostClock
+from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.worker import Laps
 
 
 @pytest.mark.parametrize("parts", [[[0.5], [0.25], [2.0]], [[3.0, 2.0], [1.0, 0.0]], []])
@@ -136,7 +136,7 @@ def test_a_step_ends_when_the_device_is_done_and_begins_no_earlier_than_the_one_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moments = itertools.count(10.0, 1.0)
-    monkeypatch.setattr("autopar.runtime.laps.time.perf_counter", lambda: next(moments))
+    monkeypatch.setattr("autopar.runtime.start.worker.time.perf_counter", lambda: next(moments))
     ends = [15.0, 19.0, 20.5]
     told: list[int] = []
 
@@ -170,8 +170,8 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
     losses = train_in_threads(plan, graph, model, state, plainly, 3)
     records: dict[int, list[StepRecord]] = {}
     with (
-        patch("autopar.runtime.job.copies_of", lambda device: FakeCopies()),
-        patch("autopar.runtime.job.clock_of", lambda device: LaggingClock()),
+        patch("autopar.runtime.start.job.copies_of", lambda device: FakeCopies()),
+        patch("autopar.runtime.start.job.clock_of", lambda device: LaggingClock()),
     ):
         assert train_in_threads(plan, graph, model, state, behind, 3, TrainSettings(), records) == losses
     for rank in range(4):

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import UsageError
-from autopar.runtime.job import Job
-from autopar.runtime.launch import RunOptions, run
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
 from harness.in_process import Exchange, InProcessTransport
 

@@ -17,10 +17,10 @@ from autopar.formats.plan import Shard
 from autopar.profiler.options import ProfileOptions
 from autopar.profiler.subject import prepare
 from autopar.ranks.pool import RankPool
-from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.messages.transport import sendable
+from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.transport import sendable
-from autopar.runtime.weights import names, read
+from autopar.runtime.start.launch import RunOptions, run
 
 FILE = Path(__file__).parent / "models" / "conjugated.py"
 STEPS = 3

@@ -12,10 +12,9 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.ranks.devices import device_of, each_its_own
-from autopar.runtime.connect import directions, warm_up
-from autopar.runtime.groups import reducing_groups
-from autopar.runtime.scope import check_sharing
-from autopar.runtime.transport import Pending
+from autopar.runtime.messages.staging import directions, warm_up
+from autopar.runtime.messages.transport import Pending, reducing_groups
+from autopar.runtime.settings import check_sharing
 from autopar.schedules.expand import expand
 
 Communicator = tuple[str, tuple[int, ...]]

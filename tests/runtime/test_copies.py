@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from autopar.runtime.copies import CudaCopies, HostCopy
+from autopar.runtime.messages.copies import CudaCopies, HostCopy
 
 
 class Stream:

@@ -16,10 +16,10 @@ from threads import own
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
-from autopar.runtime.copies import CudaCopies
-from autopar.runtime.job import Job
-from autopar.runtime.launch import RunOptions, run
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.messages.copies import CudaCopies
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from harness.in_process import Exchange, InProcessTransport
 

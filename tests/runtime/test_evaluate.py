@@ -20,9 +20,9 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.evaluate import Evaluation, rounds
-from autopar.runtime.job import Job
-from autopar.runtime.transport import Transport
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.start.evaluate import Evaluation, rounds
+from autopar.runtime.start.job import Job
 
 MODELS = Path(__file__).parent / "models"
 CPU = torch.device("cpu")

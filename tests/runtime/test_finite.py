@@ -17,11 +17,11 @@ from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.execute import StepRecord
-from autopar.runtime.finite import all_finite, first_not_finite
-from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.gradients.scale import all_finite, first_not_finite
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.workspace import Workspace
 
 MODELS = Path(__file__).parent / "models"
 STEPS, MICRO_BATCHES, ROWS = 3, 2, 4

@@ -18,7 +18,7 @@ from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import CaptureError, FileError, ModelError
 from autopar.formats.plan import Plan
-from autopar.runtime.fit import fitted
+from autopar.runtime.start.workspace import fitted
 
 STEPS = 3
 FILE = """

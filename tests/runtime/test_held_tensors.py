@@ -15,11 +15,10 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
-from autopar.runtime import execute
-from autopar.runtime.flight import Flight
-from autopar.runtime.job import Job
-from autopar.runtime.stage import Stage
-from autopar.runtime.transport import Pending
+from autopar.runtime.execute import execute
+from autopar.runtime.messages.transport import Pending
+from autopar.runtime.stage.stage import Flight, Stage
+from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand, rank_of
 
 Make = Callable[[int], tuple[LayerGraph, UserModel]]

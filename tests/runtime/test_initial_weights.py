@@ -12,16 +12,16 @@ from dictated import dictate
 from torch import nn
 
 from autopar.capture.outline import outline
+from autopar.capture.seeds import seed_data
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime import weights, workspace
-from autopar.runtime.initial import given_names, made_by_module
-from autopar.runtime.job import Job
-from autopar.runtime.saving import write_stages
-from autopar.runtime.seeds import seed_data
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.result import weights
+from autopar.runtime.start import workspace
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.saving import write_stages
+from autopar.runtime.start.workspace import Workspace, given_names, made_by_module
 from autopar.schedules.expand import expand
 from harness.in_process import Exchange, InProcessTransport
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from autopar.formats.program import Action, RankProgram
-from autopar.runtime.flops import ForwardFlops, peak_of
-from autopar.runtime.layer_times import LayerTimes
+from autopar.runtime.execute.times import LayerTimes
+from autopar.runtime.result.memory import ForwardFlops, peak_of
 
 
 class CountingClock:

@@ -16,7 +16,7 @@ from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.capture.units import Units
 from autopar.formats.plan import Plan
-from autopar.runtime.fit import fitted
+from autopar.runtime.start.workspace import fitted
 
 STEPS = 2
 FILE = """

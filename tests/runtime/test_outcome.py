@@ -13,8 +13,7 @@ from autopar.formats.predicted import Predicted
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
 from autopar.recalibration import planned_times
-from autopar.runtime.outcome import outcome_of
-from autopar.runtime.result import RankResult
+from autopar.runtime.result.outcome import RankResult, outcome_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand, stages_of
 

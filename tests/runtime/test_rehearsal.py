@@ -20,8 +20,8 @@ from autopar.errors import TrainingError
 from autopar.formats.paths import trusting
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.rehearsal import rehearse, rehearse_model
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.rehearse import rehearse, rehearse_model
+from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import rank_of
 
 MODELS = {

@@ -21,7 +21,7 @@ from autopar.formats.program import (
     Program,
 )
 from autopar.planner.candidate import Placed
-from autopar.runtime.retire import receives_ahead, retirements
+from autopar.runtime.messages.mailbox import receives_ahead, retirements
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import even_shares

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from autopar.errors import FileError
 from autopar.formats import atomic
 from autopar.formats.document import write_text
-from autopar.runtime import weights
-from autopar.runtime.saving import new_set, set_of
+from autopar.runtime.result import weights
+from autopar.runtime.start.saving import new_set, set_of
 
 # Forks are warned of where there are threads; these children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -24,7 +24,7 @@ from autopar.capture.export import capture
 from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime import weights
+from autopar.runtime.result import weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3

@@ -15,10 +15,8 @@ from threads import train_in_threads
 
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
-from autopar.runtime.mailbox import Mailbox
-from autopar.runtime.passes import Pass
-from autopar.runtime.recompute import Before
-from autopar.runtime.segment import Segment
+from autopar.runtime.messages.mailbox import Mailbox
+from autopar.runtime.stage.stage import Before, Pass, Segment
 from autopar.schedules.expand import expand
 
 

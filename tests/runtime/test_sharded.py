@@ -24,10 +24,10 @@ from autopar.formats.plan import Plan, Shard
 from autopar.formats.program import WEIGHT_BACKWARD
 from autopar.planner.costs.memory import Held, Parts, peak_of
 from autopar.ranks.pool import RankPool
-from autopar.runtime.launch import RunOptions, run
+from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.weights import names, read
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand, stages_of
 
 MODELS = Path(__file__).parent / "models"

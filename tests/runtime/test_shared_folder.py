@@ -9,7 +9,7 @@ from typing import cast
 
 from autopar.errors import FileError
 from autopar.ranks.context import RankContext
-from autopar.runtime.shared_folder import check_shared
+from autopar.runtime.start.saving import check_shared
 
 
 class Talking:

@@ -21,9 +21,9 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.staged import StagedTransport
-from autopar.runtime.transport import Pending, Transport
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.messages.staging import StagedTransport
+from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.start.workspace import Workspace
 from harness.in_process import Exchange, InProcessTransport
 
 MODELS = Path(__file__).parent / "models"

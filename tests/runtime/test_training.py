@@ -17,7 +17,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
-from autopar.runtime.workspace import Workspace
+from autopar.runtime.start.workspace import Workspace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 5

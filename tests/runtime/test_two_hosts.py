@@ -19,7 +19,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
-from autopar.runtime.weights import read
+from autopar.runtime.result.weights import read
 
 MODEL = Path(__file__).parent / "models" / "words.py"
 

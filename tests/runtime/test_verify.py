@@ -23,9 +23,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.verified import Verified
 from autopar.ranks.pool import RankPool
-from autopar.runtime import room
-from autopar.runtime.differences import PROMISED, Holder, compare
-from autopar.runtime.verify import verify
+from autopar.runtime.start import verify as room
+from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parent / "models"

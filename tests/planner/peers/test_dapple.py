@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from priced import prices_of
 
-from autopar.planner.costs.links import Level
+from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.latency import latency_s
 from autopar.planner.peers.prices import Prices

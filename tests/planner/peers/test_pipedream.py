@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 from priced import prices_of
 
-from autopar.planner.costs.links import Level
+from autopar.formats.cluster import Level
 from autopar.planner.peers import pipedream
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.proposal import Proposal

@@ -1,0 +1,243 @@
+"""Data: which samples make up a rank's share of every micro-batch.
+
+Batches: the mini-batches of a rank, one step's after the other's.
+
+Prefetch: a GPU's mini-batches, brought there beside its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Protocol, cast
+
+import torch
+
+from autopar.capture.batch import named_tensors, row_count, slice_rows
+from autopar.capture.graph import TensorSpec
+from autopar.capture.seeds import seed_data
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, FileError, ModelError, TrainingError
+from autopar.formats.plan import Plan
+from autopar.runtime.messages.copies import Copies, brought
+from autopar.runtime.settings import Last
+from autopar.schedules.expand import mine, stages_of
+
+
+def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order in which an epoch takes its samples."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+def sample_count(model: UserModel, seed: int) -> int:
+    """Return how many samples a run's dataset has."""
+    seed_data(seed, "dataset")
+    return model.sample_count(model.dataset())
+
+
+def steps_per_epoch(samples: int, batch: int, last: Last) -> int:
+    """Return the mini-batches of an epoch; an incomplete last one counts if it is filled up.
+
+    >>> steps_per_epoch(100, 14, "drop"), steps_per_epoch(100, 14, "pad"), steps_per_epoch(98, 14, "pad")
+    (7, 8, 7)
+    """
+    return -(-samples // batch) if last == "pad" else samples // batch
+
+
+def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> int:
+    """Return the steps in which a run goes through its dataset once.
+
+    Raises:
+        FileError: the dataset has too few samples for one.
+    """
+    found = steps_per_epoch(samples, plan.batch, last)
+    if not found:
+        remedy = "plan with a smaller `batch`, or pass `last='pad'`" if samples else "give it samples"
+        raise FileError(f"{model.spec}: the dataset has {samples} samples, a mini-batch takes {plan.batch}; {remedy}")
+    return found
+
+
+def split_rows(
+    plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
+    (stage, *_), replica = stages_of(plan, rank)
+    start, own = plan.stages[stage].row_starts[replica], mine(plan, rank)
+    stop, size = start + plan.stages[stage].rows[replica], plan.micro_batch_size
+    return [
+        {name: brought(values[name][m * size + start : m * size + stop], device) for name in names} if m in own else {}
+        for m in range(plan.micro_batches)
+    ]
+
+
+def check_inputs(values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+    """Refuse inputs of other shapes or types than the model was captured with.
+
+    Raises:
+        TrainingError: names the tensor, what was expected and what was found.
+    """
+    for spec in specs:
+        value = values.get(spec.name)
+        if value is None:
+            raise TrainingError(f"the batch has no {spec.name}; it has {', '.join(values) or 'nothing'}")
+        found, expected = tuple(value.shape[1:]), spec.shape(0)[1:]
+        if found != expected or value.dtype != spec.dtype:
+            raise TrainingError(
+                f"{spec.name} is {value.dtype} of shape {found} per sample, the model was captured with {spec.dtype} "
+                f"of shape {expected}; pad samples to one shape"
+            )
+
+
+class ShareLoader:
+    """Loads, for one rank, the model inputs that its layers read.
+
+    An incomplete last mini-batch of an epoch is dropped, or filled up with the epoch's first samples. Data sets may
+    draw random numbers: see ``docs/seeds.md``.
+    """
+
+    def __init__(
+        self,
+        model: UserModel,
+        plan: Plan,
+        rank: int,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        last: Last = "drop",
+    ) -> None:
+        """Open the dataset, if any input is read at all.
+
+        Args:
+            model: the user's file.
+            plan: how a mini-batch is divided.
+            rank: whose share is loaded.
+            specs: the model inputs that its layers read.
+            device: where they go.
+            last: what becomes of an epoch's last mini-batch.
+
+        Raises:
+            FileError: the dataset has fewer samples than a mini-batch.
+        """
+        self._model, self._plan, self._specs, self._device = model, plan, specs, device
+        self._rank = rank
+        (stage, *_), replica = stages_of(plan, rank)
+        self._start = plan.stages[stage].row_starts[replica]
+        self._stop = self._start + plan.stages[stage].rows[replica]
+        self._mine = mine(plan, rank)
+        seed_data(plan.seed, "dataset")
+        self._dataset = model.dataset() if specs else None
+        self.samples = len(cast(Sized, self._dataset)) if specs else 0
+        """In the dataset; 0 where it is not read."""
+        self._steps = steps_of_epoch(model, self.samples, plan, last) if specs else 0
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def load(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
+
+        Raises:
+            ModelError: reading a sample or ``collate`` failed; names rank, step and micro-batch.
+            TrainingError: samples have other shapes than those that the model was captured with; likewise.
+        """
+        plan = self._plan
+        if self._dataset is None:
+            return [{} for _ in range(plan.micro_batches)]
+        epoch, index = divmod(step, self._steps)
+        if epoch != self._epoch:
+            order = sample_order(self.samples, plan.seed, epoch)
+            repeats = -(-self._steps * plan.batch // self.samples)
+            self._epoch, self._order = epoch, order.repeat(repeats)
+        loaded: list[dict[str, torch.Tensor]] = []
+        for micro_batch in range(plan.micro_batches):
+            if micro_batch not in self._mine:
+                loaded.append({})
+                continue
+            first = index * plan.batch + micro_batch * plan.micro_batch_size
+            try:
+                values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
+                check_inputs(values, self._specs)
+            except AutoparError as error:
+                raise type(error)(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
+            loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
+        return loaded
+
+    def _share(self, picked: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        """Return this replica's rows of the micro-batch of the picked samples.
+
+        The user's own ``collate`` is given the whole micro-batch on every rank: what it makes of a sample may depend
+        on the others (padding) or on chance, and must not depend on how a stage divides them.
+        """
+        start, stop = self._start, self._stop
+        wanted = picked if self._model.collates else picked[start:stop]
+        samples = [self._sample(sample) for sample in wanted]
+        seed_data(self._plan.seed, "collate", step, micro_batch)
+        values = named_tensors(self._model.collate(samples))
+        if row_count(values) != len(wanted):
+            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(wanted)} samples")
+        return slice_rows(values, start, stop) if self._model.collates else values
+
+    def _sample(self, index: int) -> object:
+        assert self._dataset is not None
+        seed_data(self._plan.seed, "sample", self._epoch, index)
+        return self._model.sample(self._dataset, index)
+
+
+Batch = list[dict[str, torch.Tensor]]
+"""A rank's rows of the model's inputs, in every micro-batch."""
+
+
+class Prefetch:
+    """Loads mini-batches in the host's memory and copies them on; of two, the later one while the GPU computes."""
+
+    def __init__(self, load: Callable[[int], Batch], copies: Copies) -> None:
+        """Take what loads a step's mini-batch, and what copies it."""
+        self._load, self._copies = load, copies
+        self._ahead: tuple[int, Batch] | None = None
+
+    def load(self, step: int) -> Batch:
+        """Return a step's mini-batch on the device, whose work from now on waits for it."""
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1] if ahead is not None and ahead[0] == step else self._brought(step)
+        self._copies.admit(tensor for inputs in batch for tensor in inputs.values())
+        return batch
+
+    def look_ahead(self, step: int) -> None:
+        """Begin to bring the mini-batch of a later step; what is wrong with it is said when that step begins."""
+        try:
+            self._ahead = step, self._brought(step)
+        except Exception:
+            self._ahead = None
+
+    def _brought(self, step: int) -> Batch:
+        return [self._bring(inputs) for inputs in self._load(step)]
+
+    def _bring(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._copies.bring(tensor) for name, tensor in inputs.items()}
+
+
+class Loader(Protocol):
+    """What a rank's mini-batches come from."""
+
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
+
+    def load(self, step: int) -> Batch:
+        """Return a step's; steps count from 0."""
+
+
+class Batches:
+    """Loads them; for a GPU, while it computes the step before."""
+
+    def __init__(self, loader: Loader, copies: Copies | None) -> None:
+        """Take what loads them, and what copies them on to a device with a memory of its own."""
+        self.samples = loader.samples
+        self._prefetch = None if copies is None else Prefetch(loader.load, copies)
+        self._load: Callable[[int], Batch] = loader.load if self._prefetch is None else self._prefetch.load
+        self._next: int | None = None
+
+    def load(self, step: int, *, more: bool) -> Batch:
+        """Return a step's, on the device; ``more`` says whether another step follows."""
+        self._next = step + 1 if more else None
+        return self._load(step)
+
+    def look_ahead(self) -> None:
+        """Begin to bring that of the step that follows, where there is one and the device works meanwhile."""
+        if self._prefetch is not None and self._next is not None:
+            self._prefetch.look_ahead(self._next)

@@ -1,0 +1,195 @@
+"""Layer times: how long the layers of a stage run forward and backward, inside its actions.
+
+Clock: times of actions on the device that runs them, in seconds of this host's performance counter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple, Protocol
+
+import torch
+
+from autopar.formats.program import BACKWARD, FORWARD, RankProgram
+
+ANCHOR_S = 10.0
+"""After how many seconds the clocks of host and GPU are compared anew: they may drift apart by some millionths, and a
+GPU tells times in milliseconds of 24 bits."""
+
+
+class Clock(Protocol):
+    """Marks moments without waiting for the device, and tells their times afterwards."""
+
+    lags: bool
+    """Whether the device may be behind the host, so that telling times waits for it."""
+
+    def start(self) -> None:
+        """Begin a step."""
+
+    def mark(self) -> object:
+        """Mark the present moment of the device's work."""
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """Wait for the last of the marks, and return the times of all."""
+
+
+class HostClock:
+    """For devices whose work is done when the call returns."""
+
+    lags = False
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        return time.perf_counter()
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """See :class:`Clock`."""
+        return [mark for mark in marks if isinstance(mark, float)]
+
+
+class _Anchor(NamedTuple):
+    """An event of which the host's time is known."""
+
+    event: torch.cuda.Event
+    host_s: float
+
+
+class _Mark(NamedTuple):
+    anchor: _Anchor
+    event: torch.cuda.Event
+
+
+class CudaClock:
+    """Marks are events on the current stream, told in host time by one that the host has waited for."""
+
+    lags = True
+
+    def __init__(self) -> None:
+        self._anchor: _Anchor | None = None
+
+    def start(self) -> None:
+        """See :class:`Clock`; waits for the device once every few seconds, and not in between."""
+        if self._anchor is None or time.perf_counter() - self._anchor.host_s > ANCHOR_S:
+            event = _event()
+            event.record()
+            event.synchronize()
+            self._anchor = _Anchor(event, time.perf_counter())
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        assert self._anchor is not None
+        event = _event()
+        event.record()
+        return _Mark(self._anchor, event)
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """See :class:`Clock`."""
+        known = [mark for mark in marks if isinstance(mark, _Mark)]
+        if known:
+            known[-1].event.synchronize()
+        return [anchor.host_s + anchor.event.elapsed_time(event) / 1e3 for anchor, event in known]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class LayerTimes:
+    """Watches a rank's layers for a few steps.
+
+    A forward is timed around the layer. A layer's backward begins when the gradients of its outputs are complete, or
+    with its recomputation, and ends when the next one's begins, or the stage's backward is over.
+    """
+
+    def __init__(self, actions: RankProgram, stages: Mapping[int, Sequence[str]], clock: Clock) -> None:
+        """Prepare to watch.
+
+        Args:
+            actions: the rank's program.
+            stages: names of the layers of its stages, in order.
+            clock: marks moments.
+        """
+        self._clock, self._stages = clock, stages
+        self._actions = list(actions)
+        self._forwards: list[tuple[str, object, object]] = []
+        self._reached: dict[tuple[str, int], object] = {}
+        """The latest moment at which a gradient of a layer's outputs was complete, by its forwards in order."""
+        self._again: dict[tuple[str, int], object] = {}
+        """When a layer was begun once more, by its backwards in order."""
+        self._runs: dict[tuple[str, bool], int] = defaultdict(int)
+        self._seconds: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]], again: bool) -> Sequence[torch.Tensor]:
+        """Run a layer forward, timed; once more is part of its backward."""
+        start = self._clock.mark()
+        outputs = run()
+        key = layer, self._runs[layer, again]
+        self._runs[layer, again] += 1
+        if again:
+            self._again[key] = start
+            return outputs
+        self._forwards.append((layer, start, self._clock.mark()))
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _, key=key: self._reach(key))  # type: ignore[no-untyped-call]
+        return outputs
+
+    def begin_step(self) -> None:
+        """Forget the marks of the step before."""
+        self._clock.start()
+        self._forwards.clear()
+        self._reached.clear()
+        self._again.clear()
+        self._runs.clear()
+
+    def end_step(self, times_s: Sequence[tuple[float, float]]) -> None:
+        """Take in a step, given when its actions ran."""
+        marks = [mark for _, start, end in self._forwards for mark in (start, end)]
+        resolved = self._clock.resolve([*marks, *self._reached.values(), *self._again.values()])
+        for index, (layer, _, _) in enumerate(self._forwards):
+            self._seconds[layer][0].append(resolved[2 * index + 1] - resolved[2 * index])
+        rest = resolved[len(marks) :]
+        reached = dict(zip(self._reached, rest, strict=False))
+        again = dict(zip(self._again, rest[len(reached) :], strict=True))
+        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for action, span in zip(self._actions, times_s, strict=True):
+            turns[action.stage, action.kind].append(action.micro_batch)
+            if action.kind == BACKWARD:
+                first = turns[action.stage, FORWARD].index(action.micro_batch)
+                last = len(turns[action.stage, BACKWARD]) - 1
+                begun = {layer: reached.get((layer, first)) for layer in self._stages[action.stage]}
+                begun |= {layer: again[layer, last] for layer in begun if (layer, last) in again}
+                self._part(action.stage, begun, span)
+
+    def medians(self) -> dict[str, tuple[float, float]]:
+        """Return the median seconds of every layer, forward and backward; 0 backward where none was seen whole."""
+        return {
+            layer: (median(forward), median(backward) if backward else 0.0)
+            for layer, (forward, backward) in self._seconds.items()
+        }
+
+    def _reach(self, key: tuple[str, int]) -> None:
+        self._reached[key] = self._clock.mark()
+
+    def _part(self, stage: int, begun: Mapping[str, float | None], span: tuple[float, float]) -> None:
+        """Divide a stage's backward among its layers, given when that of each began."""
+        layers = list(reversed(self._stages[stage]))
+        moments, latest = [], span[0]
+        for layer in layers:
+            moment = begun[layer]
+            latest = latest if moment is None else min(max(moment, latest), span[1])
+            moments.append(latest)
+        for layer, (start_s, end_s) in zip(layers, pairwise([*moments, span[1]]), strict=True):
+            self._seconds[layer][1].append(end_s - start_s)

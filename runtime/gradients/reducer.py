@@ -1,0 +1,284 @@
+"""Gradients: summed over a stage's replicas while the last backward runs, and over stages that share parameters.
+
+Reduction: a rank's reducer, laid out by its plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from autopar.formats.plan import Plan
+from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.stage.parameters import Held
+from autopar.runtime.stage.stage import Stage
+from autopar.schedules.buckets import buckets
+
+if TYPE_CHECKING:
+    from autopar.runtime.stage.sharded import ShardedStage
+
+
+class _Bucket:
+    """Parameters whose gradients are views into one buffer and are reduced together."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        sample = self.parameters[0]
+        total = sum(parameter.numel() for parameter in self.parameters)
+        # Behind the gradients, a mark for each parameter: on how many ranks a backward reached it.
+        self.buffer = torch.zeros(total + len(self.parameters), dtype=sample.dtype, device=sample.device)
+        self._marks = self.buffer[total:]
+        self._all_reached = False
+        self.missing = len(self.parameters)
+
+    def attach(self) -> None:
+        """Zero the buffer and make every gradient a view into it."""
+        self.buffer.zero_()
+        offset = 0
+        for parameter in self.parameters:
+            parameter.grad = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        self._all_reached = False
+        self.missing = len(self.parameters)
+
+    def mark(self, touched: set[int]) -> None:
+        """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
+        reached = [float(id(parameter) in touched) for parameter in self.parameters]
+        self._all_reached = all(reached)
+        if self._all_reached:
+            # Copying a list would make the host wait for a GPU.
+            self._marks.fill_(1.0)
+        else:
+            self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
+
+    def release_untouched(self) -> None:
+        """Take the gradient from parameters that no rank's backward reached."""
+        if self._all_reached:
+            return
+        for parameter, reached in zip(self.parameters, self._marks.tolist(), strict=True):
+            if not reached:
+                parameter.grad = None
+
+
+class _Stage:
+    """The buckets of one stage of a rank, and how far their reduction is."""
+
+    def __init__(self, found: list[_Bucket]) -> None:
+        self.buckets = found
+        self.begin()
+
+    def begin(self) -> None:
+        self.pending: list[Pending] = []
+        self.last_backward, self.began = False, cast(object, None)
+
+    @property
+    def unreduced(self) -> list[_Bucket]:
+        return self.buckets[len(self.pending) :]
+
+
+class Reducer:
+    """Keeps a rank's gradients, and adds those of other ranks to them.
+
+    Parameters that only this rank holds accumulate as autograd does it. Those of a replicated stage lie in buckets,
+    reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
+    ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide parameters reduce
+    the gradients of these themselves.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
+        sharded: Mapping[int, ShardedStage],
+        replicas: tuple[int, ...],
+        shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
+        transport: Transport,
+        mark: Callable[[], object],
+        rank: int,
+    ) -> None:
+        """Lay the gradients out.
+
+        Args:
+            stages: every layer's whole parameters, in layer order, of each stage of the rank.
+            sharded: the stages whose replicas divide other parameters.
+            replicas: the ranks of these stages, this one among them.
+            shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
+            transport: carries the sums.
+            mark: marks the present moment, for :meth:`finish` to return.
+            rank: which rank this is.
+        """
+        self._rank = rank
+        self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
+        # Layers that share one may each run a backward of their own: its gradient is complete when all have.
+        several = {each for layers in stages.values() for each in _of_several(layers)}
+        seen = {id(parameter) for parameter, _ in shared.values()}
+        self._plain: list[torch.nn.Parameter] = []
+        self._stages: dict[int, _Stage] = {}
+        for index, layers in stages.items():
+            groups: list[list[torch.nn.Parameter]] = []
+            for layer in layers:
+                groups.append([p for p in layer if p.requires_grad and id(p) not in seen])
+                seen |= {id(parameter) for parameter in groups[-1]}
+            alone = len(replicas) == 1
+            self._plain += [p for group in groups for p in group] if alone else []
+            self._stages[index] = _Stage([] if alone else _fill(groups))
+        self._shared = {index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared.items()}
+        self._touched: set[int] = set()
+        for stage in self._stages.values():
+            for bucket in stage.buckets:
+                _hook(bucket.parameters, self._note_of(stage, bucket, several))
+        for bucket, _ in self._shared.values():
+            _hook(bucket.parameters, lambda parameter: self._touched.add(id(parameter)))
+
+    def begin_step(self) -> None:
+        """Clear all gradients."""
+        for parameter in self._plain:
+            parameter.grad = None
+        for bucket in self._all_buckets():
+            bucket.attach()
+        self._touched.clear()
+        for stage in self._stages.values():
+            stage.begin()
+        for sharded in self._sharded.values():
+            sharded.begin_step()
+
+    def begin_last_backward(self, index: int) -> None:
+        """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
+        if index in self._sharded:
+            # What it reduces, and what is reduced here, would meet in another order on each replica.
+            self._sharded[index].begin_last_backward()
+        else:
+            self._stages[index].last_backward = True
+
+    def weight_backward(self, index: int) -> AbstractContextManager[None]:
+        """Return the context of the second half of a backward."""
+        return self._sharded[index].weight_backward() if index in self._sharded else nullcontext()
+
+    def finish(self, index: int) -> object:
+        """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
+        if index in self._sharded:
+            self._sharded[index].finish()
+        stage = self._stages[index]
+        while stage.unreduced:
+            self._launch(stage)
+        for pending in stage.pending:
+            pending.wait()
+        return None if index in self._sharded else stage.began
+
+    def reduce_shared(self, index: int) -> None:
+        """Sum one shared parameter's gradient over all ranks that hold it."""
+        bucket, ranks = self._shared[index]
+        bucket.mark(self._touched)
+        self._transport.all_reduce(bucket.buffer, ranks).wait()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for parameter in self._plain:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        for bucket in self._all_buckets():
+            bucket.buffer.mul_(factor)
+        for sharded in self._sharded.values():
+            for part in sharded.gradients():
+                part.mul_(factor)
+
+    def complete(self) -> list[torch.Tensor]:
+        """Return what holds all gradients of this rank, those that it shares with others included."""
+        plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *divided]
+
+    def owned(self) -> list[torch.Tensor]:
+        """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
+        owned = [bucket for bucket, ranks in self._shared.values() if self._rank == ranks[0]]
+        if self._rank == self._replicas[0]:
+            owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
+        parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
+        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None] + divided
+
+    def release_untouched(self) -> None:
+        """Take the gradient from parameters that no backward reached: plain training would not update them.
+
+        All ranks decide alike, whichever of them reached a parameter, or its copies would differ from then on.
+        """
+        for bucket in self._all_buckets():
+            bucket.release_untouched()
+
+    def _all_buckets(self) -> list[_Bucket]:
+        own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
+        return own + [bucket for bucket, _ in self._shared.values()]
+
+    def _note_of(self, stage: _Stage, bucket: _Bucket, several: Container[int]) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:
+            self._touched.add(id(parameter))
+            if stage.last_backward and id(parameter) not in several:
+                bucket.missing -= 1
+                # In order, so that all replicas begin the same reductions in the same order.
+                while stage.unreduced and not stage.unreduced[0].missing:
+                    self._launch(stage)
+
+        return note
+
+    def _launch(self, stage: _Stage) -> None:
+        if stage.began is None:
+            stage.began = self._mark()
+        bucket = stage.unreduced[0]
+        bucket.mark(self._touched)
+        stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
+
+
+def _of_several(layers: Sequence[Sequence[torch.nn.Parameter]]) -> set[int]:
+    """Return the parameters that several layers use."""
+    uses = Counter(each for layer in layers for each in {id(parameter) for parameter in layer})
+    return {each for each, count in uses.items() if count > 1}
+
+
+def _hook(parameters: Sequence[torch.nn.Parameter], note: Callable[[torch.Tensor], object]) -> None:
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+
+def _fill(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[_Bucket]:
+    sizes = [sum(p.numel() * p.element_size() for p in group) for group in groups]
+    filled = []
+    for indices in buckets(sizes):
+        parameters = [parameter for index in indices for parameter in groups[index]]
+        # One buffer holds one type; models of mixed types get a buffer each.
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+            filled.append(_Bucket(alike))
+    return filled
+
+
+def reducer_of(
+    plan: Plan, rank: int, stages: Mapping[int, Stage], held: Held, transport: Transport, mark: Callable[[], object]
+) -> Reducer:
+    """Return what reduces a rank's gradients.
+
+    Args:
+        plan: what is carried out.
+        rank: which rank this is.
+        stages: its stages, by index.
+        held: their parameters.
+        transport: carries the sums.
+        mark: marks the present moment, for :meth:`Reducer.finish` to return.
+    """
+    sharding = {index: stage for index, stage in stages.items() if plan.stages[index].shard != "none"}
+    sharded = cast("dict[int, ShardedStage]", sharding)
+    # Of what a stage's replicas divide, it takes care itself.
+    parts = {each for stage in sharded.values() for each in stage.parts}
+    layers = {
+        index: [[each for each in layer.module.parameters() if each not in parts] for layer in stages[index].layers]
+        for index in sorted(stages)
+    }
+    shared = {}
+    for i, tied in enumerate(plan.tied):
+        ranks = replica_ranks(plan, tied.stages)
+        if stages.keys() & set(tied.stages) and len(ranks) > 1:
+            shared[i] = held.parameters[tied.parameter], ranks
+    replicas = replica_ranks(plan, stages)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank)

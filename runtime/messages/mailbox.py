@@ -1,0 +1,294 @@
+"""Mailbox: a rank's messages, from posting a receive to joining its rows, and from a send to its release.
+
+Retire: when a sent tensor may be let go, known from the program alone.
+
+On gloo, a send's completion cannot be asked for, only waited for, and waiting must not hold up computation. But when
+a peer has sent something that its program places behind the receipt of an earlier message, that message has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from autopar.capture.graph import TensorSpec
+from autopar.formats.plan import Plan
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.ranks.failure import PeerLostError
+from autopar.runtime.messages.transport import Pending, Transport, sendable
+from autopar.schedules.expand import Message, messages, stages_of
+
+_SENDS, _RECEIVING = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
+
+
+def retirements(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return, for positions of receives in a rank's program, the positions of the sends that are done by then.
+
+    Sends that no later receive proves done are not listed; they are waited for in the next step.
+    """
+    mine = list(program.ranks[rank])
+    sends: dict[int, list[int]] = defaultdict(list)
+    receives: dict[int, list[int]] = defaultdict(list)
+    for position, action in enumerate(mine):
+        if action.kind in _SENDS:
+            sends[action.peer].append(position)
+        elif action.kind in _RECEIVING:
+            receives[action.peer].append(position)
+    found: dict[int, list[int]] = defaultdict(list)
+    for peer, positions in sends.items():
+        theirs = [action.kind in _SENDS for action in program.ranks[peer] if action.peer == rank]
+        arrived = answered = 0
+        for is_send in theirs:
+            if is_send:
+                # The peer's answer number ``answered`` comes after it received this rank's first ``arrived`` sends.
+                proof = receives[peer][answered]
+                answered += 1
+                while positions and arrived:
+                    found[proof].append(positions.pop(0))
+                    arrived -= 1
+            else:
+                arrived += 1
+    return dict(found)
+
+
+def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[int, list[int]]:
+    """Return, for positions in a rank's program, the receives to post there: so many computations ahead of use."""
+    mine = list(program.ranks[rank])
+    starts = [0]
+    posts: dict[int, list[int]] = defaultdict(list)
+    for position, action in enumerate(mine):
+        if action.kind in _RECEIVING:
+            posts[starts[max(0, len(starts) - 1 - computations)]].append(position)
+        elif action.kind not in _SENDS:
+            starts.append(position + 1)
+    return dict(posts)
+
+
+Key = tuple[str, int, int, int, str]
+"""Kind of receive, stage, micro-batch, peer stage, tensor."""
+_RECEIVES = (RECEIVE, RECEIVE_GRADIENT)
+
+
+_MARKS = ""
+"""In place of a tensor's name: which gradients of a message there are."""
+
+
+class _Piece(NamedTuple):
+    start: int
+    tensor: torch.Tensor | None
+    there: bool = True
+    """False for zeros in place of a gradient that there is none of."""
+
+
+class _Due(NamedTuple):
+    """A tensor that a receive expects."""
+
+    key: Key
+    start: int
+    """Where its rows begin within this rank's share."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Slice(NamedTuple):
+    """The rows of a tensor that a send carries."""
+
+    name: str
+    dim: int
+    start: int
+    """Within this rank's share."""
+    rows: int
+    whole: bool
+    """Whether these are all rows of the share."""
+
+
+class Mailbox:
+    """Sends and receives what the program says, re-slicing rows between stages of different widths.
+
+    Receives are posted two computations ahead of use. Sends never hold up the rank; a sent tensor is let go when the
+    program proves that it has arrived.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        rank: int,
+        specs: dict[str, TensorSpec],
+        transport: Transport,
+        device: torch.device,
+        *,
+        marked: bool = False,
+    ) -> None:
+        """Find out what this rank will send and receive.
+
+        Args:
+            plan: what is carried out.
+            program: its expansion.
+            rank: which rank this is.
+            specs: of the tensors that cross, by name.
+            transport: moves them.
+            device: where they are.
+            marked: whether gradient messages say which of their tensors there are: where modules are listed, and not
+                captured, a backward may reach a tensor in one micro-batch and not in the next.
+        """
+        stages, replica = stages_of(plan, rank)
+        self.marked = marked
+        """Whether gradient messages say which of their tensors there are."""
+        self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
+        self._actions = list(program.ranks[rank])
+        self.due, self._retire = receives_ahead(program, rank), retirements(program, rank)
+        """Receives to post before an action, by their positions."""
+        self._share_start = plan.stages[stages[0]].row_starts[replica]
+        self._share_rows = plan.stages[stages[0]].rows[replica]
+        flows = messages(plan)
+        inward = [flow for flow in flows if flow.receiver == rank]
+        outward = [flow for flow in flows if flow.sender == rank]
+        self._inward = {(flow.consumer, flow.sender, flow.producer): flow for flow in inward}
+        self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in outward}
+        self._forth = {stage: [flow for flow in outward if flow.local and flow.producer == stage] for stage in stages}
+        self._back = {stage: [flow for flow in inward if flow.local and flow.consumer == stage] for stage in stages}
+        kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
+        self._expected = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
+        self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
+        self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
+        self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        self._sending: dict[int, list[Pending]] = {}
+        self._carried: dict[int, list[Pending]] = {}
+        """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
+
+    def begin_step(self) -> None:
+        """Wait for sends of the step before the last: its peers have received them by now or will at once."""
+        for peer in list(self._carried):
+            self._let_go(peer)
+        for position, work in self._sending.items():
+            self._carried.setdefault(self._actions[position].peer, []).extend(work)
+        self._sending.clear()
+        self._pieces.clear()
+
+    def finish(self) -> None:
+        """Wait for all sends, at the end of the last step."""
+        self.begin_step()
+        self.begin_step()
+
+    def post(self, position: int) -> None:
+        """Post the receives that are due before the action at ``position``."""
+        for due in self.due[position]:
+            action = self._actions[due]
+            posted = []
+            for key, start, shape, dtype in self._expected[due]:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                try:
+                    pending = self._transport.receive(tensor, action.peer)
+                except PeerLostError as error:
+                    raise self._lost(action, error) from error
+                posted.append((key, _Piece(start, tensor), pending))
+            self._posted[due] = posted
+
+    def receive(self, position: int) -> None:
+        """Wait for the message of the receive at ``position``."""
+        posted = self._posted.pop(position)
+        for _, _, pending in posted:
+            try:
+                pending.wait()
+            except PeerLostError as error:
+                raise self._lost(self._actions[position], error) from error
+        marks = [True] * len(posted)
+        if posted and posted[-1][0][-1] == _MARKS:
+            marked = posted.pop()[1].tensor
+            assert marked is not None
+            marks = [bool(each) for each in marked.tolist()]
+        for (key, piece, _), there in zip(posted, marks, strict=True):
+            self._pieces[key].append(piece if there else piece._replace(there=False))
+        if self._carried:
+            self._let_go(self._actions[position].peer)
+        for done in self._retire.get(position, ()):
+            for pending in self._sending.pop(done, ()):
+                pending.wait()
+
+    def _let_go(self, peer: int) -> None:
+        for pending in self._carried.pop(peer, ()):
+            pending.wait()
+
+    def send(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Begin the send at ``position``: the rows of this rank's tensors that the peer needs, zeros for None."""
+        action, work = self._actions[position], []
+        for carried in self._carried_by(position, tensors):
+            try:
+                work.append(self._transport.send(carried, action.peer))
+            except PeerLostError as error:
+                raise self._lost(action, error) from error
+        self._sending[position] = work
+
+    def _carried_by(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[torch.Tensor]:
+        slices = self._slices[position]
+        for name, dim, start, rows, whole in slices:
+            tensor = tensors[name]
+            if tensor is None:
+                spec = self._specs[name]
+                yield torch.zeros(spec.shape(rows), dtype=spec.dtype, device=self._device)
+            else:
+                tensor = tensor.detach()
+                yield sendable(tensor if whole else tensor.narrow(dim, start, rows))
+        if self.marked and self._actions[position].kind == SEND_GRADIENT:
+            marks = [tensors[each.name] is not None for each in slices]
+            yield torch.tensor(marks, dtype=torch.uint8, device=self._device)
+
+    def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Hand tensors that a stage would send, or their gradients, to the other stages of this rank that read them."""
+        for flow in self._forth[stage] if kind == SEND else self._back[stage]:
+            indices, other = (flow.tensors, flow.consumer) if kind == SEND else (flow.gradients, flow.producer)
+            received = RECEIVE if kind == SEND else RECEIVE_GRADIENT
+            for name in (self._plan.tensors[index].name for index in indices):
+                tensor = tensors[name]
+                piece = _Piece(0, None, there=False) if tensor is None else _Piece(0, tensor.detach())
+                self._pieces[received, other, micro_batch, stage, name] = [piece]
+
+    def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
+        """Return a tensor that a stage has received from another, its rows joined."""
+        found = self._taken((kind, stage, micro_batch, peer_stage, name))
+        assert found is not None
+        return found
+
+    def take_gradient(self, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor | None:
+        """Return the gradient that a stage has received from another, its rows joined; None where there is none."""
+        return self._taken((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
+
+    def _taken(self, key: Key) -> torch.Tensor | None:
+        pieces = self._pieces.pop(key)
+        if not any(piece.there for piece in pieces):
+            return None
+        if len(pieces) == 1:
+            return pieces[0].tensor
+        pieces.sort(key=lambda piece: piece.start)
+        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        return torch.cat(tensors, dim=self._specs[key[-1]].batch_dim)
+
+    def _dues(self, action: Action) -> list[_Due]:
+        flow, start, names = self._flow(action)
+        key = (action.kind, action.stage, action.micro_batch, action.peer_stage)
+        rows = flow.stop - flow.start
+        specs = [self._specs[name] for name in names]
+        dues = [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
+        if self.marked and action.kind == RECEIVE_GRADIENT:
+            dues.append(_Due((*key, _MARKS), start, (len(dues),), torch.uint8))
+        return dues
+
+    def _rows_of(self, action: Action) -> list[_Slice]:
+        flow, start, names = self._flow(action)
+        rows = flow.stop - flow.start
+        return [_Slice(name, self._specs[name].batch_dim, start, rows, rows == self._share_rows) for name in names]
+
+    def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
+        """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
+        flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
+        flow = flows[action.stage, action.peer, action.peer_stage]
+        indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
+        return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
+
+    def _lost(self, action: Action, error: PeerLostError) -> PeerLostError:
+        peer = f"rank {action.peer} (stage {action.peer_stage})"
+        return PeerLostError(f"lost {peer} at {action}: {error}")

@@ -1,0 +1,163 @@
+"""StagedTransport: tensors of GPUs that nothing connects move through their hosts' memory.
+
+Ranks that share a GPU have no NCCL between them. What one sends is copied to page-locked memory beside what the GPU
+computes, sent from there, and copied on by who receives it.
+
+Connect: the transport of a rank, as the ranks' devices are connected.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.channel import Channel
+from autopar.ranks.context import RankContext
+from autopar.ranks.handshake import open_channels, partners
+from autopar.runtime.messages.copies import Copies, CudaCopies
+from autopar.runtime.messages.transport import (
+    GroupTransport,
+    Pending,
+    Transport,
+    reducing_groups,
+    reduction_groups,
+    synced_groups,
+)
+from autopar.runtime.settings import TrainSettings
+from autopar.schedules.expand import messages
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class StagedTransport:
+    """Puts copies between a device and a transport of host memory.
+
+    A thread begins each send and reduction when its copy is there, in the order in which they were asked for, so that
+    computing waits for none. Receives are begun at once.
+    """
+
+    def __init__(self, inner: Transport, copies: Copies) -> None:
+        self._inner, self._copies = inner, copies
+        self._thread = ThreadPoolExecutor(1, "staged", copies.prepare_thread)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._begun(tensor, lambda host: self._inner.send(host, peer))[1]
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        if not self._copies.holds(tensor):
+            return self._inner.receive(tensor, peer)
+        host = self._copies.buffer(tensor)
+        return _Landing(self._inner.receive(host, peer), host, tensor, self._copies)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        host, begun = self._begun(tensor, lambda host: self._inner.all_reduce(host, ranks, apart=apart))
+        return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Refuse: what shards goes from device to device."""
+        raise UsageError(
+            f"ranks {', '.join(map(str, ranks))} shard, and NCCL does not connect their GPUs; plan with `shard='none'`"
+        )
+
+    def _begun(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Pending]) -> tuple[torch.Tensor, Pending]:
+        """Return a tensor's copy in the host's memory, and what begins with it once it is there."""
+        copy = self._copies.to_host(tensor) if self._copies.holds(tensor) else None
+        host = tensor if copy is None else copy.tensor
+
+        def act() -> Pending:
+            if copy is not None:
+                copy.wait()
+            return begin(host)
+
+        return host, _Begun(self._thread.submit(act))
+
+
+class _Begun:
+    """Something that the thread begins."""
+
+    def __init__(self, future: Future[Pending]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See :class:`autopar.runtime.messages.transport.Pending`."""
+        self._future.result().wait()
+
+
+class _Landing:
+    """Something that arrives in the host's memory, and is wanted in the device's."""
+
+    def __init__(self, arriving: Pending, host: torch.Tensor, tensor: torch.Tensor, copies: Copies) -> None:
+        self._arriving, self._host, self._tensor, self._copies = arriving, host, tensor, copies
+        self._since = copies.moment()
+
+    def wait(self) -> None:
+        """Wait here until it has arrived; the device's work waits for the copy."""
+        self._arriving.wait()
+        self._copies.to_device(self._host, self._tensor, self._since)
+
+
+def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transport:
+    """Return a rank's transport for a run of the plan; all ranks ask at once."""
+    apart = synced_groups(plan) if settings.sync_batch_norm else []
+    pairs = directions(plan)
+    # What GPUs tell each other over NCCL never is in a host's memory.
+    channels = {} if context.nccl else open_channels(context, pairs)
+    grouped = context.nccl or _any_without(context, pairs, channels)
+    transport = GroupTransport(context, reduction_groups(plan), apart, channels, grouped=grouped)
+    if context.device.type == "cpu":
+        return transport
+    if not context.nccl:
+        return StagedTransport(transport, CudaCopies(context.device))
+    with warnings.catch_warnings():
+        # One communicator for each pair is what is wanted.
+        warnings.filterwarnings("ignore", message=".*unbatched P2P op")
+        warm_up(transport, plan, context.rank, context.device, apart)
+    torch.cuda.synchronize(context.device)
+    return transport
+
+
+def _any_without(context: RankContext, pairs: Sequence[tuple[int, int]], channels: Mapping[int, Channel]) -> bool:
+    """Return whether any rank's messages need more than its channels; all ranks ask at once."""
+    lacking = not partners(context.rank, pairs) <= channels.keys()
+    return bool(pairs) and "true" in context.gather(json.dumps(lacking))
+
+
+def directions(plan: Plan) -> list[tuple[int, int]]:
+    """Return the ordered pairs of ranks that messages go between, in an order that all ranks share."""
+    found = set()
+    for flow in messages(plan):
+        # Of replicas that take turns, some may have none.
+        if not flow.local and flow.first < plan.micro_batches:
+            found.add((flow.sender, flow.receiver))
+            if flow.gradients:
+                found.add((flow.receiver, flow.sender))
+    return sorted(found)
+
+
+def warm_up(
+    transport: Transport, plan: Plan, rank: int, device: torch.device, apart: Iterable[tuple[int, ...]] = ()
+) -> None:
+    """Use every communicator of a run once, in an order that all ranks share.
+
+    NCCL makes a communicator where it is first used, and both ends wait for each other there: in the middle of a
+    program, ranks that begin with different peers would wait in a ring.
+    """
+    for sender, receiver in directions(plan):
+        if rank == sender:
+            transport.send(torch.zeros(1, device=device), receiver).wait()
+        elif rank == receiver:
+            transport.receive(torch.zeros(1, device=device), sender).wait()
+    for ranks, own in [*((each, False) for each in reducing_groups(plan)), *((each, True) for each in apart)]:
+        if rank in ranks:
+            transport.all_reduce(torch.zeros(1, device=device), ranks, apart=own).wait()

@@ -1,0 +1,220 @@
+"""Transport: how tensors move between ranks, apart from what is moved and when.
+
+The messages of an ordered pair of ranks arrive in the order in which they were sent.
+
+Groups: the sets of ranks that a plan has meet, each in an order that all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.formats.plan import Plan
+from autopar.ranks.channel import Channel
+from autopar.ranks.context import RankContext
+from autopar.ranks.failure import PeerLostError
+from autopar.schedules.expand import rank_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Pending(Protocol):
+    """Something that was begun and will be done."""
+
+    def wait(self) -> None:
+        """Return when it is done, or the device's work from now on waits for it.
+
+        Raises:
+            PeerLostError: it cannot be done.
+        """
+
+
+class Transport(Protocol):
+    """Moves tensors between ranks; every call returns at once."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Begin to send a tensor that is :func:`sendable`, and must stay untouched until waited for."""
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Begin to fill a contiguous tensor with the next message of ``peer``."""
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """Begin to replace a tensor by its sum over ``ranks``, in place.
+
+        Reductions of the same ranks begin in the same order on all of them; those ``apart`` have an order of their own.
+        """
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of some ranks that reduce together, this one among them."""
+
+
+class _Work:
+    """A piece of work of torch.distributed."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
+
+
+class Done:
+    """Something that was done at once; of a message, it keeps the tensor as one under way would."""
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        """See :class:`Pending`."""
+
+
+class GroupTransport:
+    """Tensors move through torch.distributed: gloo between hosts' memories, NCCL between GPUs.
+
+    Messages between CPUs of a host go through channels, where there are any.
+
+    NCCL's messages and reductions run on streams of their own, which begin when the present stream has made the tensor;
+    waiting for one makes the present stream wait, not the host. Tensors are kept from others until it is done.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        groups: Iterable[tuple[int, ...]],
+        apart: Iterable[tuple[int, ...]],
+        channels: Mapping[int, Channel],
+        *,
+        grouped: bool,
+    ) -> None:
+        """Create the process groups of all reductions; every rank must name the same ones in the same order.
+
+        Args:
+            context: the rank's.
+            groups: ranks that reduce together.
+            apart: those that do so in an order of their own, too.
+            channels: lead to ranks that have one to this rank.
+            grouped: whether messages that training depends on go through groups. Otherwise, none is made for them, as
+                a thread of Gloo's wakes up a hundred times a second in every one; the default group does for the rest.
+        """
+        patience = timedelta(seconds=context.timeout_s)
+        self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
+        self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
+        everyone = list(range(context.size))
+        group = dist.new_group(everyone, timeout=patience) if grouped else dist.group.WORLD
+        assert group is not None
+        self._up = self._down = group
+        if context.nccl:
+            # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
+            # one for every pair of ranks.
+            self._down = dist.new_group(everyone, timeout=patience)
+        if context.outlived:
+            made = dict.fromkeys([*self._groups.values(), self._up, self._down])
+            context.on_leaving.extend(partial(_end, each) for each in made if each is not dist.group.WORLD)
+        self._rank, self._device_type = context.rank, context.device.type
+        self._channels = channels
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`Transport`."""
+        if peer in self._channels:
+            self._channels[peer].send(tensor)
+            return Done(tensor)
+        group = self._up if peer > self._rank else self._down
+        try:
+            # The group's own: ``isend`` finds out in every call what is known here.
+            return _Work(group.send([_reals(tensor)], peer, 0))
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`Transport`."""
+        if peer in self._channels:
+            return self._channels[peer].receive(tensor)
+        group = self._down if peer > self._rank else self._up
+        try:
+            return _Work(group.recv([_reals(tensor)], peer, 0))
+        except RuntimeError as error:
+            raise PeerLostError(_first_line(error)) from error
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """See :class:`Transport`."""
+        return _begin(lambda: dist.all_reduce(_reals(tensor), group=self._groups[ranks, apart], async_op=True))
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """See :class:`Transport`."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group = self._groups[ranks, False]
+        # Meshes of the same ranks and names are one to torch, which remembers them: this job's is told from another's.
+        return DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(group.group_name,))
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose numbers lie in memory as they are, one behind the other: not conjugated when they are read.
+
+    >>> sendable(torch.tensor([1 + 2j]).conj()).view(torch.float32)
+    tensor([ 1., -2.])
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends send real numbers only."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _begin(start: _Start) -> _Work:
+    try:
+        return _Work(start())
+    except RuntimeError as error:
+        raise PeerLostError(_first_line(error)) from error
+
+
+def _end(group: object) -> None:
+    """Take down a group of this rank's; of others', it has none."""
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)
+
+
+class _Start(Protocol):
+    def __call__(self) -> dist.Work | None: ...
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else "the connection failed"
+
+
+def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
+    groups = [replica_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
+    groups += [replica_ranks(plan, tied.stages) for tied in plan.tied]
+    return list(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
+    return list(dict.fromkeys([*reducing_groups(plan), tuple(range(len(plan.devices)))]))
+
+
+def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
+    divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
+    return list(dict.fromkeys(replica_ranks(plan, [index]) for index in divided))
+
+
+def replica_ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks of stages, each once."""
+    return tuple(dict.fromkeys(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas)))

@@ -1,0 +1,252 @@
+"""Outcome: what the ranks bring back becomes a report and a timeline.
+
+Result: what a rank brings back from a training run; plain data.
+
+Steps: how long the steps of a run were, and the timelines of those that were recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median, quantiles
+from typing import TypedDict
+
+import torch
+
+from autopar.formats.document import least_certain
+from autopar.formats.own_times import OwnTimes, medians, own_times
+from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.spent import Spent, spent_within
+from autopar.formats.timeline import Timeline
+from autopar.runtime.result.weights import StoredFile
+from autopar.schedules.holding import in_flight
+
+
+class StepResults(TypedDict):
+    """What its steps gave; lists are by step."""
+
+    loss: list[float]
+    count: list[float]
+    starts_s: list[float]
+    ends_s: list[float]
+    times_s: dict[str, list[tuple[float, float]]]
+    """Step -> start and end of every action, for the last steps."""
+    gradient_norm: list[float | None]
+    overflowed: list[bool]
+    layers_s: dict[str, tuple[float, float]]
+    """Layer -> median seconds forward and backward, where layers were timed."""
+    forward_flops: int
+    """Of all forwards of a step, where the device's peak is known."""
+    peak_flops_per_s: float | None
+
+
+class RankResult(StepResults):
+    """All of it."""
+
+    rank: int
+    stages: list[int]
+    replica: int
+    backend: str
+    """What carried tensors between the ranks."""
+    peak_bytes: int
+    peak_kind: str
+    samples: int
+    """In the dataset; 0 where this rank does not read it."""
+    notes: list[str]
+    """What whoever reads the report should know."""
+    saved: list[StoredFile]
+    """Files of trained weights that this rank wrote."""
+
+
+class Steps:
+    """The steps of a run, from what the ranks bring back.
+
+    The first step, which allocates memory and opens connections, counts for nothing where there are others.
+    """
+
+    def __init__(self, program: Program, results: Sequence[RankResult]) -> None:
+        self._program, self._results = program, results
+        ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
+        begin = min(result["starts_s"][0] for result in results)
+        self.lengths_s: list[float] = [end - before for before, end in zip([begin, *ends], ends, strict=False)]
+        """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
+        self._steady = self.lengths_s[1:] or self.lengths_s
+        recorded = [int(step) for step in results[0]["times_s"]]
+        self._recorded = [step for step in recorded if step > 0] or recorded
+        self._ends_s = [begin, *ends]
+
+    def times(self) -> StepTimes:
+        """Return how the lengths are distributed."""
+        return StepTimes(
+            median=median(self._steady),
+            p10=_quantile(self._steady, 0),
+            p90=_quantile(self._steady, 8),
+            longest=max(self._steady),
+            first=self.lengths_s[0],
+        )
+
+    @cached_property
+    def typical(self) -> int:
+        """The recorded step with one after it whose length is nearest to the median; of equal ones the last."""
+        middle = median(self._steady)
+        return min(self._recorded[:-1] or self._recorded, key=lambda step: (abs(self.lengths_s[step] - middle), -step))
+
+    def timeline(self, step: int) -> Timeline:
+        """Return when the actions of a recorded step ran, from the beginning of the first."""
+        return self._timeline(step, min(result["times_s"][str(step)][0][0] for result in self._results))
+
+    def spent(self, step: int) -> list[Spent]:
+        """Return where the ranks' time went in a recorded step."""
+        steps = [self._timeline(each, 0.0) for each in self._recorded if each in (step, step + 1)]
+        return spent_within(steps, self._ends_s[step], self._ends_s[step + 1])
+
+    def _timeline(self, step: int, begin: float) -> Timeline:
+        times = [result["times_s"][str(step)] for result in self._results]
+        timeline = Timeline("measured")
+        for rank, actions in enumerate(self._program.ranks):
+            for action, (start, end) in zip(actions, times[rank], strict=True):
+                timeline.add(rank, action, start - begin, end - begin)
+        return timeline
+
+    def own_times(self) -> OwnTimes:
+        """Return the median of every action by itself over the recorded steps."""
+        return medians(own_times(self.timeline(step)) for step in self._recorded)
+
+    def overhead_s(self) -> float:
+        """Return the median, of the rank where it is largest, of what recorded steps take before their first action."""
+        found: list[float] = []
+        for result in self._results:
+            begun = [result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded]
+            found.append(median(begun))
+        return max(0.0, *found)
+
+
+def _quantile(values: Sequence[float], index: int) -> float:
+    return quantiles(values, n=10, method="inclusive")[index] if len(values) > 1 else values[0]
+
+
+BACKWARD_FLOPS = 2
+"""Of a forward's: the products that make the gradients of inputs and of weights."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run gives."""
+
+    report: Report
+    timeline: Timeline
+    """The actions of a step of median length."""
+    own_times: OwnTimes
+    """Seconds of every action by itself."""
+    overhead_s: float
+    """What a step takes before its first action."""
+    layers_s: tuple[Mapping[str, tuple[float, float]], ...]
+    """By rank, the seconds of its layers forward and backward inside actions, where they were timed."""
+
+
+def outcome_of(
+    plan: Plan,
+    program: Program,
+    results: Sequence[RankResult],
+    initial_weights: str,
+    notes: Sequence[str] = (),
+) -> Outcome:
+    """Put the ranks' results, in rank order, together."""
+    steps = Steps(program, results)
+    report = _report(plan, program, results, steps, initial_weights, notes)
+    layers_s = tuple(result["layers_s"] for result in results)
+    return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
+
+
+def loss_of(parts: Sequence[tuple[float, float]]) -> float:
+    """Return a mini-batch's loss from the ranks' parts: (part of the mean, 0), or (sum, count).
+
+    >>> loss_of([(0.5, 0), (0.25, 0)]), loss_of([(6.0, 4), (2.0, 4)])
+    (0.75, 1.0)
+    """
+    total, count = sum(part for part, _ in parts), sum(count for _, count in parts)
+    return total / count if count else total
+
+
+def _report(
+    plan: Plan, program: Program, results: Sequence[RankResult], steps: Steps, initial: str, notes: Sequence[str]
+) -> Report:
+    times, where = steps.times(), steps.spent(steps.typical)
+    model_flops, utilisation = _utilisation(results, times.median)
+    return Report(
+        model=plan.model.source,
+        plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
+        device=plan.device_type,
+        backend=results[0]["backend"],
+        torch=torch.__version__,
+        ranks=len(results),
+        steps=len(steps.lengths_s),
+        loss=tuple(_losses(results)),
+        step_s=times,
+        predicted_step_s=plan.predicted.step_s,
+        error=plan.predicted.step_s / times.median - 1,
+        predicted_compute=least_certain(plan.predicted.compute),
+        predicted_communication=plan.predicted.communication,
+        samples_per_s=plan.batch / times.median,
+        peak_bytes=tuple(result["peak_bytes"] for result in results),
+        peak_kind="allocated" if plan.device_type == "cuda" else "resident",
+        predicted_peak_bytes=_predicted_peaks(plan, results),
+        bubble=_bubble(where),
+        rank_times=_rank_times(plan, program, results, where),
+        model_flops=model_flops,
+        flops_utilisation=utilisation,
+        initial_weights=initial,
+        gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
+        overflows=sum(results[0]["overflowed"]),
+        notes=(*plan.caveats, *notes),
+    )
+
+
+def _bubble(where: Sequence[Spent]) -> float:
+    """Return the share of a step in which ranks compute nothing, given where their time went."""
+    return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
+
+
+def _losses(results: Sequence[RankResult]) -> list[float]:
+    steps = range(len(results[0]["loss"]))
+    return [loss_of([(result["loss"][step], result["count"][step]) for result in results]) for step in steps]
+
+
+def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ...]:
+    """Return what was predicted of every rank; empty where nothing was. A stage's peak has all that its rank holds."""
+    peaks = plan.predicted.peak_bytes
+    return tuple(max(peaks[stage] for stage in result["stages"]) for result in results) if any(peaks) else ()
+
+
+def _rank_times(
+    plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[Spent]
+) -> tuple[RankTimes, ...]:
+    found = []
+    for result, actions, each in zip(results, program.ranks, where, strict=True):
+        stages, depths = tuple(result["stages"]), in_flight(actions)
+        found.append(
+            RankTimes(
+                rank=result["rank"],
+                stages=stages,
+                replica=result["replica"],
+                **each._asdict(),
+                in_flight=tuple(depths[stage] for stage in stages),
+                predicted_in_flight=tuple(plan.stages[stage].warmup for stage in stages),
+            )
+        )
+    return tuple(found)
+
+
+def _utilisation(results: Sequence[RankResult], step_s: float) -> tuple[float | None, float | None]:
+    """Return the model's operations of a step, and their share of what the devices' peak makes of one."""
+    peaks = [result["peak_flops_per_s"] for result in results]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) < len(peaks):
+        return None, None
+    flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results)
+    return float(flops), flops / (step_s * sum(known))

@@ -1,0 +1,307 @@
+"""Weights: parameters and buffers on disk, in safetensors, keyed by the model's own names.
+
+A folder of weights holds several files and ``model.safetensors.index.json``, or ``model.safetensors`` alone (the layout
+that other libraries read, too). Where there are both, the index counts. It has the size and the SHA-256 of every file,
+which reading compares; those of other libraries have not. No reader ever loads more than what it asks for. The format
+has no complex numbers of double precision: such a tensor is stored as its real and imaginary parts, one more dimension,
+and the file's metadata name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from autopar.errors import FileError
+from autopar.formats.atomic import new_file
+from autopar.formats.document import SHOWN, parse_json, read_text, write_text
+from autopar.runtime.messages.transport import sendable
+
+Shape = tuple[tuple[int, ...], str]
+"""A tensor's shape, and its type as safetensors has it."""
+Whole = Callable[[str], torch.Tensor | None]
+PAIRS = "complex128"
+"""Under which a file's metadata list the tensors whose last dimension is real and imaginary part."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAID: tuple[Literal["bytes"], Literal["sha256"]] = ("bytes", "sha256")
+"""What the index says of every file."""
+MOST_TENSORS = 1_000_000
+LONGEST_NAME = 200
+"""Letters of a file's name."""
+ATTEMPTS = 100
+"""How often a set is read that another process replaces meanwhile."""
+_Value = TypeVar("_Value")
+
+
+class StoredFile(TypedDict):
+    """A file of weights, as an index describes it."""
+
+    name: str
+    bytes: int
+    sha256: str
+    tensors: list[str]
+    """Names of what it holds."""
+
+
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole = lambda name: None, *, durable: bool = True
+) -> StoredFile:
+    """Write one safetensors file, tensor after tensor; it is there whole, or not at all.
+
+    Args:
+        path: where.
+        tensors: by name; of a divided one, its shape and type count.
+        whole: called once with every name, in order and whatever fails, before its tensor is written; returns what is
+            written in the tensor's place, if that is another.
+        durable: whether the file is to outlive a loss of power.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    values = (tensor if (found := whole(name)) is None else found for name, tensor in tensors.items())
+    digest, size = hashlib.sha256(), 0
+    try:
+        with new_file(path, durable=durable) as file:
+            for part in chain([memoryview(_header(tensors))], map(_bytes, values)):
+                file.write(part)
+                digest.update(part)
+                size += len(part)
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        for _ in values:
+            pass
+    return StoredFile(name=path.name, bytes=size, sha256=digest.hexdigest(), tensors=sorted(tensors))
+
+
+def _bytes(value: torch.Tensor) -> memoryview:
+    # As bytes, not elements: NumPy does not know all types.
+    found: memoryview = sendable(value.detach().cpu()).reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a text, and the text: what is where behind it."""
+    content: dict[str, object] = {}
+    end = 0
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    if pairs:
+        content["__metadata__"] = {PAIRS: json.dumps(pairs)}
+    for name, tensor in tensors.items():
+        shape, kind = shape_of(tensor)
+        if tensor.dtype == torch.complex128:
+            shape, kind = (*shape, 2), "F64"
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        content[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def publish(folder: Path, files: Iterable[StoredFile]) -> None:
+    """Make files that were written into a folder its set of weights.
+
+    Whoever reads the folder finds the set before or this one, whole: it changes as the index is renamed. Then what the
+    index before named is removed, and a file that other libraries would read in place of the index.
+
+    Raises:
+        FileError: the index cannot be written; the set is that before.
+    """
+    stored = {file["name"]: file for file in files}
+    before = named(folder)
+    content = {
+        "metadata": {"files": {name: {key: file[key] for key in _SAID} for name, file in sorted(stored.items())}},
+        "weight_map": dict(sorted((tensor, name) for name, file in stored.items() for tensor in file["tensors"])),
+    }
+    write_text(folder / INDEX, json.dumps(content, indent=1) + "\n")
+    for name in {*before, SINGLE} - stored.keys():
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def named(folder: Path) -> set[str]:
+    """Return the files of weights that a folder's index names; none where there is none that can be read."""
+    try:
+        return {file.path.name for file in _listed(folder / INDEX) if file.path.suffix == ".safetensors"}
+    except FileError:
+        return set()
+
+
+def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Read the named tensors of a folder; names that it does not hold are left out.
+
+    Raises:
+        FileError: the folder holds no weights, or a file is damaged, or is not the one that the index describes.
+    """
+    wanted = set(names)
+
+    def tensors(file: _File) -> dict[str, torch.Tensor]:
+        if file.tensors is not None and wanted.isdisjoint(file.tensors):
+            return {}
+        with _opened(file) as opened:
+            pairs = _pairs(opened, file.path)
+            return {name: _read(opened, name, pairs) for name in sorted(wanted.intersection(opened.keys()))}
+
+    return _of_all(folder, tensors)
+
+
+def _read(opened: Any, name: str, pairs: set[str]) -> torch.Tensor:  # noqa: ANN401
+    tensor: torch.Tensor = opened.get_tensor(name)
+    if not tensor.is_complex() and name not in pairs:
+        return tensor
+    # It lies where the file has it; kernels expect a complex number at a multiple of its size.
+    reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_complex(reals.clone())
+
+
+def names(folder: Path) -> set[str]:
+    """Return the names of all tensors of a folder.
+
+    Raises:
+        FileError: as :func:`read`.
+    """
+    return set(shapes(folder))
+
+
+def shapes(folder: Path) -> dict[str, Shape]:
+    """Return shape and type of all tensors of a folder; none of them is read.
+
+    Raises:
+        FileError: as :func:`read`.
+    """
+
+    def known(file: _File) -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        with _opened(file) as opened:
+            pairs = _pairs(opened, file.path)
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                shape = tuple(part.get_shape())
+                found[name] = (shape[:-1], "C128") if name in pairs else (shape, part.get_dtype())
+        return found
+
+    return _of_all(folder, known)
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """Return shape and type of a tensor, as :func:`shapes` does.
+
+    >>> shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)), shape_of(torch.zeros((), dtype=torch.int64))
+    (((2, 3), 'BF16'), ((), 'I64'))
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    for kind, short in (("bfloat", "BF"), ("float", "F"), ("uint", "U"), ("int", "I"), ("complex", "C")):
+        if name.startswith(kind):
+            return tuple(tensor.shape), short + name.removeprefix(kind).removesuffix("fn").upper()
+    return tuple(tensor.shape), name.upper()
+
+
+class _File(NamedTuple):
+    """A file of a folder's set."""
+
+    path: Path
+    tensors: frozenset[str] | None
+    """Names of what it holds, where an index says so."""
+    size: int | None = None
+    sha256: str | None = None
+
+
+def _of_all(folder: Path, of_file: Callable[[_File], dict[str, _Value]]) -> dict[str, _Value]:
+    """Join what is found in all files of a folder's set; of the one that replaces it, if it is replaced meanwhile."""
+    for attempt in range(ATTEMPTS):
+        files = _files(folder)
+        try:
+            return {name: value for file in files for name, value in of_file(file).items()}
+        except FileError:
+            if attempt + 1 == ATTEMPTS or _files(folder) == files:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _files(folder: Path) -> list[_File]:
+    index = folder / INDEX
+    if os.path.lexists(index):
+        return _listed(index)
+    if not os.path.lexists(folder / SINGLE):
+        raise FileError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
+    return [_File(folder / SINGLE, None)]
+
+
+def _listed(index: Path) -> list[_File]:
+    """Return the files that an index names, and what it says of them."""
+    # A mixture of experts has tens of thousands of tensors.
+    content = parse_json(read_text(index, "index of weights"), index, MOST_TENSORS)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or not isinstance(places, dict):
+        raise FileError(f"{index}: $.weight_map: expected an object of tensor names and file names")
+    held: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise FileError(f"{index}: $.weight_map.{name[:SHOWN]}: expected the name of a file in the same folder")
+        held.setdefault(file, []).append(name)
+    metadata = content.get("metadata")
+    known = metadata.get("files", {}) if isinstance(metadata, dict) else {}
+    return [_described(index, file, names, known) for file, names in held.items()]
+
+
+def _is_plain(name: str) -> bool:
+    """Tell whether a file of the same folder may be called so."""
+    return 0 < len(name) < LONGEST_NAME and name.isprintable() and Path(name).name == name
+
+
+def _described(index: Path, file: str, names: Sequence[str], known: object) -> _File:
+    said = known.get(file) if isinstance(known, dict) else None
+    size, sha256 = (said.get("bytes"), said.get("sha256")) if isinstance(said, dict) else (None, None)
+    sound = size is None or (type(size) is int and 0 <= size < 2**63)
+    if not sound or not (sha256 is None or (isinstance(sha256, str) and len(sha256) == 64)):
+        raise FileError(f"{index}: $.metadata.files.{file}: expected a number of bytes and a sha256")
+    return _File(index.with_name(file), frozenset(names), size, sha256)
+
+
+@contextmanager
+def _opened(file: _File) -> Iterator[Any]:
+    try:
+        _check(file)
+        with safe_open(file.path, framework="pt") as opened:
+            yield opened
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise FileError(f"cannot read weights {file.path}: {error}") from error
+
+
+def _check(file: _File) -> None:
+    """Refuse what is no file, or not the one that the index describes."""
+    status = file.path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FileError(f"cannot read weights {file.path}: not a regular file")
+    if file.size is not None and status.st_size != file.size:
+        raise FileError(f"{file.path}: has {status.st_size} bytes, {INDEX} says {file.size}: it is damaged, or another")
+    if file.sha256 is not None and file.sha256 != _digest(file.path, status.st_ino, status.st_size, status.st_mtime_ns):
+        raise FileError(f"{file.path}: its sha256 is not the one that {INDEX} says: it is damaged, or another")
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, inode: int, size: int, changed_ns: int) -> str:
+    """Return a file's SHA-256; once for each state of the file that this process meets."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pairs(opened: Any, path: Path) -> set[str]:  # noqa: ANN401
+    """Return the tensors of a file that stand for complex numbers of double precision."""
+    text = (opened.metadata() or {}).get(PAIRS, "[]")
+    found = parse_json(text, path)
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise FileError(f"{path}: __metadata__.{PAIRS}: expected a list of names of tensors")
+    return set(found)

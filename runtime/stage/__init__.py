@@ -1,0 +1,5 @@
+"""The layers of one rank, run forward and backward one micro-batch at a time.
+
+In: layers, weights, and how the plan divides, recomputes and compiles them. Out: outputs and gradients.
+Read first: ``stage.py``; ``sharded.py`` is the stage whose replicas divide its parameters (ZeRO-1, 2 and 3).
+"""

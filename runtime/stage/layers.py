@@ -1,0 +1,65 @@
+"""Crossings: the tensors that stages hand each other, found from those that layers do.
+
+Seeds: what a random layer's generator is seeded with, so that results depend on how the mini-batch is divided only.
+
+Documented in ``docs/seeds.md``, so that a plain loop can do the same in forward hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from autopar.capture.graph import TensorSpec
+from autopar.capture.seeds import number_of, seed_data
+from autopar.formats.plan import Crossing
+
+
+def crossings(tensors: Iterable[TensorSpec], stage_of: Mapping[str, int]) -> tuple[Crossing, ...]:
+    """Return what is made in one stage and read in later ones, given the stage of every layer."""
+    found = []
+    for tensor in tensors:
+        if tensor.producer is None:
+            continue
+        made = stage_of[tensor.producer]
+        readers = tuple(sorted({stage_of[name] for name in tensor.consumers} - {made}))
+        if readers:
+            found.append(
+                Crossing(
+                    name=tensor.name,
+                    producer=made,
+                    consumers=readers,
+                    bytes_per_sample=tensor.bytes_per_sample,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    gradient=tensor.gradient,
+                )
+            )
+    return tuple(found)
+
+
+def seed_of(run_seed: int, layer: str, step: int, micro_batch: int, share: int) -> int:
+    """Return the seed set before a random layer runs; counts start at 0.
+
+    The first 8 bytes, big-endian, of the SHA-256 of the numbers and the layer's name joined by ``/``, without the
+    highest bit.
+
+    >>> seed_of(0, "blocks.3", step=1, micro_batch=2, share=0)
+    2988136112197922945
+    """
+    return number_of(f"{run_seed}/{layer}/{step}/{micro_batch}/{share}")
+
+
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seed the device's default generator, and nothing else (``torch.manual_seed`` costs a hundred times more)."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def seed_optimizer(device: torch.device, run_seed: int, step: int) -> None:
+    """Seed what the optimizer draws from in a step: the generators of :func:`seed_data`, and the device's."""
+    seed_data(run_seed, "optimizer", step)
+    if device.type == "cuda":
+        seed_generator(device, number_of(f"{run_seed}/optimizer/{step}"))

@@ -1,0 +1,497 @@
+"""Stage: consecutive layers on one rank, run forward one micro-batch at a time.
+
+Pass: a segment's way forth and back with one micro-batch.
+
+Flight: a micro-batch in flight on a stage, from its forward to its backward.
+
+Segment: layers of a stage that are run backward together; one that is recomputed is a segment of its own.
+
+Recompute: layers that keep their inputs only, and run forward again before their backward.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The first run is one with gradients, whose graph
+saves nothing, so that operators are chosen as in the second. The second sees what the first saw: buffers and model
+inputs that a forward writes are kept as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, cast
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from autopar.capture.graph import Layer, TensorSpec
+from autopar.capture.halves import Halves
+from autopar.errors import AutoparError, TrainingError
+
+
+class Before(NamedTuple):
+    """What a layer is about to write, as it was before its first run."""
+
+    inputs: dict[str, torch.Tensor]
+    """By name."""
+    buffers: dict[str, torch.Tensor]
+    """By attribute of the layer's module."""
+
+
+def forgetting() -> AbstractContextManager[object]:
+    """Return a context for a forward that saves nothing for a backward."""
+    return saved_tensors_hooks(lambda tensor: None, _forgotten)
+
+
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise AssertionError("a layer that is recomputed has not been")
+
+
+def kept(layer: Layer, values: Mapping[str, torch.Tensor]) -> Before:
+    """Copy what a layer's forward writes, before it first runs on ``values``."""
+    inputs = () if layer.writes is None else layer.writes.inputs
+    copies = {attribute: buffer.detach().clone() for attribute, buffer in _written_buffers(layer).items()}
+    return Before({name: values[name].clone() for name in inputs}, copies)
+
+
+def called(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Run a layer's module.
+
+    Buffers and parameters that it writes are copies meanwhile, and are given the copies' values at the end: what the
+    backward of this micro-batch saved of them stays as it is when the next one's forward writes them.
+    """
+    held = {**_written_buffers(layer), **_written_parameters(layer)}
+    result: Sequence[torch.Tensor]
+    if not held:
+        result = layer.module(rows, *inputs)
+        return result
+    # A parameter's copy hands its gradient on to the parameter. What the module assigns anew is in the dict, too.
+    copies = {attribute: tensor.clone() for attribute, tensor in held.items()}
+    result = torch.func.functional_call(layer.module, copies, (rows, *inputs))
+    with torch.no_grad():
+        for attribute, tensor in held.items():
+            tensor.copy_(copies[attribute])
+    return result
+
+
+def called_again(layer: Layer, rows: int, inputs: Sequence[torch.Tensor], before: Before) -> Sequence[torch.Tensor]:
+    """Run a layer's module once more; what it updates in place, as batch statistics, is updated once only."""
+    module, arguments = layer.module, (rows, *inputs)
+    written = before.buffers
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in written} | written
+    result: Sequence[torch.Tensor]
+    result = torch.func.functional_call(module, copies, arguments) if copies else module(*arguments)
+    return result
+
+
+def _written_buffers(layer: Layer) -> dict[str, torch.Tensor]:
+    names = () if layer.writes is None else layer.writes.buffers
+    return {each: layer.module.get_buffer(each) for each in _first_attributes(layer.buffers, names)}
+
+
+def _written_parameters(layer: Layer) -> dict[str, torch.Tensor]:
+    names = () if layer.writes is None else layer.writes.parameters
+    return {each: layer.module.get_parameter(each) for each in _first_attributes(layer.parameters, names)}
+
+
+def _first_attributes(attributes: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Return one attribute of each of the names: others that hold the same tensor follow it."""
+    if not names:
+        return []
+    by_name = {name: attribute for attribute, name in reversed(list(attributes.items()))}
+    return [by_name[name] for name in names]
+
+
+Watch = Callable[[str, Callable[[], Sequence[torch.Tensor]], bool], Sequence[torch.Tensor]]
+"""Called with a layer's name, what runs it forward, and whether that is once more; returns what running returns."""
+
+
+class Segment:
+    """Consecutive layers, and the names of the tensors that enter and leave them."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        wanted: Collection[str],
+        autocast: Callable[[], AbstractContextManager[object]],
+        *,
+        recomputed: bool,
+    ) -> None:
+        """Work out what flows.
+
+        Args:
+            layers: in order.
+            wanted: names that later segments, other stages or the loss need.
+            autocast: makes the context that a forward runs in.
+            recomputed: whether they keep their inputs only.
+        """
+        self.recomputed = recomputed
+        self._layers, self._autocast = list(layers), autocast
+        if autocast is nullcontext:
+            nothing = nullcontext()
+            self._autocast = lambda: nothing
+        made = [name for layer in layers for name in layer.outputs]
+        read = [name for layer in layers for name in layer.inputs]
+        self.inputs = tuple(dict.fromkeys(name for name in read if name not in made))
+        self.outputs = tuple(name for name in made if name in wanted)
+        self.done = tuple(name for name in self.inputs if name not in wanted)
+        """Names of the inputs that nobody needs after it."""
+        self._drop = self._last_uses()
+        self.watch: Watch | None = None
+
+    def before(self, values: Mapping[str, torch.Tensor]) -> Before:
+        """Return copies of what the one layer of a recomputed segment will write, for its second run."""
+        assert self.recomputed
+        return kept(self._layers[0], values)
+
+    def run(
+        self,
+        rows: int,
+        values: Mapping[str, torch.Tensor],
+        seed: Callable[[str], None],
+        again: Before | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Run forward, the first time or once more, on what was kept ``before``; return the outputs.
+
+        Raises:
+            TrainingError: a layer failed; names it.
+        """
+        known = dict(values)
+        for layer, drop in zip(self._layers, self._drop, strict=True):
+            if layer.random:
+                seed(layer.name)
+            inputs = [known[name] for name in layer.inputs]
+            try:
+                outputs = self._run(layer, rows, inputs, again)
+            except (AutoparError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise TrainingError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+            known.update(zip(layer.outputs, outputs, strict=True))
+            del inputs, outputs
+            for name in drop:
+                del known[name]
+        return {name: known[name] for name in self.outputs}
+
+    def _run(
+        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: Before | None
+    ) -> Sequence[torch.Tensor]:
+        def run() -> Sequence[torch.Tensor]:
+            with self._autocast():
+                return called(layer, rows, inputs) if again is None else called_again(layer, rows, inputs, again)
+
+        return run() if self.watch is None else self.watch(layer.name, run, again is not None)
+
+    def _last_uses(self) -> list[list[str]]:
+        """For every layer, the names that no later layer reads and nobody else wants: they are let go after it."""
+        drops: list[list[str]] = []
+        alive = set(self.inputs)
+        for index, layer in enumerate(self._layers):
+            alive |= set(layer.outputs)
+            later = {name for after in self._layers[index + 1 :] for name in after.inputs}
+            gone = sorted(alive - later - set(self.outputs))
+            drops.append(gone)
+            alive -= set(gone)
+        return drops
+
+
+def segments_of(
+    layers: Sequence[Layer],
+    wanted: Collection[str],
+    autocast: Callable[[], AbstractContextManager[object]],
+    recompute: Collection[str],
+) -> list[Segment]:
+    """Divide a stage's layers: every recomputed one by itself, and those between together.
+
+    ``wanted`` are the names that other stages or the loss need.
+    """
+    parts: list[tuple[list[Layer], bool]] = []
+    for layer in layers:
+        again = layer.name in recompute
+        if again or not parts or parts[-1][1]:
+            parts.append(([], again))
+        parts[-1][0].append(layer)
+    found: list[Segment] = []
+    needed = set(wanted)
+    for part, again in reversed(parts):
+        found.append(Segment(part, needed, autocast, recomputed=again))
+        needed |= set(found[-1].inputs)
+    return found[::-1]
+
+
+_UNRECORDED = nullcontext()
+
+
+class Pass:
+    """One forward of a segment, and its backward, whole or in halves.
+
+    What enters and what leaves are tensors without history. The backward takes the ``.grad`` that later segments have
+    left in the outputs, and what it is given by other stages; it adds to that of the inputs.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        rows: int,
+        values: Mapping[str, torch.Tensor],
+        seed: Callable[[str], None],
+        *,
+        split: bool,
+    ) -> None:
+        """Take what the forward needs.
+
+        Args:
+            segment: whose it is.
+            rows: samples in the share.
+            values: what it reads, and maybe more.
+            seed: called with the name of every layer that draws random numbers, just before it runs.
+            split: whether the backward comes in halves.
+        """
+        self._segment, self._rows, self._seed = segment, rows, seed
+        self._inputs = {name: values[name] for name in segment.inputs}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._edges: dict[str, GradientEdge] | None = None
+        self._halves = Halves() if split else None
+        self._before: Before | None = None
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """Run forward; return what it makes."""
+        inputs, recomputed = self._inputs, self._segment.recomputed
+        if recomputed:
+            self._before = self._segment.before(inputs)
+            self._inputs = {**inputs, **self._before.inputs}
+        with forgetting() if recomputed else self._recording():
+            made = self._segment.run(self._rows, inputs, self._seed)
+        if not recomputed:
+            self._keep(made)
+        self._outputs = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
+        return self._outputs
+
+    def recompute(self) -> None:
+        """Run a segment that keeps its inputs only forward again, unless that is done."""
+        if self._edges is None:
+            before, self._before = self._before, None
+            with self._recording():
+                self._keep(self._segment.run(self._rows, self._inputs, self._seed, again=before))
+
+    def backward(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Run the backward; ``given`` are gradients of outputs."""
+        edges, gradients = self._begin(given)
+        if edges:
+            torch.autograd.backward(edges, gradients)
+
+    def backward_input(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Run the half of the backward that makes the inputs' gradients."""
+        assert self._halves is not None
+        edges, gradients = self._begin(given)
+        leaves = list(self._inputs.values())
+        for leaf, gradient in zip(leaves, self._halves.input(edges, gradients, leaves), strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self._inputs.clear()
+
+    def backward_weight(self) -> None:
+        """Run the other half, which makes the parameters' gradients."""
+        assert self._halves is not None
+        self._halves.weight()
+
+    def _recording(self) -> AbstractContextManager[object]:
+        return _UNRECORDED if self._halves is None else self._halves.recording()
+
+    def _keep(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Keep of a forward what its backward needs."""
+        self._edges = {name: _edge(each) for name, each in made.items() if each.requires_grad}
+        self._inputs = {name: each for name, each in self._inputs.items() if each.requires_grad}
+
+    def _begin(self, given: Mapping[str, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Return where the backward starts and with which gradients, and let go of the outputs."""
+        self.recompute()
+        edges, gradients = [], []
+        for name, edge in (self._edges or {}).items():
+            output = self._outputs[name]
+            for each in (given.get(name), taken(output)):
+                if each is not None:
+                    edges.append(edge)
+                    gradients.append(each.to(output.dtype))
+        self._outputs, self._edges = {}, {}
+        return edges, gradients
+
+
+def taken(leaf: torch.Tensor) -> torch.Tensor | None:
+    """Return a leaf's gradient, and let go of it: the graph of a half that is to come holds the leaf."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    """Return where a tensor's gradient goes; for one that torch's own operators made, without torch's detours.
+
+    A function in Python does not keep its own history, for which torch finds a way.
+    """
+    node = tensor.grad_fn
+    if node is None or isinstance(cast(object, node), BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+class Stage:
+    """The layers of one stage, and the names of the tensors that enter and leave it."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        tensors: Sequence[TensorSpec],
+        model_inputs: Sequence[str],
+        loss: Sequence[str],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        recompute: Sequence[str] = (),
+    ) -> None:
+        """Work out what flows.
+
+        Args:
+            layers: the stage's, in order, with parameters in place.
+            tensors: every crossing tensor of the model.
+            model_inputs: names of the model's inputs.
+            loss: names of the loss outputs.
+            autocast: makes the context that forwards run in.
+            recompute: layers that run forward again before their backward.
+        """
+        self.layers = list(layers)
+        mine = {layer.name for layer in layers}
+        made = {name for layer in layers for name in layer.outputs}
+        read = {name for layer in layers for name in layer.inputs}
+        self.inputs = tuple(name for name in model_inputs if name in read)
+        self.received = tuple(spec for spec in tensors if spec.name in read - made and spec.name not in model_inputs)
+        self.sent = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
+        self.loss = tuple(name for name in loss if name in made)
+        wanted = {*(spec.name for spec in self.sent), *self.loss}
+        self._segments = segments_of(layers, wanted, autocast, recompute)
+        self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
+
+    def forward(
+        self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Pass]]:
+        """Run the layers on one share of a micro-batch.
+
+        Args:
+            rows: samples in the share.
+            values: the model inputs and received tensors that the layers read; those whose gradient goes back are
+                leaves.
+            seed: called with the name of every layer that draws random numbers, just before it runs.
+            split: whether the backward comes in two halves.
+
+        Returns:
+            The tensors that are sent and the loss outputs; and what the backward needs, by segment.
+
+        Raises:
+            TrainingError: a layer failed; names it.
+        """
+        known, passes = dict(values), list[Pass]()
+        for segment in self._segments:
+            passes.append(Pass(segment, rows, known, seed, split=split))
+            known.update(passes[-1].forward())
+            for name in segment.done:
+                del known[name]
+        return known, passes
+
+    def watch(self, watch: Watch | None) -> None:
+        """Have layers run by ``watch`` from now on, or again by themselves."""
+        for segment in self._segments:
+            segment.watch = watch
+
+    def sendable(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is sent of a share's outputs, in the types that receivers expect.
+
+        Raises:
+            TrainingError: a tensor has another shape than they expect; names it.
+        """
+        sent = {}
+        for name, dtype, expected in self._expected(rows):
+            tensor = outputs[name]
+            if tensor.shape != expected:
+                raise TrainingError(
+                    f"tensor {name} has shape {tuple(tensor.shape)}, the plan sends {expected}; shapes must not change "
+                    "between steps"
+                )
+            # Under autocast, a device may have made another type than was profiled.
+            sent[name] = tensor.detach() if tensor.dtype is dtype else tensor.detach().to(dtype)
+        return sent
+
+    def lend(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return layers of another mode, to which this stage lends its parameters while they run.
+
+        They hold the stage's parameters already; see :meth:`lending`.
+        """
+        return list(layers)
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Return the context that lent layers run in, entered by all replicas together."""
+        return nullcontext()
+
+    def _expected(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return the names, types and shapes of what is sent of so many rows, found once."""
+        if rows not in self._shapes:
+            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent]
+        return self._shapes[rows]
+
+
+class Flight:
+    """What a stage's forward of one micro-batch leaves for its backward."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        passes: Sequence[Pass],
+        received: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        weight: float,
+    ) -> None:
+        """Keep what the backward starts from and ends at.
+
+        Args:
+            stage: whose forward it was.
+            passes: its segments'.
+            received: the tensors that it began with; where a gradient goes back, they are leaves.
+            outputs: what it made.
+            weight: the loss's gradient.
+        """
+        self._ahead, self._behind = list(passes), list[Pass]()
+        self._leaves = {spec.name: received[spec.name] for spec in stage.received if spec.gradient}
+        self.awaited = [spec.name for spec in stage.sent if spec.gradient and outputs[spec.name].requires_grad]
+        """Names of the tensors whose gradients the backward needs."""
+        self._loss = {name: outputs[name] for name in stage.loss[:1]}
+        self._weight = weight
+
+    def recompute(self) -> None:
+        """Run the last segment forward again, if it is to be: while the gradients are awaited, it costs no time."""
+        self._ahead[-1].recompute()
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Run backward from the gradients of ``awaited``; return those of the received tensors by name, if any."""
+        given = self._given(gradients)
+        while self._ahead:
+            self._ahead.pop().backward(given)
+        return self._returned()
+
+    def backward_input(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Run the half of the backward that others wait for; return the gradients of the received tensors by name."""
+        given = self._given(gradients)
+        while self._ahead:
+            self._behind.append(self._ahead.pop())
+            self._behind[-1].backward_input(given)
+        return self._returned()
+
+    def backward_weight(self) -> None:
+        """Run the other half, which makes the parameters' gradients."""
+        for each in self._behind:
+            each.backward_weight()
+
+    def _given(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
+        loss = {name: torch.full_like(each, self._weight) for name, each in self._loss.items()}
+        sent = zip(self.awaited, gradients, strict=True)
+        return {**{name: each for name, each in sent if each is not None}, **loss}
+
+    def _returned(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of the received tensors, None where the backward did not come to one."""
+        leaves, self._leaves = self._leaves, {}
+        return {name: taken(leaf) for name, leaf in leaves.items()}

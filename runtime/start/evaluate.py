@@ -1,0 +1,298 @@
+"""Evaluation: batches of any size through the stages of a job in evaluation mode, to a loss or to predictions.
+
+Forwards: a rank's part of a program that evaluates, performed once for every round of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from autopar.capture.evaluation import EvaluationGraph
+from autopar.capture.graph import TensorSpec
+from autopar.capture.place import materialize
+from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
+from autopar.formats.plan import Crossing, Plan, turns
+from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
+from autopar.runtime.data.loader import split_rows
+from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
+from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.stage.layers import crossings, seed_generator, seed_of
+from autopar.runtime.stage.precision import autocast_of, crossing_specs
+from autopar.runtime.stage.stage import Stage
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.workspace import check_shares
+from autopar.schedules.check import check
+from autopar.schedules.expand import rank_of, stages_of
+from autopar.schedules.forwards import FORWARDS, expand_forwards
+from autopar.schedules.route import even_shares
+
+Results = dict[int, list[torch.Tensor]]
+"""Micro-batch -> what the last layer gave."""
+
+
+class Forwards:
+    """Runs forwards of one rank; keeps nothing of them but the results."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: Mapping[int, Stage],
+        specs: Mapping[str, TensorSpec],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        """Prepare to run.
+
+        Args:
+            plan: of one round: its micro-batches and shares, and the tensors that cross in evaluation mode.
+            rank: which rank this is.
+            stages: the layers of its stages in evaluation mode.
+            specs: the crossing tensors.
+            transport: moves tensors to other ranks.
+            device: where this rank computes.
+        """
+        program = expand_forwards(plan)
+        check(program, plan, FORWARDS)
+        self.plan, self._rank, self._stages, self._device = plan, rank, stages, device
+        self._actions, self._due = list(program.ranks[rank]), receives_ahead(program, rank)
+        self._mailbox = Mailbox(plan, program, rank, dict(specs), transport, device)
+        (first, *_), replica = stages_of(plan, rank)
+        self.rows = plan.stages[first].rows[replica]
+        """Of every micro-batch that the rank takes part in."""
+        self._share = replica if plan.stages[first].division == "split" else 0
+        self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
+
+    def run(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Results:
+        """Perform one round, of a step that random layers are seeded with.
+
+        Raises:
+            TrainingError: an action failed; names it.
+        """
+        self._mailbox.begin_step()
+        results: Results = {}
+        outgoing: dict[str, torch.Tensor] = {}
+        for position, action in enumerate(self._actions):
+            try:
+                if position in self._due:
+                    self._mailbox.post(position)
+                if action.kind == FORWARD:
+                    outgoing = self._forward(step, action, inputs[action.micro_batch], results)
+                elif action.kind == RECEIVE:
+                    self._mailbox.receive(position)
+                else:
+                    # The sends of a forward follow it at once.
+                    self._mailbox.send(position, outgoing)
+            except Exception as error:
+                raise self._placed(error, action) from error
+        return results
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._mailbox.finish()
+
+    def _forward(
+        self, step: int, action: Action, inputs: Mapping[str, torch.Tensor], results: Results
+    ) -> dict[str, torch.Tensor]:
+        stage, micro_batch = self._stages[action.stage], action.micro_batch
+        received = {
+            spec.name: self._mailbox.take(RECEIVE, action.stage, micro_batch, self._producer[spec.name], spec.name)
+            for spec in stage.received
+        }
+
+        def seed(layer: str) -> None:
+            seed_generator(self._device, seed_of(self.plan.seed, layer, step, micro_batch, self._share))
+
+        with torch.no_grad():
+            outputs, _ = stage.forward(self.rows, {**inputs, **received}, seed)
+        if stage.loss:
+            results[micro_batch] = [outputs[name] for name in stage.loss]
+        sent = stage.sendable(self.rows, outputs)
+        self._mailbox.pass_on(SEND, action.stage, micro_batch, sent)
+        return sent
+
+    def _placed(self, error: Exception, action: Action) -> AutoparError:
+        """Say of an error where it happened."""
+        place = f"rank {self._rank} (stage {action.stage}, evaluation, {action})"
+        if isinstance(error, AutoparError):
+            return type(error)(f"{place}: {error}")
+        return TrainingError(f"{place}: {type(error).__name__}: {error}")
+
+
+def rounds(plan: Plan, rows: int) -> list[tuple[int, int]]:
+    """Divide a batch of any size into rounds of (micro-batches, samples in each): the plan's, and what is left.
+
+    Raises:
+        UsageError: fewer samples are left for the last micro-batch than a stage has replicas to split it among.
+    """
+    full, rest = divmod(rows, plan.batch)
+    count, left = divmod(rest, plan.micro_batch_size)
+    for index, stage in enumerate(plan.stages):
+        if 0 < left < stage.replicas and stage.division == "split":
+            raise UsageError(
+                f"a batch of {rows} leaves {left} samples for its last micro-batch, which the {stage.replicas} "
+                f"replicas of stage {index} cannot split; give a multiple of {plan.micro_batch_size}"
+            )
+    found = [(plan.micro_batches, plan.micro_batch_size)] * full + [(count, plan.micro_batch_size)] + [(1, left)]
+    return [(count, size) for count, size in found if count and size]
+
+
+class Evaluation:
+    """One rank's stages in evaluation mode; they share the parameters that the job trains, and its buffers."""
+
+    def __init__(self, job: Job, graph: EvaluationGraph, transport: Transport, device: torch.device) -> None:
+        """Place the layers.
+
+        Raises:
+            ModelError: a layer reads a parameter or buffer that its stage does not train with.
+        """
+        self._job, self._plan, self._transport, self._device = job, job.plan, transport, device
+        self.graph = graph
+        stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
+        self._last = stage_of[graph.layers[-1].name]
+        specs = crossing_specs(job.plan, graph)
+        self._specs = {spec.name: spec for spec in specs}
+        self._crossings = crossings((replace(tensor, gradient=False) for tensor in graph.tensors), stage_of)
+        chunks, self._replica = stages_of(job.plan, job.rank)
+        layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
+        held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
+        self._buffers = self._own_buffers(sorted(held))
+        for each in layers.values():
+            for layer in each:
+                self._check_held(layer.name, (*layer.parameters.values(), *layer.buffers.values()))
+                materialize(layer, {**job.parameters, **self._buffers}, device)
+        autocast = autocast_of(job.plan.precision, device)
+        self._stages = {
+            index: Stage(job.stages[index].lend(each), specs, graph.inputs, graph.results, autocast)
+            for index, each in layers.items()
+        }
+        self.inputs = tuple(dict.fromkeys(name for stage in self._stages.values() for name in stage.inputs))
+        """Names of the model's inputs that layers of this rank read."""
+        self._forwards: dict[tuple[int, int], Forwards] = {}
+
+    def run(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> Iterator[tuple[Forwards, Results]]:
+        """Run all rounds of a batch, and yield what this rank has of each.
+
+        Args:
+            step: what random layers are seeded with.
+            rows: samples in the batch.
+            values: the whole batch's tensors that this rank reads.
+
+        Raises:
+            UsageError: shares are of fewer or more samples than a layer takes.
+        """
+        for count, size in rounds(self._plan, rows):
+            self._forwards_of(count, size)
+        self._refresh()
+        first = 0
+        used: dict[int, Forwards] = {}
+        with ExitStack() as lending:
+            for stage in self._job.stages.values():
+                lending.enter_context(stage.lending())
+            for count, size in rounds(self._plan, rows):
+                forwards = self._forwards_of(count, size)
+                used[id(forwards)] = forwards
+                part = {name: value[first : first + count * size] for name, value in values.items()}
+                inputs = split_rows(forwards.plan, self._job.rank, part, self.inputs, self._device)
+                yield forwards, forwards.run(step, inputs)
+                first += count * size
+        for forwards in used.values():
+            forwards.finish()
+
+    def loss(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Return this rank's part of a batch's loss: a sum, and the samples or the count to divide it by."""
+        parts = []
+        for forwards, results in self.run(step, rows, values):
+            for outputs in results.values():
+                pair = outputs if len(outputs) == 2 else [outputs[0] * forwards.rows, torch.tensor(forwards.rows)]
+                parts.append(torch.stack([value.double().to(self._device) for value in pair]))
+        if not parts:
+            return 0.0, 0.0
+        total, count = torch.stack(parts).sum(0).tolist()
+        return total, count
+
+    def predict(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Return the model's outputs on rank 0, on the CPU, samples in order; None on other ranks."""
+        parts: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in self.graph.specs}
+        for forwards, results in self.run(step, rows, values):
+            self._collect(forwards.plan, results, parts)
+        if self._job.rank != 0:
+            return None
+        return {spec.name: torch.cat(parts[spec.name], dim=spec.batch_dim) for spec in self.graph.specs}
+
+    def _collect(self, plan: Plan, results: Results, parts: dict[str, list[torch.Tensor]]) -> None:
+        """Send what the last layer gave to rank 0, share by share."""
+        placed, sending = plan.stages[self._last], []
+        for micro_batch in range(plan.micro_batches):
+            for replica in range(placed.replicas):
+                if micro_batch not in turns(placed.division, placed.replicas, replica, plan.micro_batches):
+                    continue
+                sender = rank_of(plan, self._last, replica)
+                for at, spec in enumerate(self.graph.specs):
+                    if sender == self._job.rank == 0:
+                        parts[spec.name].append(results[micro_batch][at].cpu())
+                    elif sender == self._job.rank:
+                        sending.append(self._transport.send(sendable(results[micro_batch][at].to(spec.dtype)), 0))
+                    elif self._job.rank == 0:
+                        shape = spec.shape(placed.rows[replica])
+                        tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
+                        self._transport.receive(tensor, sender).wait()
+                        parts[spec.name].append(tensor.cpu())
+        for pending in sending:
+            pending.wait()
+
+    def _forwards_of(self, count: int, size: int) -> Forwards:
+        if (count, size) not in self._forwards:
+            plan = _round_plan(self._plan, count, size, self._crossings)
+            check_shares(self.graph.layers, plan)
+            place = (self._job.rank, self._stages, self._specs, self._transport, self._device)
+            self._forwards[count, size] = Forwards(plan, *place)
+        return self._forwards[count, size]
+
+    def _own_buffers(self, names: list[str]) -> dict[str, torch.Tensor]:
+        known = {name: self._job.buffers[name] for name in names if name in self._job.buffers}
+        if self._replica == 0:
+            return known
+        return {name: torch.empty_like(buffer) for name, buffer in known.items()}
+
+    def _refresh(self) -> None:
+        """Give the buffers of replica 0, which are the model's, to the other replicas."""
+        (stage, *_), replica = stages_of(self._plan, self._job.rank)
+        first, sending = rank_of(self._plan, stage, 0), []
+        for buffer in self._buffers.values():
+            if replica:
+                self._transport.receive(buffer, first).wait()
+                continue
+            others = (rank_of(self._plan, stage, each) for each in range(1, self._plan.stages[stage].replicas))
+            sending += [self._transport.send(sendable(buffer), other) for other in others]
+        for pending in sending:
+            pending.wait()
+
+    def _check_held(self, layer: str, names: tuple[str, ...]) -> None:
+        missing = [name for name in names if name not in self._job.parameters and name not in self._buffers]
+        if missing:
+            raise ModelError(
+                f"layer {layer} reads {missing[0]} in evaluation mode, but its stage does not train with it"
+            )
+
+
+def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ...]) -> Plan:
+    """Return a plan of so many micro-batches of so many samples, on the same stages."""
+    stages = tuple(
+        stage
+        if size == plan.micro_batch_size
+        else stage.model_copy(
+            update={
+                "shares": (size,) * stage.replicas
+                if stage.division == "round-robin"
+                else even_shares(size, stage.replicas)
+            }
+        )
+        for stage in plan.stages
+    )
+    update = {"batch": count * size, "micro_batches": count, "micro_batch_size": size, "stages": stages}
+    return plan.model_copy(update={**update, "tensors": crossings, "tied": ()})

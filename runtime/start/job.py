@@ -1,0 +1,319 @@
+"""Job: one rank's part of a training run, built from a plan, a captured model and its weights.
+
+Stages: those of a rank, built from its layers as the plan divides what their replicas hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.optimizer_settings import Settings
+from autopar.capture.source import UserModel
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Precision
+from autopar.formats.program import Program
+from autopar.runtime.data.loader import Batch, Batches, Loader, ShareLoader
+from autopar.runtime.execute.execute import Executor, StepRecord
+from autopar.runtime.execute.times import clock_of
+from autopar.runtime.gradients.buffers import ReplicatedBuffers
+from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
+from autopar.runtime.gradients.reducer import Reducer, reducer_of
+from autopar.runtime.gradients.scale import LossScale
+from autopar.runtime.messages.copies import copies_of
+from autopar.runtime.messages.mailbox import Mailbox
+from autopar.runtime.messages.transport import Transport, replica_ranks
+from autopar.runtime.settings import TrainSettings, check_compiling
+from autopar.runtime.stage.batch_norm import normalizing
+from autopar.runtime.stage.compile import compiled, warm_up
+from autopar.runtime.stage.layers import seed_generator
+from autopar.runtime.stage.parameters import Held, Twins, Weights, divided, hold
+from autopar.runtime.stage.precision import autocast_of, crossing_specs
+from autopar.runtime.stage.stage import Stage
+from autopar.runtime.start.workspace import check_shares
+from autopar.runtime.update.update import Update
+from autopar.schedules.expand import stages_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def mesh_of(plan: Plan, rank: int, transport: Transport) -> DeviceMesh | None:
+    """Return the mesh of a rank and those that divide parameters with it; None where nobody does."""
+    stages, _ = stages_of(plan, rank)
+    if all(plan.stages[stage].shard == "none" for stage in stages):
+        return None
+    return transport.mesh(replica_ranks(plan, stages))
+
+
+def build_stages(
+    plan: Plan,
+    graph: LayerGraph,
+    layers: Mapping[int, Sequence[Layer]],
+    held: Held,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    offload: bool,
+) -> dict[int, Stage]:
+    """Build a rank's stages, by index.
+
+    Args:
+        plan: what is carried out.
+        graph: the captured model.
+        layers: the rank's, by stage, with parameters in place.
+        held: these parameters; of those that replicas divide, a part is left.
+        mesh: of the replicas, where they divide any.
+        device: where the stages compute.
+        offload: whether what replicas divide waits in the host's memory.
+
+    Raises:
+        UsageError: a layer's parameters cannot be divided.
+    """
+    crossing, autocast = crossing_specs(plan, graph), autocast_of(plan.precision, device)
+    built: dict[int, Stage] = {}
+    for index, mine in layers.items():
+        placed = plan.stages[index]
+        flow = (mine, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
+        if mesh is None or placed.shard == "none":
+            built[index] = Stage(*flow)
+            continue
+        # What shards takes most of a second to import.
+        from autopar.runtime.stage.sharded import ShardedStage, Sharding
+
+        parts = divided(plan, index, mine)
+        names = {name for layer in mine for name in layer.parameters.values()}
+        # Of this stage alone: a stage that is built later must find nobody else holding its parameters as a whole.
+        apart = frozenset(held.parameters[name] for name in names - parts)
+        turning = placed.division == "round-robin"
+        sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
+        with held.dividing(parts, mine):
+            built[index] = ShardedStage(sharding, *flow)
+    return built
+
+
+def compile_stages(
+    stages: Iterable[Stage], specs: Mapping[str, TensorSpec], rows: int, precision: Precision, device: torch.device
+) -> list[str]:
+    """Run the compiled layers of a rank's stages once, on zeros, so that they compile.
+
+    Args:
+        stages: the rank's.
+        specs: of the model's tensors, by name.
+        rows: samples in the rank's share of a micro-batch.
+        precision: the plan's.
+        device: where the stages compute.
+
+    Returns:
+        Warnings, each of a layer that does not compile.
+    """
+    warnings, autocast = list[str](), autocast_of(precision, device)
+    for stage in stages:
+        read = [*stage.received, *(specs[name] for name in stage.inputs)]
+        values = {
+            spec.name: torch.zeros(spec.shape(rows), dtype=spec.dtype, device=device).requires_grad_(spec.gradient)
+            for spec in read
+        }
+        warnings += warm_up(stage.layers, rows, values, lambda layer: seed_generator(device, 0), autocast)
+    return warnings
+
+
+DEFAULTS = TrainSettings()
+
+
+class Job:
+    """One rank: its stages, optimizer and data, stepped together with the other ranks' jobs.
+
+    Where batches come from elsewhere, or nobody reads numbers, a subclass has another ``_loader``, ``_tally`` or
+    ``update_of``.
+    """
+
+    update_of: ClassVar[type[Update]] = Update
+    reads_values: ClassVar[bool] = True
+    """Whether tensors have values that the host may ask for."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        rank: int,
+        graph: LayerGraph,
+        model: UserModel,
+        weights: Weights,
+        transport: Transport,
+        device: torch.device,
+        note: Callable[[int, int], None],
+        settings: TrainSettings = DEFAULTS,
+        whole: Settings | None = None,
+    ) -> None:
+        """Build the rank's stages, holding only its own parameters.
+
+        Args:
+            plan: what is carried out.
+            program: its expansion.
+            rank: which rank this is.
+            graph: the captured model.
+            model: the user's file: dataset, optimizer.
+            weights: reads initial parameters and buffers by name.
+            transport: moves tensors to other ranks.
+            device: where this rank computes.
+            note: called with (step, position in the program) before every action that may take a while.
+            settings: what the user asks beyond the plan.
+            whole: what the optimizer gives every parameter of the whole model, to be held against this rank's.
+        """
+        self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
+        self._user = model
+        indices, self.replica = stages_of(plan, rank)
+        self._specs = {tensor.name: tensor for tensor in graph.tensors}
+        layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
+        self._held = hold(plan, layers, weights, device)
+        mine = [layer for each in layers.values() for layer in each]
+        replicas = replica_ranks(plan, indices)
+        self._alike = ReplicatedBuffers(mine, self._held, plan.replicate_state, transport, replicas, rank)
+        check_shares(graph.layers, plan, synced=settings.sync_batch_norm)
+        layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
+        if settings.compile:
+            check_compiling(plan, program)
+            layers = compiled(layers)
+        self._mesh = mesh_of(plan, rank, transport)
+        self.stages = build_stages(plan, graph, layers, self._held, self._mesh, device, offload=settings.cpu_offload)
+        clock, self._copies = clock_of(device), copies_of(device)
+        reducer = reducer_of(plan, rank, self.stages, self._held, transport, clock.mark)
+        scale = LossScale() if plan.precision == "fp16" else None
+        self._update = self._updating(model, graph, reducer, transport, settings, scale, whole)
+        self._batches = Batches(self._loader(model, graph, settings), self._copies)
+        crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
+        marked = not graph.portable and self.reads_values
+        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, marked=marked)
+        parts = self._mailbox, reducer, self._tally(), self._complete
+        self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever reads the report should know of this rank's optimizer."""
+        return self._update.notes
+
+    @property
+    def rows(self) -> int:
+        """Samples in this rank's share of a micro-batch."""
+        return self.plan.stages[min(self.stages)].rows[self.replica]
+
+    @property
+    def samples(self) -> int:
+        """In the dataset; 0 where this rank does not read it."""
+        return self._batches.samples
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the model's inputs that layers of this rank read."""
+        return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's, by the model's own names; of divided ones, its parts."""
+        return self._held.parameters
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This rank's, by the model's own names."""
+        return self._held.buffers
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters and buffers by the model's own names."""
+        return self._held.state()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return all of a parameter or buffer; replicas that divide parameters ask for it together."""
+        tensor = self.state()[name].detach()
+        if self._mesh is None:
+            return tensor
+        from autopar.runtime.stage.sharded import whole
+
+        return whole(tensor)
+
+    def warm_up(self) -> list[str]:
+        """Compile the layers, before the first step; return warnings of those that do not compile."""
+        return compile_stages(self.stages.values(), self._specs, self.rows, self.plan.precision, self._device)
+
+    def try_optimizer(self) -> None:
+        """Have the optimizer step small divided parameters, before training; replicas do so together.
+
+        Raises:
+            UsageError: it does not do what it does with whole ones; says what to do.
+        """
+        if self._mesh is None:
+            return
+        from autopar.capture.optimizer_trials import divided_trouble, divider
+        from autopar.runtime.stage.sharded import whole
+
+        device = self._mesh.device_type
+        divide, trained = divider(self._mesh), list(self._held.trained().items())
+        trouble = divided_trouble(
+            self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
+        )
+        if trouble is not None:
+            raise UsageError(
+                f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
+                "plan with `shard='none'`"
+            )
+
+    def step(self, step: int, *, more: bool = False) -> StepRecord:
+        """Train one mini-batch; steps count from 0 and choose their samples.
+
+        If there are to be ``more``, a GPU's next mini-batch is loaded while it computes.
+        """
+        return self.train(step, self._batches.load(step, more=more))
+
+    def train(self, step: int, inputs: Batch) -> StepRecord:
+        """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
+        return self._executor.run(step, inputs)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived, and all work of the device is done."""
+        self._mailbox.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _updating(
+        self,
+        model: UserModel,
+        graph: LayerGraph,
+        reducer: Reducer,
+        transport: Transport,
+        settings: TrainSettings,
+        scale: LossScale | None,
+        whole: Settings | None,
+    ) -> Update:
+        """Return what completes the gradients and steps the optimizer."""
+        twins = Twins(self._held.trained(), self._mesh)
+        counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
+        stage_of: dict[str, int] = {}
+        for index, stage in self.stages.items():
+            for name in (name for layer in stage.layers for name in layer.parameters.values()):
+                stage_of.setdefault(name, index)
+        parts = self.plan, self.rank, twins, stage_of, model, reducer, transport
+        update = self.update_of(*parts, whole=whole, counts=counts, clip_norm=clip_norm, scale=scale)
+        if update.optimizer is not None:
+            update.optimizer.register_step_pre_hook(lambda *_: twins.lend())
+        return update
+
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        """Return what loads mini-batches: in the host's memory, where copies bring them on from there."""
+        specs = [graph.tensor(name) for name in self.inputs]
+        device = self._device if self._copies is None else torch.device("cpu")
+        return ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
+
+    def _tally(self) -> LossTally:
+        if self._copies is None:
+            return LossTally(self.rows, self.plan.batch)
+        return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead)
+
+    def _complete(self, record: StepRecord) -> None:
+        """End a step: losses and gradients are there."""
+        self._settle()
+        self._update(record)
+        self._alike.settle()

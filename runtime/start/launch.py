@@ -1,0 +1,344 @@
+"""Launch: starts a training run on this host, or joins one that a launcher has started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from autopar.capture.source import UserModel
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.profile import path_of
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
+from autopar.ranks.board import FINISHED, STEPPING, Note
+from autopar.ranks.context import RankContext, joined_from_environment
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import Failure
+from autopar.ranks.pool import RankPool
+from autopar.ranks.scratch import Scratch
+from autopar.ranks.watch import Describe, Doing
+from autopar.runtime.data.loader import sample_count, steps_of_epoch
+from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
+from autopar.runtime.result.weights import publish
+from autopar.runtime.settings import (
+    DEFAULT_STEPS,
+    Last,
+    TrainSettings,
+    check_offload,
+    check_scope,
+    check_sharing,
+    known_steps,
+)
+from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
+from autopar.runtime.start.worker import TrainArguments, load_for, train
+from autopar.runtime.start.workspace import Workspace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+from autopar.schedules.saved import read_program
+
+MOST_PATIENCE_S = 1e9
+"""Thirty years; torch's groups count milliseconds, and cannot wait without end."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asks of a run."""
+
+    steps: int = 20
+    weights: Path | None = None
+    """Folder of initial weights; by default those of ``model()``."""
+    save: Path | None = None
+    """Folder for the trained weights."""
+    timeout_s: float = 300.0
+    """Longest that a rank may stand still."""
+    data: Path | None = None
+    """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    program: Path | None = None
+    """File of the program to run; by default what the plan expands to."""
+    epochs: int | None = None
+    """Times to go through the dataset, in place of ``steps``."""
+    share_gpus: bool = False
+    """Whether several ranks may have the same GPU."""
+    keep: Path | None = None
+    """Folder for what every rank's training is compared by."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"`steps` must be at least 1, found {self.steps}")
+        if self.epochs is not None and self.epochs < 1:
+            raise UsageError(f"`epochs` must be at least 1, found {self.epochs}")
+        if not 0 < self.timeout_s <= MOST_PATIENCE_S:
+            limit = f"positive, and at most {MOST_PATIENCE_S:g} seconds"
+            raise UsageError(f"`timeout_s` must be {limit}, found {self.timeout_s:g}")
+
+
+def run_options(
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    weights: str | Path | None = None,
+    save: str | Path | None = None,
+    program: str | Path | None = None,
+    data: str | Path | None = None,
+    timeout_s: float = 300.0,
+    share_gpus: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> RunOptions:
+    """Return what the user asks of a run.
+
+    Args:
+        steps: optimizer steps to train; None: 20.
+        epochs: how many times to train through the dataset, in place of ``steps``.
+        weights: folder of initial weights (safetensors); None: those of ``model()``.
+        save: folder for the trained weights, which all hosts must see.
+        program: file of the program to run, in place of what the plan expands to.
+        data: Python file whose ``dataset()`` feeds an ``hf:`` model.
+        timeout_s: longest that a rank may stand still.
+        share_gpus: whether several ranks may have the same GPU.
+        settings: those of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``.
+
+    Raises:
+        UsageError: options are out of range, contradict each other, or are not known.
+    """
+    known = [each.name for each in fields(TrainSettings)]
+    for name in settings:
+        if name not in known:
+            raise UsageError(f"train() has no option {name!r}; its settings are {', '.join(known)}")
+    weights, save, data, program = (None if each is None else Path(each) for each in (weights, save, data, program))
+    asked = known_steps(steps, epochs)
+    asked = DEFAULT_STEPS if asked is None else asked
+    return RunOptions(asked, weights, save, timeout_s, data, TrainSettings(**settings), program, epochs, share_gpus)
+
+
+StepProgress = Callable[[int, float], None]
+"""Called with (step, loss of the mini-batch) as steps end."""
+
+
+def run(
+    plan: Plan, model: str, options: RunOptions, progress: StepProgress | None = None, pool: RankPool | None = None
+) -> Outcome:
+    """Train on processes of this host, one per rank.
+
+    Args:
+        plan: what to carry out.
+        model: MODEL, as :func:`autopar.capture.source.load` reads it.
+        options: how long, from which weights.
+        progress: told of every step.
+        pool: processes to use, if some are there already.
+
+    Raises:
+        AutoparError: the model does not fit the plan, or a rank failed; no process is left.
+    """
+    program = _program(plan, options)
+    _check_devices(plan, options.share_gpus)
+    user_model = load_for(options.settings, model, options.data, plan)
+    steps = _steps(user_model, plan, options)
+    name = new_set()
+    with folder_of(options.save), set_of(options.save, name):
+        # The ranks start while this process captures the model.
+        with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
+            initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
+            results = ranks.run(
+                "autopar.runtime.start.worker:train",
+                _arguments(plan, program, model, scratch.path, options, steps, name),
+                ranks=len(plan.devices),
+                timeout_s=options.timeout_s,
+                describe=_describe(plan, program),
+                on_message=_Losses(plan, progress).take,
+            )
+        return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
+
+
+def join(
+    plan: Plan, model: str, options: RunOptions, launch: LaunchedRank, progress: StepProgress | None = None
+) -> Outcome | None:
+    """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
+
+    Raises:
+        UsageError: another number of ranks was started than the plan needs.
+        AutoparError: as :func:`run`, on every rank.
+    """
+    program = _program(plan, options)
+    files = _digests(plan, program, model, options)
+    joining = (launch, plan.device_type, options.timeout_s, len(plan.devices), files, options.share_gpus)
+    with joined_from_environment(*joining) as context:
+        if options.save is not None and not launch.one_host:
+            check_shared(context, options.save)
+        scratch = Scratch("run") if context.leads_host else None
+        try:
+            host = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
+            with set_of(options.save, host.save_as):
+                arguments = _arguments(plan, program, model, host.folder, options, host.steps, host.save_as)
+                result = train(context, arguments)
+                gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
+                return _conclude(plan, program, gathered, options, host.initial) if context.rank == 0 else None
+        finally:
+            if scratch is not None:
+                scratch.close()
+
+
+def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
+    """Return what all ranks must have been given alike: its name and its SHA-256."""
+    path = path_of(model)
+    source = None if path is None else Path(path)
+    if source is not None and source.is_dir():
+        source /= "config.json"
+    contents = {
+        "plan": plan.dumps().encode(),
+        "program": program.dumps().encode(),
+        "model": model.encode() if source is None else source.read_bytes(),
+        "dataset file": b"" if options.data is None else options.data.read_bytes(),
+        "command line": json.dumps(
+            [options.steps, options.save is not None, options.share_gpus, options.settings.as_dict()]
+        ).encode(),
+    }
+    return {name: sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _program(plan: Plan, options: RunOptions) -> Program:
+    """Return what is run, the plan and what is asked for being within the runtime's scope."""
+    check_scope(plan)
+    if options.settings.cpu_offload:
+        check_offload(plan)
+    if options.share_gpus:
+        check_sharing(plan)
+    if options.program is not None:
+        return read_program(options.program, plan)
+    program = expand(plan)
+    check(program, plan)
+    return program
+
+
+def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
+    if options.epochs is None:
+        return options.steps
+    samples = sample_count(model, plan.seed)
+    return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
+
+
+class _Prepared(NamedTuple):
+    """What a rank is told of what its host has prepared."""
+
+    folder: Path
+    """The workspace's."""
+    steps: int
+    initial: str
+    """Where the initial weights are from."""
+    save_as: str
+    """The name of the set of trained weights, the same on all hosts."""
+
+
+def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> _Prepared:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
+    said: dict[str, object] = {}
+    if folder is not None:
+        try:
+            user_model = load_for(options.settings, model, options.data, plan)
+            if options.save is not None:
+                make_folder(options.save)
+            initial = Workspace(folder).prepare(user_model, plan, options.weights)
+            steps = _steps(user_model, plan, options)
+            said = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
+        except Exception as error:
+            said = {"failure": Failure.of(error).as_dict()}
+    heard = [json.loads(text) for text in context.gather(json.dumps(said))]
+    for item in heard:
+        if "failure" in item:
+            raise Failure(**item["failure"]).as_common_error(context.rank)
+    leader = heard[context.rank - context.local_rank]
+    return _Prepared(Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"])
+
+
+def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
+    if options.save is not None:
+        publish(options.save, (file for result in results for file in result["saved"]))
+    notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
+    notes += dict.fromkeys(note for result in results for note in result["notes"])
+    return outcome_of(plan, program, results, initial, notes)
+
+
+def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
+    """Say what becomes of samples that do not fill a mini-batch."""
+    left = samples % plan.batch
+    if not left:
+        return []
+    if last == "drop":
+        return [f"an epoch leaves out {left} of {samples} samples, which do not fill a mini-batch (`last='drop'`)"]
+    return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (`last='pad'`)"]
+
+
+def _arguments(
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int, save_as: str
+) -> TrainArguments:
+    return TrainArguments(
+        plan=plan.dumps(),
+        program=None if options.program is None else program.dumps(),
+        model=model,
+        data=None if options.data is None else str(options.data),
+        workspace=str(folder),
+        steps=steps,
+        save=None if options.save is None else str(options.save.resolve()),
+        save_as=save_as,
+        settings=options.settings.as_dict(),
+        keep=None if options.keep is None else str(options.keep.resolve()),
+    )
+
+
+def _check_devices(plan: Plan, share: bool) -> None:
+    if plan.device_type == "cpu":
+        return
+    found, needed = torch.cuda.device_count(), 1 if share else len(plan.devices)
+    if found >= needed:
+        return
+    remedy = "run it where they are, or profile here with `device='cpu'`"
+    if found:
+        remedy = f"plan again with `gpus={found}`, or pass `share_gpus=True`"
+    raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
+
+
+@contextmanager
+def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[RankPool]:
+    if pool is not None:
+        yield pool
+    else:
+        size, device_type = len(plan.devices), plan.device_type
+        with RankPool(size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus) as own:
+            yield own
+
+
+def _describe(plan: Plan, program: Program) -> Describe:
+    def describe(rank: int, note: Note) -> Doing:
+        if note.phase != STEPPING:
+            # A rank that has finished waits for all others before it saves anything.
+            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
+        action = program.ranks[rank][note.position]
+        waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
+        return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
+
+    return describe
+
+
+class _Losses:
+    """Adds up the parts of a step's loss that the last stage's replicas report."""
+
+    def __init__(self, plan: Plan, progress: StepProgress | None) -> None:
+        self._parts: dict[int, list[tuple[float, float]]] = {}
+        self._expected, self._progress = plan.stages[-1].replicas, progress
+
+    def take(self, rank: int, message: dict[str, object]) -> None:
+        step = int(str(message["step"]))
+        parts = self._parts.setdefault(step, [])
+        parts.append((float(str(message["loss"])), float(str(message["count"]))))
+        if len(parts) == self._expected:
+            del self._parts[step]
+            if self._progress is not None:
+                self._progress(step, loss_of(parts))

@@ -1,0 +1,90 @@
+"""Materialize: a plan and a script's model become a job that the script steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.given import check_module
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.ranks.script import joined_in_script
+from autopar.runtime.settings import TrainSettings, check_scope, check_sharing
+from autopar.runtime.start.script import ScriptJob
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+
+def materialize(
+    model: nn.Module,
+    plan: Plan,
+    batch: object = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], object] | None = None,
+    layers: Callable[[nn.Module], list[nn.Module]] | None = None,
+    accept_loss: bool = False,
+    clip_norm: float | None = None,
+    share_gpus: bool = False,
+    timeout_s: float = 300.0,
+) -> ScriptJob:
+    """Return one rank's job, in a script that torchrun started on every rank, or alone where the plan has one rank.
+
+    Training starts from rank 0's values, and leaves ``model`` as it is: :meth:`ScriptJob.state_dict` has the trained
+    ones. On other ranks its parameters may be on the meta device. Ranks must be given the same plan.
+
+    Args:
+        model: as :func:`autopar.profile` was given it, in a state of its own.
+        plan: what to carry out.
+        batch: an example of a mini-batch; None: what the first step is given, on every rank.
+        loss: ``loss(output, batch)``, a mean over samples, or a sum and a count; None: the output carries it.
+        optimizer: makes an optimizer of some parameters; None: ``AdamW(parameters, lr=1e-3)``.
+        scheduler: makes a scheduler of an optimizer.
+        layers: the model's layers, where it cannot be captured.
+        accept_loss: whether a loss is taken that depends on how a mini-batch is divided; one that was accepted when it
+            was profiled is.
+        clip_norm: largest norm of all gradients together.
+        share_gpus: whether several ranks may have the same GPU.
+        timeout_s: longest that a rank waits for another.
+
+    Raises:
+        UsageError: the plan cannot be carried out here, or ranks have different ones.
+        FileError: the model is not the one that was planned for.
+        CaptureError: it cannot be captured.
+        ModelError: its loss depends on how a mini-batch is divided, or it is no model.
+    """
+    check_module(model)
+    check_scope(plan)
+    check(expand(plan), plan)
+    if share_gpus:
+        check_sharing(plan)
+    settings = TrainSettings(clip_norm=clip_norm)
+    functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
+    joining = ExitStack()
+    with ExitStack() as failing:
+        failing.callback(joining.close)
+        context = joining.enter_context(joined_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
+        _check_same(plan, context)
+        if plan.device_type == "cpu":
+            torch.set_num_threads(plan.threads)
+        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
+        if batch is not None:
+            job.prepare(batch)
+        failing.pop_all()
+    return job
+
+
+def _check_same(plan: Plan, context: RankContext) -> None:
+    digests = context.gather(hashlib.sha256(plan.dumps().encode()).hexdigest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise UsageError(
+                f"rank {rank} has another plan than rank 0; plan once, save the plan, and load it on every rank"
+            )

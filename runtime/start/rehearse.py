@@ -1,0 +1,218 @@
+"""Rehearsal: a plan's program performed on fake tensors, which take no memory, to see how much real ones would take.
+
+Silence: peers that say nothing and take everything, as a rank that is rehearsed alone has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.graph import LayerGraph, TensorSpec
+from autopar.capture.outline import outline
+from autopar.capture.source import UserModel, load
+from autopar.capture.storages import StorageTracker
+from autopar.ending import unwinding_aborts
+from autopar.errors import TrainingError, UsageError
+from autopar.formats.plan import Plan
+from autopar.progress import Progress, untold
+from autopar.runtime.data.loader import Batch, Loader
+from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.gradients.loss import LossTally
+from autopar.runtime.messages.transport import Pending, replica_ranks
+from autopar.runtime.settings import TrainSettings, check_scope
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.workspace import fitted
+from autopar.runtime.update.update import Update
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand, mine, rank_of, stages_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Silence:
+    """A transport to them."""
+
+    def __init__(self, meshes: Mapping[tuple[int, ...], DeviceMesh]) -> None:
+        """Take the meshes of ranks that shard, which are made of values."""
+        self._meshes = meshes
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return _Holding(tensor)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return _Holding(tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        return _Holding(tensor)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        return self._meshes[ranks]
+
+
+class _Holding:
+    """Like a piece of work under way, it keeps its tensor alive until it is let go."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        return
+
+
+@contextmanager
+def silent_peers(plan: Plan, rank: int) -> Iterator[Silence]:
+    """Give one rank peers that are not there; what its replicas shard meets in a process group of torch's fake kind.
+
+    Raises:
+        UsageError: this process has a process group already.
+    """
+    stages, _ = stages_of(plan, rank)
+    if all(plan.stages[stage].shard == "none" for stage in stages):
+        yield Silence({})
+        return
+    if dist.is_initialized():
+        raise UsageError("what is sharded cannot be rehearsed in a process that has a process group")
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(plan.devices))
+    try:
+        ranks = replica_ranks(plan, stages)
+        yield Silence({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
+    finally:
+        dist.destroy_process_group()
+
+
+_CPU = torch.device("cpu")
+
+
+@unwinding_aborts()
+def rehearse(
+    plan: Plan, graph: LayerGraph, model: UserModel, progress: Callable[[int], None] = lambda stage: None
+) -> tuple[int, ...]:
+    """Return the most bytes that the largest replica of every stage holds in a step, all stages of its rank counted.
+
+    Parameters, gradients, optimizer state, activations, inputs and messages are counted, as the runtime allocates
+    them; what a kernel takes for itself while it runs is not. The second step is the one that counts, for the
+    optimizer makes its state in the first.
+
+    Args:
+        plan: what would be carried out.
+        graph: its model; the parameters of its layers are replaced.
+        model: the user's file, for the optimizer.
+        progress: called with the index of every stage that is about to be rehearsed.
+
+    Raises:
+        TrainingError: the model, or its optimizer, does something that fake tensors cannot.
+    """
+    peaks = [0] * len(plan.stages)
+    state = torch.get_rng_state()
+    try:
+        for chunks in plan.groups:
+            progress(chunks[0])
+            first = plan.stages[chunks[0]]
+            largest = max(range(first.replicas), key=first.rows.__getitem__)
+            peak_bytes = _peak_bytes(plan, rank_of(plan, chunks[0], largest), graph, model)
+            for index in chunks:
+                peaks[index] = peak_bytes
+    finally:
+        torch.set_rng_state(state)
+    return tuple(peaks)
+
+
+def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = untold) -> tuple[int, ...]:
+    """Capture MODEL and rehearse a plan of it; see :func:`rehearse`.
+
+    Raises:
+        FileError: the plan is not one of this model.
+        TrainingError: as :func:`rehearse`.
+    """
+    check_scope(plan)
+    check(expand(plan), plan)
+    user = load(model, data, plan.model)
+    progress("capturing the model", 0.0)
+    # It may be larger than this machine's memory.
+    graph = fitted(outline(user, plan.seed)[1], plan, user)
+    stages = len(plan.stages)
+    return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}", 0.0))
+
+
+def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:
+    shapes = {name: layer.parameter(at) for layer in graph.layers for at, name in layer.parameters.items()}
+    buffers = {name: layer.module.get_buffer(at) for layer in graph.layers for at, name in layer.buffers.items()}
+
+    def blank(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        known: dict[str, torch.Tensor] = {**buffers, **shapes}
+        return {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in names}
+
+    try:
+        # What the model's graph holds itself (constants) is real; it is taken for fake where it meets fake tensors.
+        with (
+            silent_peers(plan, rank) as peers,
+            FakeTensorMode(allow_non_fake_inputs=True),
+            StorageTracker() as tracker,
+        ):
+            job = _SilentJob(plan, expand(plan), rank, graph, model, blank, peers, _CPU, lambda step, at: None)
+            job.step(0)
+            tracker.peak_bytes = tracker.alive_bytes
+            job.step(1)
+    except UsageError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainingError(f"cannot be rehearsed without real values: {first}") from error
+    return int(tracker.peak_bytes)
+
+
+class _UnreadUpdate(Update):
+    """An update that asks for no number."""
+
+    def __call__(self, record: StepRecord) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _sum(self, values: list[float]) -> list[float]:
+        return values
+
+
+class _SilentJob(Job):
+    """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
+
+    update_of = _UnreadUpdate
+    reads_values = False
+
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        return _BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
+
+    def _tally(self) -> LossTally:
+        return _UnreadTally(1, 1)
+
+
+class _BlankLoader:
+    """Makes batches of the right shapes, whatever is in them."""
+
+    samples = 0
+
+    def __init__(self, plan: Plan, rank: int, rows: int, specs: Sequence[TensorSpec]) -> None:
+        own = mine(plan, rank)
+        self._own = [micro_batch in own for micro_batch in range(plan.micro_batches)]
+        self._rows, self._specs = rows, specs
+
+    def load(self, step: int) -> Batch:
+        return [
+            {spec.name: torch.empty(spec.shape(self._rows), dtype=spec.dtype) for spec in self._specs if own}
+            for own in self._own
+        ]
+
+
+class _UnreadTally(LossTally):
+    def settle(self, *, finite: bool = True) -> tuple[float, float]:
+        return 0.0, 0.0

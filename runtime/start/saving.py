@@ -1,0 +1,152 @@
+"""Saving: which stage writes which parameters and buffers, one file a stage.
+
+Shared folder: whether all hosts see the folder that rank 0 sees.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from autopar.capture.graph import LayerGraph
+from autopar.errors import FileError
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.runtime.result import weights
+from autopar.runtime.start.job import Job
+
+
+def new_set() -> str:
+    """Return a name for a set of weights that no other has: its files stand beside those of the set before."""
+    return secrets.token_hex(8)
+
+
+def _file_name(stage: int, stages: int, name: str) -> str:
+    return f"model-{stage + 1:05d}-of-{stages:05d}-{name}.safetensors"
+
+
+@contextmanager
+def set_of(folder: Path | None, name: str) -> Iterator[None]:
+    """Return the context in which the files of a set are written and published; they go if it fails."""
+    try:
+        yield
+    except BaseException:
+        for path in () if folder is None else folder.glob(f"model-*-{name}.safetensors"):
+            # An interrupt may come when the set is there already.
+            if path.name not in weights.named(path.parent):
+                with suppress(OSError):
+                    path.unlink()
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder for the weights of a run, and those above it.
+
+    Raises:
+        FileError: that cannot be done; names the folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder {path}: {error.strerror}") from error
+
+
+@contextmanager
+def folder_of(path: Path | None) -> Iterator[None]:
+    """Return the context in which a run has a folder for its weights; a new one goes with a run that fails before them.
+
+    Raises:
+        FileError: as :func:`make_folder`.
+    """
+    new = path is not None and not path.exists()
+    if path is not None:
+        make_folder(path)
+    try:
+        yield
+    except BaseException:
+        if path is not None and new:
+            # It stays if there is anything in it.
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:
+    """Return, for every parameter and buffer that layers read, the first stage that holds it."""
+    first: dict[str, int] = {}
+    for stage, placed in enumerate(plan.stages):
+        for layer in map(graph.layer, placed.layers):
+            for name in (*layer.parameters.values(), *layer.buffers.values()):
+                first.setdefault(name, stage)
+    return first
+
+
+def write_stages(
+    job: Job, graph: LayerGraph, unread: Callable[[Iterable[str]], Mapping[str, torch.Tensor]], folder: Path, name: str
+) -> list[weights.StoredFile]:
+    """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
+
+    The first replica writes. The others give it their parts, one parameter after the other; none is held longer than it
+    takes to write it.
+
+    Args:
+        job: the rank's.
+        graph: the captured model.
+        unread: gives what no layer reads, told the names of all that some layer does.
+        folder: where the files go.
+        name: of the set that they are of, the same on all ranks.
+
+    Returns:
+        What this rank wrote; nothing on replicas but the first. The folder's set is that before until
+        :func:`autopar.runtime.result.weights.publish` is given the files of all ranks.
+    """
+    first, saved = holders(job.plan, graph), []
+    for index in job.stages:
+        mine = {name: tensor for name, tensor in job.state().items() if first[name] == index}
+        if job.replica != 0:
+            for each in mine:
+                job.whole(each)
+            continue
+        others = unread(first) if index == 0 else {}
+        path = folder / _file_name(index, len(job.plan.stages), name)
+        saved.append(weights.write(path, {**mine, **others}, partial(_whole, job, frozenset(mine))))
+    return saved
+
+
+def _whole(job: Job, mine: frozenset[str], name: str) -> torch.Tensor | None:
+    return job.whole(name) if name in mine else None
+
+
+def check_shared(context: RankContext, folder: Path) -> None:
+    """Refuse, on all ranks alike, a folder that is not the same one on all hosts.
+
+    Raises:
+        FileError: rank 0 cannot write there, or a host sees another folder; names it.
+    """
+    marker = context.gather(_mark(folder) if context.rank == 0 else "")[0]
+    missing = not (folder / marker).exists()
+    hosts = context.gather(platform.node() if missing else "")
+    if context.rank == 0 and not missing:
+        (folder / marker).unlink()
+    for rank, host in enumerate(hosts):
+        if host:
+            why = f"cannot be written on {host}" if rank == 0 else f"rank {rank} on {host} sees another than rank 0"
+            raise FileError(f"`save={str(folder)!r}`: {why}; name a folder that all hosts share")
+
+
+def _mark(folder: Path) -> str:
+    """Return the name of a new file in the folder; it is not there if it could not be made."""
+    marker = f".shared-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / marker).touch()
+    except OSError:
+        # Found missing, then, like a folder that is another's.
+        pass
+    return marker

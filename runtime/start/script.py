@@ -1,0 +1,539 @@
+"""ScriptJob: training, evaluating and predicting, batch by batch, as a user's own script asks.
+
+Given: a rank's job of a model that a script holds, built from an example of its batches.
+
+Agree: what all ranks of a script find out together before a batch goes through the pipeline.
+
+A rank that alone refuses its batch would leave the others waiting for its messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from autopar.capture.batch import named_tensors, row_count
+from autopar.capture.copied import copied
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
+from autopar.capture.export import capture
+from autopar.capture.given import given_model
+from autopar.capture.graph import LayerGraph, TensorSpec
+from autopar.capture.losses import check_loss, counted_loss
+from autopar.capture.optimizer_settings import Settings
+from autopar.capture.place import release
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.ranks.failure import Failure
+from autopar.runtime.data.loader import Batch, Loader, check_inputs, split_rows
+from autopar.runtime.messages.staging import connect
+from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.result import weights
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
+from autopar.runtime.start.workspace import fitted
+from autopar.runtime.update.stepping import check_together, whole_settings
+from autopar.schedules.expand import expand, rank_of, stages_of
+
+_KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
+LONGEST = 1000
+"""Of a message, in characters."""
+
+
+class Agreement:
+    """One rank's voice; every rank must ask the same at the same time."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], transport: Transport) -> None:
+        self._rank, self._ranks, self._transport = rank, ranks, transport
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up numbers of all ranks."""
+        total = torch.tensor(values, dtype=torch.float64)
+        self._transport.all_reduce(total, self._ranks).wait()
+        return [float(each) for each in total.tolist()]
+
+    def refuse(self, error: AutoparError | None) -> None:
+        """Raise on all ranks if one of them has something to refuse.
+
+        Raises:
+            AutoparError: what the first of them says.
+        """
+        refusing = self._of_all([float(error is not None)])
+        if any(flag for (flag,) in refusing):
+            self._raise(error)
+
+    def rows(self, rows: int | None, digest: float, error: AutoparError | None) -> int:
+        """Return the number of samples in the batch that ranks were given.
+
+        Args:
+            rows: of the batch that this rank was given; None if it was given none.
+            digest: of its content, or 0 not to compare it.
+            error: what this rank finds wrong with it.
+
+        Raises:
+            AutoparError: what a rank finds wrong.
+            UsageError: batches differ, or no rank was given one.
+        """
+        found = self._of_all([float(error is not None), -1.0 if rows is None else float(rows), digest])
+        if any(flag for flag, _, _ in found):
+            self._raise(error)
+        given = [rank for rank, (_, count, _) in zip(self._ranks, found, strict=True) if count >= 0]
+        if not given:
+            raise UsageError("no rank was given a batch")
+        first = given[0]
+        for rank in given:
+            if found[rank][1:] != found[first][1:]:
+                raise UsageError(
+                    f"ranks {first} and {rank} were given different batches; give every rank the same whole "
+                    "mini-batch, of which it takes its own samples (no DistributedSampler)"
+                )
+        return int(found[first][1])
+
+    def texts(self, text: str) -> list[str]:
+        """Return what every rank says, in rank order."""
+        letters = [float(ord(letter)) for letter in text]
+        longest = max(int(length) for (length,) in self._of_all([float(len(letters))]))
+        # One more: a backend may not add up nothing.
+        found = self._of_all([*letters, *[0.0] * (longest + 1 - len(letters))])
+        return ["".join(chr(int(letter)) for letter in row if letter) for row in found]
+
+    def _of_all(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank, in rank order."""
+        table = torch.zeros(len(self._ranks), len(values), dtype=torch.float64)
+        table[self._rank] = torch.tensor(values, dtype=torch.float64)
+        self._transport.all_reduce(table, self._ranks).wait()
+        found: list[list[float]] = table.tolist()
+        return found
+
+    def _raise(self, error: AutoparError | None) -> None:
+        text, code = ("", 0) if error is None else (str(error), error.exit_code)
+        codes = self._of_all([float(code)])
+        for rank, (kind,), said in zip(self._ranks, codes, self.texts(text[:LONGEST]), strict=True):
+            if kind:
+                raise _KINDS.get(int(kind), TrainingError)(f"rank {rank}: {said}" if len(self._ranks) > 1 else said)
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> float:
+    """Return a number, not 0, that differs where names or values do; exact as a float."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(sendable(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return float(int.from_bytes(digest.digest()[:6], "big") + 1)
+
+
+Functions = Mapping[str, Callable[..., object] | None]
+
+
+class _GivenJob(Job):
+    """A job that is given its batches."""
+
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        return _NoLoader()
+
+
+class _NoLoader:
+    """Stands in where every batch is given."""
+
+    samples = 0
+
+    def load(self, step: int) -> Batch:
+        raise TrainingError(f"step {step} was given no batch")
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a job has once it knows what a batch looks like."""
+
+    user: UserModel
+    graph: LayerGraph
+    job: Job
+    transport: Transport
+    agreement: Agreement
+    batch: object
+    """An example."""
+
+
+def build_given(
+    model: nn.Module,
+    plan: Plan,
+    context: RankContext,
+    batch: object,
+    functions: Functions,
+    settings: TrainSettings,
+    *,
+    accept_loss: bool = False,
+) -> Built:
+    """Build a rank's stages; what one rank refuses, all refuse. Rank 0 checks the loss, unless ``accept_loss``.
+
+    Raises:
+        AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
+    """
+    transport = connect(context, plan, settings)
+    agreement = Agreement(context.rank, tuple(range(context.size)), transport)
+    error, found = None, None
+    try:
+        if batch is None:
+            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
+        # Other ranks' models may have no values.
+        accepted = accept_loss or context.rank > 0
+        found = _captured(model, plan, batch, functions, accept_loss=accepted)
+    except AutoparError as caught:
+        error = caught
+    agreement.refuse(error)
+    assert found is not None
+    user, graph = found
+    read = _spread(model, context, _wanted(plan, context.rank, graph))
+    place = (context.rank, graph, user, read, transport, context.device)
+    whole = _whole_settings(user, model, graph, plan, context)
+    job: Job | None = None
+    try:
+        job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings, whole)
+        job.try_optimizer()
+    except AutoparError as caught:
+        error = caught
+    agreement.refuse(error)
+    assert job is not None
+    return Built(user, graph, job, transport, agreement, batch)
+
+
+def _captured(
+    model: nn.Module, plan: Plan, batch: object, functions: Functions, *, accept_loss: bool
+) -> tuple[UserModel, LayerGraph]:
+    if plan.counts_labels and functions.get("loss") is None:
+        functions = {**functions, "loss": counted_loss(model)}
+    modes = [(module, module.training) for module in model.modules()]
+    user = replace(given_model(model, batch, **functions), ignored_state=plan.ignored_state)
+    graph = capture(user, model)
+    if plan.divides and plan.loss_difference is None and not accept_loss and not graph.hollow:
+        check_loss(user, model, graph, accepted=False)
+    if not graph.portable:
+        # Its layers are the model's own modules, whose parameters are about to be replaced.
+        graph = capture(user, copied(model))
+        for layer in graph.layers:
+            # Those of its stage a rank is given, and the others it need not hold.
+            release(layer)
+    for module, mode in modes:
+        module.training = mode
+    return user, fitted(graph, plan, user)
+
+
+def _whole_settings(
+    user: UserModel, model: nn.Module, graph: LayerGraph, plan: Plan, context: RankContext
+) -> Settings | None:
+    """Return what rank 0's optimizer of the whole model gives every parameter; other ranks' models may have no values.
+
+    Raises:
+        AutoparError: what is wrong with it, on all ranks.
+    """
+    said: dict[str, object] = {}
+    if context.rank == 0:
+        try:
+            check_together(user, model, graph, plan)
+            said = {"settings": whole_settings(user, model)}
+        except Exception as error:
+            said = {"failure": Failure.of(error).as_dict()}
+    heard = json.loads(context.gather(json.dumps(said))[0])
+    if "failure" in heard:
+        raise Failure(**heard["failure"]).as_error()
+    settings: Settings | None = heard["settings"]
+    return settings
+
+
+def _wanted(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
+    stages, _ = stages_of(plan, rank)
+    layers = [graph.layer(name) for stage in stages for name in plan.stages[stage].layers]
+    return {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
+
+
+def _spread(
+    model: nn.Module, context: RankContext, wanted: set[str]
+) -> Callable[[Iterable[str]], Mapping[str, torch.Tensor]]:
+    """Give every rank rank 0's values of what it wants, tensor by tensor; other ranks' models may have none."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if context.rank == 0:
+            tensor = sendable(value.detach().cpu()).clone()
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype)
+        if tensor.numel():
+            context.broadcast(tensor.reshape(-1).view(torch.uint8))
+        if name in wanted:
+            kept[name] = tensor
+    return lambda names: {name: kept[name] for name in names if name in kept}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one step gave, on every rank alike."""
+
+    step: int
+    """Counts from 0."""
+    loss: float
+    """Of the whole mini-batch."""
+    gradient_norm: float | None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    overflowed: bool
+    """Whether scaled gradients were not finite: nothing was updated."""
+
+
+class ScriptJob:
+    """One rank of a plan, stepped by a script; every rank calls the same methods in the same order.
+
+    Of a batch, every rank is given the same whole and takes its own samples; ranks whose stages read nothing of it may
+    be given None. What is wrong with a batch is raised on all ranks, before anything was sent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        context: RankContext,
+        leave: Callable[[], None],
+        functions: Mapping[str, Callable[..., object] | None],
+        settings: TrainSettings,
+        *,
+        accept_loss: bool = False,
+    ) -> None:
+        """Begin with what :func:`autopar.runtime.start.materialize.materialize` has checked.
+
+        Args:
+            model: the script's.
+            plan: what is carried out.
+            context: the ranks.
+            leave: leaves them.
+            functions: ``loss``, ``optimizer``, ``scheduler`` and ``layers``.
+            settings: what is asked of training.
+            accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
+        """
+        self._model, self.plan, self._context, self._leave = model, plan, context, leave
+        self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
+        self._built: Built | None = None
+        self._evaluations: dict[str, Evaluation] = {}
+        self._compared: set[str] = set()
+        self._step, self._failed = 0, False
+
+    @property
+    def rank(self) -> int:
+        """Which rank this is."""
+        return self._context.rank
+
+    def step(self, batch: object) -> Metrics:
+        """Train one mini-batch, of as many samples as the plan says.
+
+        Raises:
+            UsageError: the batch is not as planned; on all ranks.
+            TrainingError: an action failed, or a tensor of the batch has another shape than before.
+        """
+        built = self._ready(batch)
+        specs = [built.graph.tensor(name) for name in built.job.inputs]
+        values, _ = self._agreed(built, batch, "step", specs)
+        inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
+        with self._failing():
+            record = built.job.train(self._step, inputs)
+            loss = record.total_loss
+            if loss is None:
+                total, count = built.agreement.sum([record.loss, record.count])
+                loss = total / count if count else total
+        self._step += 1
+        return Metrics(self._step - 1, loss, record.gradient_norm, record.overflowed)
+
+    def evaluate(self, batch: object) -> float:
+        """Return the loss of a batch of any size in evaluation mode, on every rank.
+
+        Raises:
+            CaptureError: the model cannot be cut in evaluation mode as it is in training.
+            AutoparError: as :meth:`step`.
+        """
+        built, evaluation, values, rows = self._prepared(batch, "evaluate")
+        with self._failing():
+            total, count = built.agreement.sum(evaluation.loss(self._step, rows, values))
+        if not count:
+            raise TrainingError("loss() returned a count of 0 for the whole batch")
+        return total / count
+
+    def predict(self, batch: object) -> dict[str, torch.Tensor] | None:
+        """Return the model's outputs for a batch of any size in evaluation mode, on rank 0; None on other ranks.
+
+        They are named as ``forward`` returns them: by key, attribute or place; a lone tensor is ``output``.
+
+        Raises:
+            CaptureError: as :meth:`evaluate`.
+            AutoparError: as :meth:`step`.
+        """
+        _, evaluation, values, rows = self._prepared(batch, "predict")
+        with self._failing():
+            return evaluation.predict(self._step, rows, values)
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return the model's state on rank 0, on the CPU, brought there stage by stage; None on other ranks.
+
+        ``model.load_state_dict`` takes it.
+        """
+        built = self._known()
+        first = holders(self.plan, built.graph)
+        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        found: dict[str, torch.Tensor] = {}
+        for stage in range(len(self.plan.stages)):
+            sender = rank_of(self.plan, stage, 0)
+            for name in (name for name, holder in first.items() if holder == stage):
+                mine = built.job.whole(name) if stage in built.job.stages else None
+                value = self._brought(built, mine, known[name], sender)
+                if value is not None:
+                    found[name] = value
+        if self.rank != 0:
+            return None
+        names = {id(value): name for name, value in known.items()}
+        return {
+            key: found.get(names[id(value)], value.detach().cpu())
+            for key, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
+        built, path = self._known(), Path(folder)
+        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+        def unread(read: Iterable[str]) -> dict[str, torch.Tensor]:
+            return {name: value for name, value in known.items() if name not in set(read)}
+
+        name = built.agreement.texts(new_set())[0]
+        with set_of(path, name):
+            files, error = list[weights.StoredFile](), None
+            try:
+                make_folder(path)
+                files = write_stages(built.job, built.graph, unread, path, name)
+            except AutoparError as caught:
+                error = caught
+            built.agreement.refuse(error)
+            written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
+            try:
+                if self.rank == 0:
+                    weights.publish(path, written)
+            except AutoparError as caught:
+                error = caught
+            built.agreement.refuse(error)
+
+    def close(self) -> None:
+        """Wait until everything that was sent has arrived, and leave the other ranks."""
+        if self._built is not None:
+            self._built.job.finish()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # Others may be gone: nothing is waited for.
+            self._leave()
+
+    def prepare(self, batch: object) -> None:
+        """Build the rank's stages, given an example of a mini-batch on every rank."""
+        given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
+        self._built = build_given(*given, accept_loss=self._accept_loss)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Note that an action failed: what other ranks have done by then is not known."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _ready(self, batch: object) -> Built:
+        if self._built is None:
+            self.prepare(batch)
+        return self._known()
+
+    def _known(self) -> Built:
+        if self._built is None:
+            raise UsageError("the job has seen no batch yet; give materialize() one, or train a step")
+        if self._failed:
+            raise TrainingError("the job has failed, and cannot go on")
+        return self._built
+
+    def _prepared(self, batch: object, what: str) -> tuple[Built, Evaluation, dict[str, torch.Tensor], int]:
+        built = self._ready(batch)
+        if what not in self._evaluations:
+            captured = capture_evaluation if what == "evaluate" else capture_prediction
+            error, evaluation = None, None
+            try:
+                graph = captured(self._model, built.batch, built.user.loss, built.graph)
+                evaluation = Evaluation(built.job, graph, built.transport, self._context.device)
+            except AutoparError as caught:
+                error = caught
+            built.agreement.refuse(error)
+            assert evaluation is not None
+            self._evaluations[what] = evaluation
+        evaluation = self._evaluations[what]
+        known = {tensor.name: tensor for tensor in evaluation.graph.tensors}
+        values, rows = self._agreed(built, batch, what, [known[name] for name in evaluation.inputs])
+        return built, evaluation, values, rows
+
+    def _agreed(
+        self, built: Built, batch: object, what: str, specs: list[TensorSpec]
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the tensors of a batch and its number of samples, all ranks having found it sound.
+
+        The first batch of every kind is compared among ranks by content.
+        """
+        values: dict[str, torch.Tensor] = {}
+        rows, digest, error = None, 0.0, None
+        try:
+            if batch is not None:
+                values = named_tensors(batch)
+                rows = row_count(values)
+                digest = digest_of(values) if what not in self._compared else 0.0
+            _check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
+        except AutoparError as caught:
+            error = caught
+        rows = built.agreement.rows(rows, digest, error)
+        self._compared.add(what)
+        return values, rows
+
+    def _brought(self, built: Built, mine: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
+        """Bring one tensor from the rank that holds it to rank 0."""
+        if sender == self.rank and mine is not None:
+            if self.rank == 0:
+                return mine.detach().cpu().clone()
+            built.transport.send(sendable(mine.detach()), 0).wait()
+        elif self.rank == 0:
+            buffer = torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
+            built.transport.receive(buffer, sender).wait()
+            return buffer.cpu()
+        return None
+
+
+def _check_given(
+    rank: int, values: Mapping[str, torch.Tensor], rows: int | None, specs: list[TensorSpec], expected: int | None
+) -> None:
+    if rows is None:
+        if specs:
+            raise UsageError(f"was given no batch, and its stages read {', '.join(spec.name for spec in specs)}")
+        return
+    if expected is not None and rows != expected:
+        raise UsageError(
+            f"a batch of {rows} samples, the plan is for {expected}; drop or fill up what is incomplete "
+            "(DataLoader(drop_last=True)), or plan for another batch"
+        )
+    if rows == 0:
+        raise UsageError("a batch without samples")
+    check_inputs(values, specs)

@@ -1,0 +1,437 @@
+"""Verify: a plan's ranks train as ``run`` has them, the plain loop beside them, and both are compared.
+
+Both compute in float64 where the model can: then nothing but the order of additions differs, and what is promised is
+what is allowed. Where that is not kept, or the model computes in its own types only, what rounding changes is found: by
+moving every initial weight by its last bit. A fault changes more than that by orders of magnitude.
+
+Differences between what ranks have kept of a run and what the plain loop made, tensor by tensor.
+
+Room: whether this host has the memory for all ranks of a plan, and for the plain loop beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture.doubled import in_double
+from autopar.capture.plain import PlainRun, train_plainly
+from autopar.capture.source import UserModel, load
+from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
+from autopar.formats.plan import Crossing, Plan
+from autopar.formats.verified import Difference, Verified
+from autopar.progress import Progress, untold
+from autopar.ranks.pool import RankPool
+from autopar.ranks.scratch import Scratch
+from autopar.runtime.result import weights
+from autopar.runtime.settings import TrainSettings, check_scope
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
+from autopar.runtime.start.workspace import host_memory_bytes
+from autopar.schedules.expand import stages_of
+
+Allowed = Mapping[str, float]
+"""Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
+PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
+"""Of float64: docs/promises.md."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Holder(NamedTuple):
+    """What one rank holds in the end, or what a whole run in one process gives."""
+
+    where: str
+    """Which rank, in words that follow a tensor's name."""
+    gradients: Mapping[str, torch.Tensor | None]
+    parameters: Tensors
+    buffers: Tensors
+
+
+class _Kept(Mapping[str, torch.Tensor]):
+    """The tensors of a folder, each read when it is asked for."""
+
+    def __init__(self, folder: Path, *of: Mapping[str, object]) -> None:
+        """Take the folder, and, where not all of its tensors count, in which names those are that do."""
+        self._folder = folder
+        names = weights.names(folder)
+        self._names = sorted(names.intersection(*(each.keys() for each in of)))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return weights.read(self._folder, {name})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
+    """Return what the ranks of a run have kept in a folder; buffers are those of first replicas."""
+    found = []
+    for rank in range(len(plan.devices)):
+        gradients, parameters, buffers = (
+            _Kept(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
+        )
+        first = stages_of(plan, rank)[1] == 0
+        found.append(Holder(f" on rank {rank}", gradients, parameters, buffers if first else {}))
+    unread = kept_folder(folder, 0, UNREAD)
+    parameters, buffers = _Kept(unread, truth.parameters), _Kept(unread, truth.buffers)
+    return [*found, Holder(", which no layer reads", {}, parameters, buffers)]
+
+
+def compare(
+    losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, allowed: Allowed
+) -> tuple[Difference, ...]:
+    """Return the largest difference of every kind; what one side alone has differs without end."""
+    found = {what: _Worst() for what in PROMISED}
+    loss_size = 1 + max(map(abs, truth.losses), default=0.0)
+    for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True)):
+        found["losses"].take(abs(loss - expected) / loss_size, f"step {step}")
+    largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
+    for holder in holders:
+        for name in holder.parameters:
+            mine, theirs = holder.gradients.get(name), truth.gradients.get(name)
+            found["gradients"].take(*_of_gradients(mine, theirs, largest, f"{name}{holder.where}"))
+    for what in ("parameters", "buffers"):
+        expected_values: Tensors = getattr(truth, what)
+        for holder in holders:
+            values: Tensors = getattr(holder, what)
+            for name, value in values.items():
+                place = f"{name}{holder.where}"
+                known = expected_values.get(name)
+                found[what].take(math.inf if known is None else _relative(value, known), place)
+        for name in expected_values.keys() - {name for holder in holders for name in getattr(holder, what)}:
+            found[what].take(math.inf, f"{name}, which no rank holds")
+    units = {"losses": "the largest loss + 1", "gradients": "the model's largest gradient"}
+    return tuple(
+        each.told(what, allowed[what], units.get(what, "their largest element + 1")) for what, each in found.items()
+    )
+
+
+def _of_gradients(
+    mine: torch.Tensor | None, theirs: torch.Tensor | None, largest: float, place: str
+) -> tuple[float, str]:
+    """Return how two gradients differ, and where; one that is none differs from one that is zero."""
+    if mine is None or theirs is None:
+        if mine is theirs:
+            return 0.0, place
+        side = "none, where plain training has one" if mine is None else "one, where plain training has none"
+        return math.inf, f"{place}: {side}"
+    difference = _distance(mine, theirs)
+    return (difference / largest if largest else math.inf if difference else 0.0), place
+
+
+def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return _distance(mine, theirs) / (1 + _largest(theirs))
+
+
+def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference of two tensors; without end where they are of different shapes or types."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return math.inf
+    if mine.is_sparse or theirs.is_sparse:
+        mine, theirs = mine.to_dense(), theirs.to_dense()
+    differ = ~((mine == theirs) | (mine.isnan() & theirs.isnan()))
+    if not differ.any():
+        return 0.0
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    found = float((mine[differ].to(wide) - theirs[differ].to(wide)).abs().max())
+    return math.inf if math.isnan(found) else found
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value that is finite."""
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    values = dense.abs().double() if not dense.dtype.is_floating_point or dense.is_complex() else dense.double().abs()
+    finite = values[values.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+@dataclass
+class _Worst:
+    """The largest difference so far."""
+
+    largest: float = -1.0
+    where: str = ""
+    compared: int = 0
+
+    def take(self, difference: float, where: str) -> None:
+        self.compared += 1
+        if difference > self.largest or math.isnan(difference):
+            self.largest, self.where = (math.inf if math.isnan(difference) else difference), where
+
+    def told(self, what: str, allowed: float, unit: str) -> Difference:
+        largest = None if math.isinf(self.largest) else max(0.0, self.largest)
+        return Difference(what, self.compared, largest, self.where, allowed, unit)
+
+
+RANK_BYTES = 200 * 2**20
+"""Of a process that has imported torch, what it does not share with others."""
+COPIES = 6
+"""Of the model in the plain loop: values, gradients, two states of an optimizer, and what is compared of both."""
+
+
+def available_bytes() -> int:
+    """Return the memory of this host that processes can still have."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return host_memory_bytes()
+    found = dict(line.split(":", 1) for line in lines)
+    kibibytes = found.get("MemAvailable", "").split()
+    return int(kibibytes[0]) * 1024 if kibibytes else host_memory_bytes()
+
+
+def check_room(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> None:
+    """Refuse to start what this host's memory does not hold.
+
+    Args:
+        plan: its ranks run at once, and hold what was predicted of them.
+        model_bytes: of every parameter and buffer, as it is computed.
+        wider: how many times as many bytes an element has as in the plan.
+
+    Raises:
+        UsageError: says what is needed, and what is there.
+    """
+    there, whole = available_bytes(), sum(model_bytes.values())
+    peaks = [chunks[0] for chunks in plan.groups]
+    ranks = sum(
+        plan.stages[stage].replicas * (RANK_BYTES + round(wider * plan.predicted.peak_bytes[stage])) for stage in peaks
+    )
+    for needed, what in (
+        (COPIES * whole, f"the plain loop of a model of {_text(whole)}"),
+        (ranks + COPIES * whole, f"{len(plan.devices)} ranks beside the plain loop"),
+    ):
+        if needed > there:
+            raise UsageError(
+                f"verifying takes about {_text(needed)} for {what}, this host has {_text(there)} of memory left; "
+                "verify on a larger host, or a plan of fewer ranks or of a smaller model"
+            )
+
+
+def _text(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
+
+
+MARGIN = 20
+"""How many times what rounding was found to change is allowed where float64 does not run."""
+
+SINGLE: Allowed = dict.fromkeys(PROMISED, 1e-5)
+"""A hundred times the last bit of float32, which is allowed at least where float64 does not run."""
+
+
+def verify(
+    plan: Plan,
+    model: str,
+    data: Path | None,
+    steps: int,
+    timeout_s: float,
+    progress: Progress = untold,
+    pool: RankPool | None = None,
+) -> Verified:
+    """Train some steps by the plan's ranks, as processes of this host, and plainly; compare both.
+
+    Args:
+        plan: what is verified; ranks of one for GPUs compute on the CPU.
+        model: MODEL, as :func:`autopar.capture.source.load` reads it.
+        data: the file that feeds an ``hf:`` model, if it has one.
+        steps: how many mini-batches are trained.
+        timeout_s: longest that a rank may stand still.
+        progress: told what is being done.
+        pool: processes to use, if some are there already.
+
+    Raises:
+        UsageError: the plan cannot be run, or not on this host, or not be compared; says why.
+        AutoparError: the model does not fit the plan, or a rank failed.
+    """
+    check_scope(plan)
+    user = load(model, data, plan.model)
+    reason = ""
+    for double in (True, False):
+        attempt = _Attempt(plan, model, data, steps, timeout_s, double)
+        attempt.check(user)
+        try:
+            found = attempt.perform(progress, pool)
+        except (ModelError, CaptureError) as error:
+            if not double:
+                raise
+            reason = f"the model does not compute in float64 ({error})"
+            continue
+        return replace(found, notes=(*([reason] if reason else []), *found.notes))
+    raise AssertionError("the second attempt returns or raises")
+
+
+class _Attempt:
+    """A verification in one type."""
+
+    def __init__(self, plan: Plan, model: str, data: Path | None, steps: int, timeout_s: float, double: bool) -> None:
+        self._asked, self._model, self._data = plan, model, data
+        self._steps, self._timeout_s, self._double = steps, timeout_s, double
+        self._plan = plan
+
+    def check(self, user: UserModel) -> None:
+        """Find the plan that is run, and refuse it where this host has too little memory."""
+        shapes = _shapes(user, self._asked.seed)
+        held = {**dict(shapes.named_parameters()), **dict(shapes.named_buffers())}
+        sizes = {name: value.numel() * self._type(value.dtype).itemsize for name, value in held.items()}
+        usual = sum(value.nbytes for value in held.values())
+        self._plan = self._computed(sizes)
+        check_room(self._asked, sizes, sum(sizes.values()) / usual if usual else 1.0)
+
+    def perform(self, progress: Progress, pool: RankPool | None) -> Verified:
+        """Train both ways, and compare.
+
+        Raises:
+            ModelError: the plain loop failed, or the model cannot be captured.
+        """
+        progress("training plainly", 0.0)
+        truth = self._train()
+        allowed, rounding = (PROMISED, _PROMISE) if self._double else self._found(truth, progress)
+        with Scratch("verify") as scratch:
+            progress(f"training on {len(self._plan.devices)} ranks", 0.0)
+            settings = TrainSettings(double=self._double)
+            options = RunOptions(self._steps, timeout_s=self._timeout_s, data=self._data, settings=settings)
+            outcome = run(self._plan, self._model, replace(options, keep=scratch.path), pool=pool)
+            progress("comparing", 0.0)
+            holders = holders_of(self._plan, scratch.path, truth)
+            differences = compare(outcome.report.loss, holders, truth, allowed)
+            if self._double and _beyond_a_promise(differences):
+                allowed, rounding = self._found(truth, progress)
+                differences = compare(outcome.report.loss, holders, truth, allowed)
+        computed = "float64" if self._double else "the types of the model"
+        return Verified(
+            self._steps,
+            len(self._plan.devices),
+            computed,
+            rounding,
+            differences,
+            by_choice=self._asked.caveats,
+            notes=tuple(self._notes()),
+        )
+
+    def _type(self, dtype: torch.dtype) -> torch.dtype:
+        return in_double(dtype) if self._double else dtype
+
+    def _computed(self, sizes: dict[str, int]) -> Plan:
+        """Return the plan as it is run: on CPUs, without autocast, with tensors of the types that are computed in."""
+        plan = self._asked
+        return plan.model_copy(
+            update={
+                "device_type": "cpu",
+                "precision": "fp64" if self._double else "fp32",
+                "tensors": tuple(self._crossing(each) for each in plan.tensors),
+                "tied": tuple(
+                    each.model_copy(update={"bytes": sizes.get(each.parameter, each.bytes)}) for each in plan.tied
+                ),
+            }
+        )
+
+    def _crossing(self, crossing: Crossing) -> Crossing:
+        planned = getattr(torch, crossing.dtype, None)
+        if not isinstance(planned, torch.dtype):
+            # Said to be wrong where the plan is held against the model.
+            return crossing
+        # Autocast halved what is float32 without it.
+        plain = torch.float32 if self._asked.precision in ("bf16", "fp16") and planned.is_floating_point else planned
+        computed = self._type(plain)
+        size = crossing.bytes_per_sample // planned.itemsize * computed.itemsize
+        return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
+
+    def _train(self, moved: torch.dtype | None = None) -> PlainRun:
+        user = load_for(TrainSettings(double=self._double), self._model, self._data, self._asked)
+        built = user.factory
+        if moved is not None:
+            user = replace(user, factory=lambda: _moved(built(), moved))
+        try:
+            return train_plainly(user, self._plan, self._steps)
+        except (AutoparError, MemoryError):
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or ["(no message)"])[0]
+            raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
+
+    def _found(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
+        """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
+        progress("finding what rounding changes", 0.0)
+        bits = torch.float64 if self._double else torch.float32
+        with _Narrowing() as narrowing:
+            moved = self._train(bits)
+        least, at_least = (PROMISED, _PROMISE) if self._double else (SINGLE, "1e-5")
+        if self._double and narrowing.narrowest is not None:
+            bits = narrowing.narrowest
+            moved = self._train(bits)
+            # What is rounded to few bits, as a loss, may come out of both runs with the same ones, by chance.
+            least, at_least = dict.fromkeys(PROMISED, MARGIN * torch.finfo(bits).eps), f"{MARGIN} times that bit"
+        holder = Holder("", moved.gradients, moved.parameters, moved.buffers)
+        allowed = {
+            each.what: max(least[each.what], MARGIN * (each.largest or 0.0))
+            for each in compare(moved.losses, [holder], truth, PROMISED)
+        }
+        bit = f"the last bit of {str(bits).removeprefix('torch.')}"
+        rounding = f"{MARGIN} times what changes where every initial weight is moved by {bit}"
+        return allowed, f"{rounding}, and {at_least} at least"
+
+    def _notes(self) -> list[str]:
+        plan, notes = self._asked, []
+        if plan.device_type != "cpu":
+            notes.append("the plan is for GPUs; its ranks computed on CPUs here, and GPUs round differently")
+        if plan.precision in ("bf16", "fp16"):
+            notes.append(f"the plan computes in {plan.precision}; both computed without autocast here")
+        return notes
+
+
+_PROMISE = "what docs/promises.md promises"
+
+
+def _beyond_a_promise(differences: Sequence[Difference]) -> bool:
+    """Tell whether differences that may be rounding are larger than promised: optimizers enlarge gradients of zero."""
+    return all(each.largest is not None for each in differences) and not all(each.equal for each in differences)
+
+
+def _shapes(user: UserModel, seed: int) -> nn.Module:
+    try:
+        return user.build(seed, hollow=True)
+    except (CaptureError, ModelError):
+        return user.build(seed)
+
+
+def _moved(model: object, bits: torch.dtype) -> object:
+    """Move every weight up or down by its last bit in a type."""
+    if isinstance(model, nn.Module):
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.dtype) * 2 - 1
+                    parameter.mul_(1 + signs * max(torch.finfo(each).eps for each in (bits, parameter.dtype)))
+    return model
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notes to how few bits float64 is cast, as some models do whatever their type."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.narrowest: torch.dtype | None = None
+        """None where nothing is cast to fewer bits."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64 and made.is_floating_point():
+            known = self.narrowest or torch.float64
+            if torch.finfo(made.dtype).eps > torch.finfo(known).eps:
+                self.narrowest = made.dtype
+        return made

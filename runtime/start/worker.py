@@ -1,0 +1,375 @@
+"""Worker: what every rank does in a training run, however it was started.
+
+Kept: what a rank leaves in files for whoever compares its training with another.
+
+Run: the steps of one rank, and what was seen of them.
+
+Watches: what is looked at inside stages in the first steps of a run, and in no other.
+
+Laps: when the steps of a rank began and ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.capture.doubled import doubled
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.ranks.board import FINISHED
+from autopar.ranks.context import RankContext
+from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.execute.times import LayerTimes, clock_of
+from autopar.runtime.messages.staging import connect
+from autopar.runtime.result import weights
+from autopar.runtime.result.memory import ForwardFlops, PeakMemory, peak_of
+from autopar.runtime.result.outcome import RankResult, StepResults
+from autopar.runtime.result.weights import StoredFile
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.job import DEFAULTS, Job
+from autopar.runtime.start.saving import holders, write_stages
+from autopar.runtime.start.workspace import Workspace
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+GRADIENTS, PARAMETERS, BUFFERS, UNREAD = "gradients", "parameters", "buffers", "unread"
+"""Folders of a rank: of the first step, as the optimizer was given them; after the last; and what no layer reads."""
+
+
+def kept_folder(folder: Path, rank: int, what: str) -> Path:
+    """Return where a rank leaves something."""
+    return folder / f"rank-{rank}" / what
+
+
+class Kept:
+    """A rank's gradients of the first step, which the optimizer is given, and its parameters and buffers."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Watch for the first step of the rank's optimizer, and write into ``folder``."""
+        self._job, self._folder = job, folder
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._handle = register_optimizer_step_pre_hook(lambda *_: self._keep())
+
+    def write(self, unread: Mapping[str, torch.Tensor]) -> None:
+        """Write all of it after the last step, ``unread`` on rank 0; replicas that divide parameters do so together."""
+        self._write(GRADIENTS, self._gradients)
+        for what, names in ((PARAMETERS, self._job.parameters), (BUFFERS, self._job.buffers)):
+            state = self._job.state()
+            self._write(what, {name: state[name] for name in names})
+        if self._job.rank == 0:
+            self._write(UNREAD, unread)
+
+    def _keep(self) -> None:
+        self._handle.remove()
+        parameters = self._job.parameters.items()
+        self._gradients = {name: _copy(each.grad) for name, each in parameters if each.grad is not None}
+
+    def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        folder = kept_folder(self._folder, self._job.rank, what)
+        folder.mkdir(parents=True)
+        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole(tensors[name]), durable=False)
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    return dense.clone()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    from autopar.runtime.stage.sharded import whole
+
+    return whole(tensor)
+
+
+TIMED_STEPS = range(1, 5)
+"""Those in which layers are timed; the first step warms up."""
+
+
+class Watches:
+    """Counts a rank's operations in the first step, where its device's peak is known, and then times its layers."""
+
+    def __init__(self, job: Job, device: torch.device, steps: int, time_layers: bool) -> None:
+        """Prepare; of a single step that nothing is counted in, layers are timed in that one."""
+        self.peak_flops_per_s = peak_of(device, job.plan.precision)
+        self._job, self._flops = job, ForwardFlops()
+        layers = {index: [layer.name for layer in stage.layers] for index, stage in job.stages.items()}
+        self._times = LayerTimes(job.actions, layers, clock_of(device))
+        timed = range(1) if steps == 1 and self.peak_flops_per_s is None else TIMED_STEPS
+        self._timed: Sequence[int] = timed if time_layers else ()
+
+    def begin_step(self, step: int) -> None:
+        """Set the watch of a step, before it runs."""
+        timed, counted = step in self._timed, step == 0 and self.peak_flops_per_s is not None
+        if timed:
+            self._times.begin_step()
+        for stage in self._job.stages.values():
+            stage.watch(self._times if timed else self._flops if counted else None)
+
+    def end_step(self, step: int, record: StepRecord) -> None:
+        """Take in when the actions of a step ran."""
+        if step in self._timed:
+            self._times.end_step(record.times_s)
+
+    def layers_s(self) -> dict[str, tuple[float, float]]:
+        """Return the median seconds of every layer that was timed, forward and backward."""
+        return self._times.medians()
+
+    def forward_flops(self) -> int:
+        """Return the operations of a step's forwards; 0 where they were not counted."""
+        return self._flops.total
+
+
+class Laps:
+    """Begins and ends of steps, in seconds from a moment that all ranks agree on.
+
+    Where the device is behind the host, a step ends when the device is done with it; the host asks for that when it has
+    given the device the next one, so that the device never waits for it.
+    """
+
+    def __init__(self, origin_s: float, *, lags: bool) -> None:
+        """Begin with none; ``lags`` says whether the device may be behind the host."""
+        self.starts_s: list[float] = []
+        self.ends_s: list[float] = []
+        self._origin_s, self._lags = origin_s, lags
+        self._open: StepRecord | None = None
+
+    def begin(self) -> None:
+        """Note the beginning of a step."""
+        self.starts_s.append(time.perf_counter() - self._origin_s)
+
+    def end(self, record: StepRecord) -> None:
+        """Note that a step has been given to the device."""
+        if self._lags:
+            self.finish()
+            self._open = record
+        else:
+            self.ends_s.append(time.perf_counter() - self._origin_s)
+
+    def finish(self) -> None:
+        """Wait for the end of the step before, if that is not known: the one after it does not begin earlier."""
+        if self._open is None:
+            return
+        self.ends_s.append(self._open.times_s[-1][1] - self._origin_s)
+        self._open = None
+        if len(self.starts_s) > len(self.ends_s):
+            self.starts_s[-1] = max(self.starts_s[-1], self.ends_s[-1])
+
+
+RECORDED_STEPS = 32
+"""Of how many last steps the times of all actions are kept."""
+
+
+class Run:
+    """Steps a rank's job, tells whoever started the rank of every loss, and keeps what the report is made of."""
+
+    def __init__(self, job: Job, context: RankContext, steps: int, *, time_layers: bool) -> None:
+        """Prepare, together with all ranks, to train for some steps.
+
+        Args:
+            job: the rank's.
+            context: the ranks.
+            steps: how many mini-batches are trained.
+            time_layers: whether layers are timed in the first steps.
+        """
+        self._job, self._context, self._steps = job, context, steps
+        self._watches = Watches(job, context.device, steps, time_layers)
+        self._origin_s = _common_origin(context)
+        self._laps = Laps(self._origin_s, lags=clock_of(context.device).lags)
+        self._records: list[StepRecord] = []
+
+    def perform(self) -> None:
+        """Train.
+
+        Raises:
+            AutoparError: an action failed; names it.
+        """
+        for step in range(self._steps):
+            self._step(step)
+        self._job.finish()
+        self._laps.finish()
+
+    def results(self) -> StepResults:
+        """Return what the steps gave."""
+        return StepResults(
+            loss=[record.loss for record in self._records],
+            count=[record.count for record in self._records],
+            starts_s=self._laps.starts_s,
+            ends_s=self._laps.ends_s,
+            times_s={
+                str(step): [(start - self._origin_s, end - self._origin_s) for start, end in record.times_s]
+                for step, record in enumerate(self._records)
+                if record.times_s
+            },
+            gradient_norm=[record.gradient_norm for record in self._records],
+            overflowed=[record.overflowed for record in self._records],
+            layers_s=self._watches.layers_s(),
+            forward_flops=self._watches.forward_flops(),
+            peak_flops_per_s=self._watches.peak_flops_per_s,
+        )
+
+    def _step(self, step: int) -> None:
+        self._watches.begin_step(step)
+        self._laps.begin()
+        record = self._job.step(step, more=step + 1 < self._steps)
+        self._laps.end(record)
+        self._watches.end_step(step, record)
+        self._records.append(record)
+        if step >= RECORDED_STEPS:
+            self._records[step - RECORDED_STEPS].times_s.clear()
+        if any(stage.loss for stage in self._job.stages.values()):
+            self._context.report({"step": step, "loss": record.loss, "count": record.count})
+
+
+def _common_origin(context: RankContext) -> float:
+    """Return a moment that all ranks agree on, on this rank's clock.
+
+    Ranks of one host share a clock; those of several agree to within the time that leaving a barrier takes.
+    """
+    context.barrier()
+    origin = torch.tensor([time.perf_counter()], dtype=torch.float64)
+    if context.local_size == context.size:
+        context.broadcast(origin)
+    return float(origin)
+
+
+class TrainArguments(TypedDict):
+    """What a rank needs to know; plain data."""
+
+    plan: str
+    """The plan's JSON text."""
+    program: str | None
+    """The program's JSON text, where it is another than the plan expands to."""
+    model: str
+    """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    data: str | None
+    """The file that feeds an ``hf:`` model, if it has one."""
+    workspace: str
+    steps: int
+    save: str | None
+    """Folder for the trained weights."""
+    save_as: str
+    """Name of the set that they are in the folder."""
+    settings: dict[str, Any]
+    """Of :class:`TrainSettings`."""
+    keep: str | None
+    """Folder for what is compared with another training; see :class:`autopar.runtime.start.worker.Kept`."""
+
+
+def train(context: RankContext, arguments: TrainArguments) -> RankResult:
+    """Train for some steps as one rank of the plan, and say how it went.
+
+    Raises:
+        AutoparError: an action failed; names it.
+    """
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    peak = PeakMemory(context.device)
+    settings = TrainSettings(**arguments["settings"])
+    model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
+    workspace = Workspace(Path(arguments["workspace"]))
+    graph = workspace.graph(model, plan)
+    edited = arguments["program"]
+    program = None if edited is None else Program.parse(edited, Path("program.json"))
+    job = build(context, plan, model, graph, workspace, settings, program)
+    notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
+    run = Run(job, context, arguments["steps"], time_layers=settings.time_layers)
+    kept = None if arguments["keep"] is None else Kept(job, Path(arguments["keep"]))
+    run.perform()
+    _await_all(context)
+    if kept is not None:
+        kept.write(_unread(workspace, holders(plan, graph)))
+    return RankResult(
+        **run.results(),
+        rank=context.rank,
+        stages=list(job.stages),
+        replica=job.replica,
+        backend=context.backend,
+        peak_bytes=peak.peak_bytes(),
+        peak_kind=peak.kind,
+        samples=job.samples,
+        notes=[*notes, *job.notes, *_of_staging(context), *_of_settings(workspace)],
+        saved=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
+    )
+
+
+def load_for(settings: TrainSettings, model: str, data: Path | None, plan: Plan) -> UserModel:
+    """Load MODEL as it is trained: in the types that its file makes, or in float64.
+
+    Raises:
+        AutoparError: as :func:`autopar.capture.source.load`; it is not the model that was planned for.
+    """
+    found = load(model, data, plan.model)
+    return doubled(found) if settings.double else found
+
+
+def build(
+    context: RankContext,
+    plan: Plan,
+    model: UserModel,
+    graph: LayerGraph,
+    workspace: Workspace,
+    settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
+) -> Job:
+    """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
+    torch.set_num_threads(plan.threads)
+    program = program or expand(plan)
+    check(program, plan)
+    transport = connect(context, plan, settings)
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
+    place = (context.rank, graph, model, workspace.read, transport, context.device)
+    job = Job(plan, program, *place, note, settings, workspace.settings())
+    job.try_optimizer()
+    return job
+
+
+def _warmed_up(job: Job) -> list[str]:
+    """Compile a rank's layers, saying so on standard error; return notes for the report."""
+    began_s = time.perf_counter()
+    sys.stderr.write(f"rank {job.rank}: compiling\n")
+    notes = job.warm_up()
+    for note in notes:
+        sys.stderr.write(f"rank {job.rank}: {note}\n")
+    sys.stderr.write(f"rank {job.rank}: compiled in {time.perf_counter() - began_s:.1f} s\n")
+    return notes
+
+
+def _await_all(context: RankContext) -> None:
+    """Keep nothing before all ranks are done: one of them may yet find that its last gradients are not finite."""
+    if context.board is not None:
+        context.board.write(context.rank, FINISHED)
+    context.barrier()
+
+
+def _of_settings(workspace: Workspace) -> list[str]:
+    if workspace.settings() is not None:
+        return []
+    return ["optimizer() was not held against one for the whole model: it takes no parameters without values"]
+
+
+def _of_staging(context: RankContext) -> list[str]:
+    if context.device.type == "cpu" or context.nccl or context.size == 1:
+        return []
+    return ["ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory"]
+
+
+def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None, name: str) -> list[StoredFile]:
+    if folder is None:
+        return []
+    return write_stages(job, graph, partial(_unread, workspace), Path(folder), name)
+
+
+def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    """Return what no layer reads, given what some layer does."""
+    return workspace.read(workspace.names().difference(read))

@@ -1,0 +1,356 @@
+"""Workspace: what one process per host prepares for its ranks: the captured graph and the initial weights.
+
+Initial weights: where they are from, and how they come into a folder that every rank reads its own from.
+
+Fit: whether a plan is one of the model that is about to be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autopar.capture.export import capture
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.merged import merged
+from autopar.capture.optimizer_settings import Settings
+from autopar.capture.outline import outline
+from autopar.capture.own_code import check_code
+from autopar.capture.seeds import seed_data
+from autopar.capture.source import UserModel
+from autopar.capture.store import load_graph, save_graph
+from autopar.errors import CaptureError, FileError, ModelError, UsageError
+from autopar.formats.plan import Plan
+from autopar.runtime.result import weights
+from autopar.runtime.stage.layers import crossings
+from autopar.runtime.stage.precision import crossing_specs
+from autopar.runtime.update.stepping import check_together, whole_settings
+
+_METHODS = ("reset_parameters", "_reset_parameters")
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def given_names(module: nn.Module, folder: Path) -> dict[str, str]:
+    """Return, for every parameter of a model and for buffers that are there, the name of its tensor in a folder.
+
+    A parameter that the model has under several names may be there under any of them. Nothing is read but headers.
+
+    Raises:
+        FileError: a parameter is missing, or another shape or type is there.
+    """
+    held = weights.shapes(folder)
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = {name: name for name, _ in module.named_buffers() if name in held}
+    for name, parameter in module.named_parameters():
+        known = [each for each in names[id(parameter)] if each in held]
+        if not known:
+            raise FileError(f"{folder}: holds no parameter {name!r} of the model")
+        if held[known[0]] != (wanted := weights.shape_of(parameter)):
+            raise FileError(f"{folder}: parameter {name!r} is {_text(held[known[0]])}, the model's is {_text(wanted)}")
+        found[name] = known[0]
+    return found
+
+
+def _text(shape: tuple[tuple[int, ...], str]) -> str:
+    return f"{shape[0]} {shape[1]}"
+
+
+def write_made(module: nn.Module, seed: int, folder: Path) -> None:
+    """Write initial weights of a model whose parameters have no values, a file a module, never holding two modules'.
+
+    Raises:
+        UsageError: as :func:`made_by_module`.
+    """
+    files = []
+    for index, part in enumerate(chain([dict(module.named_buffers())], made_by_module(module, seed))):
+        files.append(weights.write(folder / f"module-{index:05d}.safetensors", part, durable=False))
+    weights.publish(folder, files)
+
+
+def made_by_module(module: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Give the parameters of a model that has none values, one module after the other, and take them away again.
+
+    A module makes its own by ``reset_parameters``, and by the model's ``_init_weights`` where it has one, as models of
+    the Transformers library do; the generator is seeded with the module's name (docs/seeds.md).
+
+    Raises:
+        UsageError: a module has parameters, but nothing that makes their values.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        shapes = {name: value for name, value in part._parameters.items() if value is not None}
+        new = {name: value for name, value in shapes.items() if id(value) not in seen}
+        seen |= {id(value) for value in new.values()}
+        if new:
+            made = _made(module, path, part, shapes, seed)
+            yield {names[id(value)]: made[name] for name, value in new.items()}
+            del made
+
+
+def _made(
+    model: nn.Module, path: str, part: nn.Module, shapes: Mapping[str, nn.Parameter], seed: int
+) -> dict[str, torch.Tensor]:
+    """Return values for the parameters of one module."""
+    makers = [getattr(part, name) for name in _METHODS if callable(getattr(part, name, None))]
+    shared = getattr(model, "_init_weights", None)
+    seed_data(seed, "initial", path)
+    try:
+        for name, shape in shapes.items():
+            # What nobody makes is found by what it is filled with.
+            filled = torch.full(shape.shape, float("nan"), dtype=shape.dtype)
+            part._parameters[name] = nn.Parameter(filled, requires_grad=shape.requires_grad)
+        with torch.no_grad():
+            for make in makers:
+                make()
+            if callable(shared):
+                shared(part)
+        made = {name: part._parameters[name].detach() for name in shapes}  # type: ignore[union-attr]
+    finally:
+        part._parameters.update(shapes)
+    left = [name for name, value in made.items() if value.isnan().any()]
+    if left:
+        where = f"{path}.{left[0]}" if path else left[0]
+        raise UsageError(
+            f"the model is larger than this host's memory, and nothing makes its parameter {where} by itself; give "
+            f"{type(part).__name__} a reset_parameters(), or pass `weights`"
+        )
+    return made
+
+
+REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
+
+
+def uncovered(model: UserModel, plan: Plan) -> list[str]:
+    """Say which files of a model the plan, made by an earlier autopar, has no hashes of."""
+    if plan.model.imports is not None or not model.imports:
+        return []
+    first, *others = sorted(model.imports)
+    more = f" and {len(others)} more" if others else ""
+    return [f"the plan has no hash of {first}{more}, which the model is made of: profile and plan again to have them"]
+
+
+def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
+    """Return a captured model with the layers of a plan, which may be fewer if an earlier autopar made it.
+
+    A tied parameter that an edited plan leaves out would be trained apart by its stages, without any error.
+
+    Raises:
+        FileError: the plan's layers, tensors or tied parameters are not the model's; names what differs, and how.
+    """
+    graph = merged(graph, [name for stage in plan.stages for name in stage.layers])
+    _check_layers(graph, plan, model)
+    _check_writes(graph, plan)
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    found = crossings(crossing_specs(plan, graph), stage_of)
+    planned, crossing = (
+        {t.name: (t.producer, t.consumers, t.bytes_per_sample, t.dtype, t.gradient) for t in tensors}
+        for tensors in (plan.tensors, found)
+    )
+    _compare("tensor", "producer, consumers, bytes per sample, dtype, gradient", planned, crossing, model)
+    held = {}
+    for name, layers in graph.tied().items():
+        stages = tuple(sorted({stage_of[layer] for layer in layers}))
+        parameter = graph.parameter(name)
+        if len(stages) > 1 and parameter.requires_grad:
+            held[name] = (stages, parameter.nbytes)
+    tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}
+    _compare("tied parameter", "stages, bytes", tied, held, model)
+    return graph
+
+
+def check_shares(layers: Iterable[Layer], plan: Plan, *, synced: bool = False) -> None:
+    """Refuse shares of fewer or more samples than a layer takes at once; its operators might go on.
+
+    Args:
+        layers: of the model, which the plan has.
+        plan: its stages have the shares.
+        synced: whether batch normalisation is that of all shares together.
+
+    Raises:
+        UsageError: names the layer.
+    """
+    stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
+    for layer in layers:
+        index = stage_of[layer.name]
+        shares = [plan.micro_batch_size] if synced else plan.stages[index].rows
+        few, many = min(shares) < layer.least_rows, layer.most_rows is not None and max(shares) > layer.most_rows
+        if few or many:
+            limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
+            count = min(shares) if few else max(shares)
+            how = "fewer `micro_batches`, or fewer replicas of" if few else "more `micro_batches`, or more replicas of"
+            raise UsageError(
+                f"stage {index} gives {count} sample{'s' if count > 1 else ''} of a micro-batch at once to layer "
+                f"{layer.name}, which takes {limit}; plan with {how} that stage"
+            )
+
+
+def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
+    planned = [name for stage in plan.stages for name in stage.layers]
+    found = [layer.name for layer in graph.layers]
+    if planned != found:
+        pairs = zip_longest(planned, found)
+        index, (expected, actual) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        sides = f"{_layer(expected)} in the plan, {_layer(actual)} in the model"
+        raise FileError(f"the plan does not fit {model.spec}: layer {index} is {sides}; {REPLAN}")
+
+
+def _check_writes(graph: LayerGraph, plan: Plan) -> None:
+    """Refuse to replicate or to recompute what a forward changes, which an edited plan may ask for."""
+    for index, stage in enumerate(plan.stages):
+        for layer in map(graph.layer, stage.layers):
+            writes = layer.writes
+            if writes is None:
+                continue
+            alike = plan.replicate_state is not None and not writes.once
+            if stage.replicas > 1 and writes.single and not alike:
+                raise FileError(
+                    f"stage {index} has {stage.replicas} replicas of layer {layer.name}, which may have one, since "
+                    f"{writes.single}; {REPLAN}"
+                )
+            if layer.name in stage.recompute and writes.once:
+                raise FileError(
+                    f"stage {index} recomputes layer {layer.name}, which cannot be, since {writes.once}; {REPLAN}"
+                )
+
+
+def _layer(name: str | None) -> str:
+    return "absent" if name is None else repr(name)
+
+
+def _compare(
+    what: str, meaning: str, planned: Mapping[str, object], found: Mapping[str, object], model: UserModel
+) -> None:
+    for name in sorted(planned.keys() | found.keys()):
+        if planned.get(name) != found.get(name):
+            sides = f"{planned.get(name, 'absent')} in the plan, {found.get(name, 'absent')} in the model"
+            raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {REPLAN}")
+
+
+GRAPH, WEIGHTS = "graph", "weights"
+GIVEN, NAMES = "given", "given.json"
+"""A link to the folder of given weights, and the names that parameters and buffers have there."""
+SETTINGS = "optimizer.json"
+"""What the optimizer gives every parameter of the whole model."""
+NOTES = "notes.json"
+"""What a reader of the report must know of how the model was captured."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder of this host, there for the length of a run."""
+
+    folder: Path
+
+    def prepare(self, model: UserModel, plan: Plan, given: Path | None) -> str:
+        """Capture the model, and write its graph and initial weights, or where ranks find them.
+
+        The model is built with values only if its own are asked for, and the host's memory holds them.
+
+        Args:
+            model: the user's file.
+            plan: what the graph must fit.
+            given: a folder of weights that replace those of ``model()``.
+
+        Returns:
+            Where the initial weights are from.
+
+        Raises:
+            FileError: the model has changed since it was planned for, or the weights do not fit it.
+            UsageError: a model larger than memory has parameters that nothing but ``model()`` makes.
+        """
+        check_code(model.path, model.sha256, model.imports, plan.model)
+        (self.folder / WEIGHTS).mkdir()
+        if given is not None:
+            module, graph = outline(model, plan.seed)
+            self._link(module, given)
+            source = f"files in {given}"
+        elif _too_large(model, plan.seed):
+            module, graph = outline(model, plan.seed)
+            write_made(module, plan.seed, self.folder / WEIGHTS)
+            source = f"made module by module, seed {plan.seed}: model() is larger than the host's memory"
+        else:
+            module = model.build(plan.seed)
+            graph = capture(model, module)
+            self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
+            source = f"model(), seed {plan.seed}"
+        (self.folder / NOTES).write_text(json.dumps([*graph.notes, *uncovered(model, plan)]), encoding="utf-8")
+        graph = fitted(graph, plan, model)
+        check_together(model, module, graph, plan)
+        self._write_settings(whole_settings(model, module))
+        if graph.portable:
+            save_graph(graph, self.folder / GRAPH)
+        return source
+
+    def settings(self) -> Settings | None:
+        """Return what the optimizer gives every parameter of the whole model; None where that is not known."""
+        path = self.folder / SETTINGS
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def graph(self, model: UserModel, plan: Plan) -> LayerGraph:
+        """Return the graph for one rank, without weights."""
+        if (self.folder / GRAPH).exists():
+            return load_graph(self.folder / GRAPH)
+        return outline(model, plan.seed)[1]
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return initial parameters and buffers by name."""
+        wanted = set(names)
+        there = {self._given[name]: name for name in wanted & self._given.keys()}
+        found = weights.read(self.folder / WEIGHTS, wanted - self._given.keys())
+        if there:
+            given = weights.read(self.folder / GIVEN, there)
+            found |= {there[name]: tensor for name, tensor in given.items()}
+        return found
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the report must know of the model."""
+        return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
+
+    def names(self) -> set[str]:
+        """Return the names of all parameters and buffers of the model."""
+        return weights.names(self.folder / WEIGHTS) | self._given.keys()
+
+    @cached_property
+    def _given(self) -> dict[str, str]:
+        """Names in the folder of given weights, by the model's own."""
+        path = self.folder / NAMES
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _write_settings(self, settings: Settings | None) -> None:
+        if settings is not None:
+            (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+
+    def _link(self, module: nn.Module, given: Path) -> None:
+        names = given_names(module, given)
+        (self.folder / GIVEN).symlink_to(given.resolve(), target_is_directory=True)
+        (self.folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
+        self._write({name: buffer for name, buffer in module.named_buffers() if name not in names})
+
+    def _write(self, state: dict[str, torch.Tensor]) -> None:
+        values = {name: value.detach() for name, value in state.items()}
+        weights.write(self.folder / WEIGHTS / weights.SINGLE, values, durable=False)
+
+
+def _too_large(model: UserModel, seed: int) -> bool:
+    """Tell whether the host's memory cannot hold the model's parameters."""
+    try:
+        shapes = model.build(seed, hollow=True)
+    except (CaptureError, ModelError):
+        # It is built with them, or what is wrong with it is said where it is.
+        return False
+    return sum(parameter.nbytes for parameter in shapes.parameters()) > host_memory_bytes()
