@@ -493,10 +493,9 @@ def _given_model(
     """Return what a model file would say of a copy of a module, and the samples of a mini-batch."""
     from dataclasses import replace
 
-    from autopar.capture.batch import named_tensors, row_count
-    from autopar.capture.copied import copied
-    from autopar.capture.given import check_module, given_model
+    from autopar.capture.batch import check_module, given_model, named_tensors, row_count
     from autopar.capture.losses import counted_loss, counts_labels
+    from autopar.capture.model_state import copied
 
     check_module(model)
     own = copied(model)

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from autopar.hardware.gpus import Gpu
     from autopar.planner.costs.model import CostModel
     from autopar.planner.dictated_run import DictatedRun
-    from autopar.profiler.calibrate import Calibration, Observation
+    from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
     from autopar.profiler.estimate import Workload
-    from autopar.profiler.options import ProfileOptions
-    from autopar.profiler.runs import MeasuredRun
-    from autopar.profiler.subject import Subject
+    from autopar.profiler.subject import ProfileOptions, Subject
     from autopar.progress import Progress
 
 
@@ -147,9 +145,8 @@ def calibrated(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, 
     Raises:
         FileError: the runs cannot be read, or one of them cannot be; names the row.
     """
-    from autopar.profiler.calibrate import calibrate
+    from autopar.profiler.calibrate import calibrate, read_runs
     from autopar.profiler.roofline import default_constants
-    from autopar.profiler.runs import read_runs
 
     runs = read_runs(path)
     subjects = {spec: _prepared(spec, runs, options, progress) for spec in {r.model for r in runs if r.model}}

@@ -65,9 +65,7 @@ def recalibrated(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcom
         outcome: of a run whose layers were timed.
     """
     from autopar.planner import simulate
-    from autopar.profiler.corrected import corrected
-    from autopar.profiler.regathered import regathered, ungathered
-    from autopar.profiler.relinked import relinked
+    from autopar.profiler.recalibrate import corrected, regathered, relinked, ungathered
 
     measured, predicted = outcome.own_times, own_times(simulate(plan, profile, cluster))
     made = corrected(profile, plan, measured, predicted, outcome.layers_s, outcome.overhead_s)

@@ -28,9 +28,8 @@ from autopar.capture import load, named_tensors
 from autopar.capture.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare
-from autopar.profiler.activations import SavedStorages
-from autopar.profiler.device import choose
-from autopar.profiler.pinned import pinned
+from autopar.profiler.device import choose, pinned
+from autopar.profiler.layer_runs import SavedStorages
 from autopar.profiler.profile import measured
 from autopar.profiler.subject import Subject
 from machine import Watch

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.formats.plan import SHARDS, Plan
-from autopar.profiler.divided import Computing, gathering, scattering
+from autopar.profiler.operations import Computing, gathering, scattering
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.worker import build

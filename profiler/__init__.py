@@ -4,8 +4,7 @@ if __name__ != "autopar.profiler":
     raise ImportError("import this package as autopar.profiler; profiler/ on its own is not a package")
 
 from autopar.profiler.links import local_cluster, measure_links
-from autopar.profiler.options import ProfileOptions
 from autopar.profiler.profile import profile
-from autopar.profiler.subject import Subject, prepare
+from autopar.profiler.subject import ProfileOptions, Subject, prepare
 
 __all__ = ["ProfileOptions", "Subject", "local_cluster", "measure_links", "prepare", "profile"]

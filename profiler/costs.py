@@ -10,12 +10,10 @@ import torch
 
 from autopar.capture import Layer, LayerGraph
 from autopar.formats import profile as formats
-from autopar.profiler.clock import Time
-from autopar.profiler.fit import fitted
-from autopar.profiler.measure import Timing, spread
-from autopar.profiler.optimizer_memory import OptimizerMemory
-from autopar.profiler.passes import Recording
-from autopar.profiler.update import Update
+from autopar.profiler.device import Time
+from autopar.profiler.layer_runs import Recording
+from autopar.profiler.measure import Timing, fitted, spread
+from autopar.profiler.optimizer import OptimizerMemory, Update
 
 
 @dataclass

@@ -1,15 +1,35 @@
-"""The device that is measured on."""
+"""The device that is measured on.
+
+Clock: times calls, on the host or between events of the device.
+
+Threads: as many as a rank gets, each kept on cores of its own.
+
+Precision: what layers compute in, as a context that their forwards run in.
+
+Most bytes alive at once while something runs.
+
+Conditions: what the device's clock did while it was measured, where the machine tells.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from autopar.capture.storages import StorageTracker
 from autopar.errors import UsageError
-from autopar.formats.profile import DeviceKind
+from autopar.formats.profile import DeviceKind, Precision
 
 COMMUNICATOR_BYTES = 600_000_000
 """Of one NCCL communicator (544 to 688 MB: nccl#964)."""
@@ -78,3 +98,244 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Time(NamedTuple):
+    """What one call took."""
+
+    seconds: float
+    launch_s: float | None = None
+    """Seconds in which the host handed the call's work to the device; none where the host computes itself."""
+
+
+class Clock:
+    """Wall-clock times of calls.
+
+    >>> clock = Clock()
+    >>> clock.time(lambda: None)
+    >>> len(clock.times())
+    1
+    """
+
+    def __init__(self) -> None:
+        self._host_s: list[float] = []
+
+    def time(self, work: Callable[[], None]) -> None:
+        """Call ``work`` and note how long it takes."""
+        started = time.perf_counter()
+        work()
+        self._host_s.append(time.perf_counter() - started)
+
+    def times(self) -> list[Time]:
+        """Return the times of all calls, in order."""
+        return [Time(seconds) for seconds in self._host_s]
+
+
+class _DeviceClock(Clock):
+    """Times between events on the device: one call follows the other, and nobody waits before all are queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.cuda.synchronize(device)
+        self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def time(self, work: Callable[[], None]) -> None:
+        first, last = _event(), _event()
+        first.record()
+        super().time(work)
+        last.record()
+        self._events.append((first, last))
+
+    def times(self) -> list[Time]:
+        torch.cuda.synchronize(self._device)
+        pairs = zip(self._events, self._host_s, strict=True)
+        return [Time(first.elapsed_time(last) / 1e3, host_s) for (first, last), host_s in pairs]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return a clock for what runs on a device."""
+    return _DeviceClock(device) if device.type == "cuda" else Clock()
+
+
+SAMPLE_S = 0.05
+
+
+@contextmanager
+def pinned(count: int) -> Iterator[None]:
+    """Compute with ``count`` threads in the block, on the least busy ``count`` cores that this process may use.
+
+    Threads that exist already (of a progress bar, say) stay where they are. Where the system keeps no such masks, or
+    refuses, only the number of threads is set.
+    """
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    torch.set_num_threads(count)
+    try:
+        if len(cores) > count:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, _idlest(cores, count))
+        yield
+    finally:
+        if cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cores)
+        torch.set_num_threads(before)
+
+
+def _idlest(cores: set[int], count: int) -> list[int]:
+    first = _idle_ticks()
+    time.sleep(SAMPLE_S)
+    last = _idle_ticks()
+    return sorted(cores, key=lambda core: (first.get(core, 0) - last.get(core, 0), -core))[:count]
+
+
+def _idle_ticks() -> dict[int, int]:
+    """Return how long every core has idled, in the system's ticks."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return {}
+    rows = (line.split() for line in lines if line.startswith("cpu") and line[3].isdigit())
+    return {int(row[0][3:]): int(row[4]) for row in rows}
+
+
+Computing = Callable[[], AbstractContextManager[object]]
+"""Makes the context that one forward runs in; a backward runs outside of it, in the types of its forward."""
+
+_KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def as_it_is() -> AbstractContextManager[object]:
+    """Compute in the types that the tensors have."""
+    return contextlib.nullcontext()
+
+
+def computing(precision: Precision, device: torch.device) -> Computing:
+    """Return what forwards run in: autocast for ``bf16`` and ``fp16``, else nothing.
+
+    Raises:
+        UsageError: autocast of this device does not take the type.
+    """
+    if precision not in _KINDS:
+        return as_it_is
+    kind = _KINDS[precision]
+    if not _takes(device, kind):
+        name = str(kind).removeprefix("torch.")
+        raise UsageError(f"`precision={precision!r}`: autocast on {device.type} does not compute in {name} here")
+    return lambda: torch.autocast(device.type, kind)
+
+
+def _takes(device: torch.device, kind: torch.dtype) -> bool:
+    square = torch.ones(2, 2, device=device)
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        # What autocast does not take, it leaves as it is, with a warning.
+        warnings.simplefilter("ignore")
+        with torch.autocast(device.type, kind):
+            return torch.mm(square, square).dtype == kind
+    return False
+
+
+def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes that ``work`` had allocated at once, beyond what there was before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return max(0, int(torch.cuda.max_memory_allocated(device)) - before)
+    with StorageTracker() as tracker:
+        work()
+    return int(tracker.peak_bytes)
+
+
+# The driver's names for what slows a clock; idling and what a user set are no such reasons.
+_REASONS = {
+    "sw_power_cap": "power limit",
+    "hw_slowdown": "hardware slowdown",
+    "sw_thermal_slowdown": "temperature (software)",
+    "hw_thermal_slowdown": "temperature (hardware)",
+    "hw_power_brake_slowdown": "power brake",
+}
+_CORES = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The clock at one moment, and what has slowed it."""
+
+    clock_hz: float | None = None
+    slowed: tuple[str, ...] = ()
+    """Reasons at this moment (GPU)."""
+    throttle_count: int = 0
+    """How often heat has slowed the cores since the machine started (CPU)."""
+
+    def throttled_since(self, before: Conditions) -> str | None:
+        """Return why the clock was slowed at either moment or in between; none if nothing is known of it."""
+        reasons = dict.fromkeys((*before.slowed, *self.slowed))
+        if self.throttle_count > before.throttle_count:
+            reasons["temperature"] = None
+        return ", ".join(reasons) or None
+
+
+def observe(device: torch.device) -> Conditions:
+    """Return the conditions now; empty where neither system nor driver tells."""
+    return _gpu(device) if device.type == "cuda" else _cpu()
+
+
+def _gpu(device: torch.device) -> Conditions:
+    identity = torch.cuda.get_device_properties(device).uuid
+    # Drivers before 535 call the reasons by their older name.
+    for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
+        fields = ("clocks.sm", *(f"{prefix}.{reason}" for reason in _REASONS))
+        query = f"--query-gpu={','.join(fields)}"
+        command = ["nvidia-smi", f"--id=GPU-{identity}", query, "--format=csv,noheader,nounits"]
+        try:
+            return parse(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return Conditions()
+
+
+def parse(line: str) -> Conditions:
+    """Read the driver's answer: the clock in MHz, then whether each reason is active.
+
+    >>> parse("1980, Active, Not Active, Not Active, Active, Not Active")
+    Conditions(clock_hz=1980000000.0, slowed=('power limit', 'temperature (hardware)'), throttle_count=0)
+    """
+    clock, *active = (part.strip() for part in line.strip().split(","))
+    slowed = tuple(name for name, state in zip(_REASONS.values(), active, strict=False) if state == "Active")
+    return Conditions(float(clock) * 1e6 if clock.replace(".", "").isdigit() else None, slowed)
+
+
+def _cpu() -> Conditions:
+    clocks = [int(text) * 1e3 for text in _texts("cpufreq/scaling_cur_freq")]
+    if not clocks:
+        clocks = _listed_clocks()
+    counts = [int(text) for text in _texts("thermal_throttle/core_throttle_count")]
+    return Conditions(max(clocks, default=None), throttle_count=sum(counts))
+
+
+def _texts(name: str) -> list[str]:
+    found = []
+    for path in _CORES.glob(f"cpu[0-9]*/{name}"):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            found.append(text)
+    return found
+
+
+def _listed_clocks() -> list[float]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [float(line.partition(":")[2]) * 1e6 for line in lines if line.startswith("cpu MHz")]

@@ -18,12 +18,10 @@ from autopar.hardware.gpus import Gpu
 from autopar.profiler.costs import describe_tensors, describe_ties, layer_record, owned_parameters
 from autopar.profiler.device import COMMUNICATORS_BYTES
 from autopar.profiler.kernels import Kernel
-from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
-from autopar.profiler.options import ProfileOptions
+from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
 from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
-from autopar.profiler.subject import Subject
-from autopar.profiler.update_work import moved_per_number
+from autopar.profiler.subject import ProfileOptions, Subject
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
 from autopar.progress import Progress, untold
 

@@ -1,15 +1,29 @@
-"""Kernels: what a layer launches, found by running it on fake tensors."""
+"""Kernels: what a layer launches, found by running it on fake tensors.
+
+CudaRules: what a GPU runs where the CPU, on whose fake tensors a layer is recorded, would run something else.
+
+Four things differ. Scaled dot-product attention is one kernel on a GPU, chosen by the rules of PyTorch's
+``sdp_utils.cpp``; dropout is one kernel that keeps a mask of bytes; CUDA's autocast computes softmax, norms,
+powers and losses in float32 (torch.amp, "CUDA Ops that can autocast to float32"), which the CPU's leaves as they are.
+An LSTM, which oneDNN runs as one operator, is taken step by step, as other recurrences are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from autopar.formats.profile import Precision
+from autopar.hardware.gpus import Gpu
+from autopar.profiler.device import Computing
 
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
@@ -182,3 +196,182 @@ def _storage(tensor: torch.Tensor) -> int:
 def _bytes(tensor: torch.Tensor) -> int:
     # An expanded tensor is read once.
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+AttentionKernel = Literal["flash", "efficient", "math"]
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FLASH_HEAD = 256
+"""Largest head that flash attention takes."""
+
+_ATTENTION = "scaled_dot_product_attention"
+_DROPOUT = ("dropout", "dropout_")
+_SOFTMAX = ("softmax", "log_softmax")
+# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE; cross_entropy is made of two of them.
+_IN_FLOAT32_TEXT = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm "
+    "native_layer_norm group_norm rms_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+    "nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
+    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits cross_entropy cross_entropy_loss dist pdist cdist renorm logsumexp prod softmax "
+    "log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm norm sum"
+)
+_IN_FLOAT32 = frozenset(_IN_FLOAT32_TEXT.split())
+
+
+def as_on_cuda(gpu: Gpu, precision: Precision) -> Computing:
+    """Return what forwards on the CPU's fake tensors run in, to launch and keep what they would on a GPU."""
+    half = _HALF.get(precision)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        autocast = nullcontext() if half is None else torch.autocast("cpu", dtype=half)
+        with autocast, _step_by_step(), CudaRules(gpu, precision):
+            yield
+
+    return context
+
+
+@contextmanager
+def _step_by_step() -> Iterator[None]:
+    """Keep oneDNN from taking a whole LSTM for one operator, of which nothing is counted."""
+    before = torch._C._get_mkldnn_enabled()
+    # Not by torch.backends.mkldnn.flags, which sets other flags as well, and warns of them.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def attention_kernel(
+    gpu: Gpu, dtype: torch.dtype, head: int, value_head: int, mask: torch.Tensor | None
+) -> AttentionKernel:
+    """Return the kernel that scaled dot-product attention becomes.
+
+    Flash attention wants half precision, no mask, heads of at most 256 numbers, and an architecture after Turing;
+    the memory-efficient one wants rows of 16 bytes; all else is computed step by step, with all weights in memory.
+
+    >>> from autopar.hardware.gpus import find
+    >>> attention_kernel(find("A100"), torch.bfloat16, 128, 128, None)
+    'flash'
+    >>> attention_kernel(find("V100"), torch.float16, 64, 64, None)
+    'efficient'
+    >>> attention_kernel(find("A100"), torch.float64, 64, 64, None)
+    'math'
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half and mask is None and head == value_head <= _FLASH_HEAD and gpu.architecture not in ("volta", "turing"):
+        return "flash"
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in (head, value_head))
+    return "efficient" if aligned and (half or dtype == torch.float32) else "math"
+
+
+class CudaRules(TorchFunctionMode):
+    """Replaces calls while it is active, of operators in a captured graph and of functions in modules alike."""
+
+    def __init__(self, gpu: Gpu, precision: Precision) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._half = _HALF.get(precision)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = dict(kwargs or {})
+        name = _name(func)
+        if name == _ATTENTION:
+            return self._attention(*args, **kwargs)
+        if name in _DROPOUT and (dropped := _dropout(args, kwargs)) is not None:
+            return dropped
+        if self._half is not None and name in _IN_FLOAT32:
+            return self._in_float32(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _in_float32(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        if name in _SOFTMAX and (fused := _softmax(name, args, kwargs)) is not None:
+            return fused
+        with torch.autocast("cpu", enabled=False):
+            result: torch.Tensor = func(*map(_float32, args), **{key: _float32(value) for key, value in kwargs.items()})
+        return result
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if self._half is not None:
+            query, key, value = (t.to(self._half) if t.dtype == torch.float32 else t for t in (query, key, value))
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(self._half)
+        kernel = attention_kernel(self._gpu, query.dtype, query.shape[-1], value.shape[-1], attn_mask)
+        bare = (query, key, value)
+        operators = torch.ops.aten
+        out: torch.Tensor
+        if query.dim() != 4 or kernel == "math":
+            rest = (attn_mask, dropout_p, is_causal)
+            out, _ = operators._scaled_dot_product_attention_math(*bare, *rest, scale=scale, enable_gqa=enable_gqa)
+        elif kernel == "flash":
+            out, *_ = operators._scaled_dot_product_flash_attention(*bare, dropout_p, is_causal, False, scale=scale)
+        else:
+            if enable_gqa:
+                groups = query.shape[1] // key.shape[1]
+                bare = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+            bias = _bias(attn_mask, query, key)
+            out, *_ = operators._scaled_dot_product_efficient_attention(
+                *bare, bias, True, dropout_p, is_causal, scale=scale
+            )
+        return out
+
+
+def _name(func: Callable[..., Any]) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name.removeprefix("aten::")
+    return getattr(func, "__name__", "")
+
+
+def _float32(value: Any) -> Any:  # noqa: ANN401
+    halves = (torch.float16, torch.bfloat16)
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in halves else value
+
+
+def _softmax(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """One kernel reads float16 and writes float32; there is none for bfloat16 (aten/native/SoftMax.cpp)."""
+    given, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    asked = args[2] if len(args) > 2 else kwargs.get("dtype")
+    if given.dtype != torch.float16 or not isinstance(dim, int) or asked not in (None, False, torch.float32):
+        return None
+    operator = torch.ops.aten._log_softmax if name == "log_softmax" else torch.ops.aten._softmax
+    result: torch.Tensor = operator(given, dim, True)
+    return result
+
+
+def _dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Drop with the fused kernel; none where nothing is dropped."""
+    values = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
+    train = values.get("train", values.get("training", True))
+    if not train or not 0 < values.get("p", 0.5) < 1:
+        return None
+    result: torch.Tensor = torch.native_dropout(values["input"], values.get("p", 0.5), True)[0]
+    return result
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask as numbers to add, seen by every head."""
+    if mask is None:
+        return None
+    bias = (
+        torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+    )
+    return bias.expand(*query.shape[:2], query.shape[2], key.shape[2])

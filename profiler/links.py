@@ -14,8 +14,7 @@ from autopar.progress import Progress, untold
 from autopar.ranks.board import STEPPING, Note
 from autopar.ranks.context import joined_from_environment
 from autopar.ranks.environment import launched
-from autopar.ranks.pool import RankPool
-from autopar.ranks.watch import Doing
+from autopar.ranks.pool import Doing, RankPool
 
 _TIMEOUT_S = 300.0
 

@@ -3,11 +3,19 @@
 Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
-What ranks on CPUs gather and scatter is a layer that they divide, as in training (:mod:`autopar.profiler.divided`):
+What ranks on CPUs gather and scatter is a layer that they divide, as in training (:mod:`autopar.profiler.operations`):
 after computing about as long, for ranks that compute arrive one after the other. Of each time the mean over the ranks
 counts, since whoever comes late has not waited.
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
 size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
+
+Divided: what ranks that divide a layer's parameters do on CPUs, where it takes more than the collective inside it.
+
+Torch's ``fully_shard`` copies what it gathers out of one buffer and what it scatters into another, in memory that is
+fresh every time, and waits for both; on GPUs that goes on beside computing. So a layer of a given size is gathered and
+scattered here as in training: by ``fully_shard`` itself.
+
+Overlap: how computing and communicating slow each other while a device does both.
 """
 
 from __future__ import annotations
@@ -17,15 +25,118 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.formats.cluster import CurveKind
-from autopar.profiler.divided import Computing, gathering, scattering
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
+
+PARAMETERS = 4
+"""Of a layer: weights and biases of two modules."""
+
+
+WIDTH = 256
+
+
+class Computing:
+    """Products of matrices."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.full((WIDTH, WIDTH), 0.5)
+        self._product = torch.empty_like(self._matrix)
+        self(2)
+        started = time.perf_counter()
+        self(4)
+        self._seconds = (time.perf_counter() - started) / 4
+
+    def __call__(self, count: int) -> None:
+        """Compute so many."""
+        for _ in range(count):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+
+    def count(self, seconds: float) -> int:
+        """Return how many last so long."""
+        return round(seconds / self._seconds)
+
+
+def gathering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
+    """Return what gathers the parameters of a layer of so many bytes, lets go of them, and returns its seconds."""
+    layer = _divided(size_bytes, group)
+
+    def gather() -> float:
+        started = time.perf_counter()
+        layer.unshard()
+        layer.reshard()
+        return time.perf_counter() - started
+
+    return gather
+
+
+def scattering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
+    """Return what reduces a layer's gradients, each rank to its part, and returns its seconds.
+
+    They are those of a forward and a backward of a layer that computes nothing, less the making of the gradients: what
+    ``fully_shard`` does around either is theirs, too.
+    """
+    layer = _divided(size_bytes, group)
+    # Gathered once, the parameters stay.
+    layer.set_reshard_after_backward(False)
+
+    def scatter() -> float:
+        made: list[float] = []
+        started = time.perf_counter()
+        layer(made).backward()
+        seconds = time.perf_counter() - started - sum(made)
+        for part in layer.parameters():
+            part.grad = None
+        return seconds
+
+    return scatter
+
+
+def _divided(size_bytes: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
+    # It takes most of a second to import, and GPUs need none of it.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
+    layer = fully_shard(_Layer(size_bytes, group.size()), mesh=mesh)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    return layer
+
+
+class _Layer(nn.Module):
+    """Some parameters that computing takes no time with."""
+
+    def __init__(self, size_bytes: int, ranks: int) -> None:
+        super().__init__()
+        part = -(-size_bytes // (4 * PARAMETERS * ranks))
+        self.weights = nn.ParameterList(torch.zeros(ranks, part) for _ in range(PARAMETERS))
+
+    def forward(self, made: list[float]) -> torch.Tensor:
+        return _Gradients.apply(made, *self.weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gradients(torch.autograd.Function):
+    """Makes gradients of parameters, and notes its seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[float], *weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.made, ctx.shapes = made, [weight.shape for weight in weights]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
+        started = time.perf_counter()
+        gradients = tuple(torch.ones(shape) for shape in ctx.shapes)
+        ctx.made.append(time.perf_counter() - started)
+        return None, *gradients
+
 
 PAUSE_S = 2e-3
 """Long enough for a processor to idle."""
@@ -183,3 +294,118 @@ def _round_trip(there: Work, back: Work) -> Work:
         back()
 
     return make
+
+
+ROUNDS, WARM_UP = 8, 2
+# Large enough to be bound by bandwidth and by arithmetic, and to last longer than starting them takes.
+_MESSAGE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+_WIDTH = {"cpu": 256, "cuda": 4096}
+
+
+def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return how many times as long computing and communicating take at once; all ranks of the group call this.
+
+    A round times matrix products alone, an all-reduce alone, and both at once; medians over rounds are compared.
+    """
+    kind = context.device.type
+    message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=context.device)
+    matrix = torch.full((_WIDTH[kind], _WIDTH[kind]), 0.5, device=context.device)
+    product = torch.empty_like(matrix)
+    count = _products_as_long(context, group, message, matrix, product)
+    found: list[tuple[float, float, float, float]] = []
+    for _ in range(WARM_UP + ROUNDS):
+        alone = _both(context, group, None, matrix, product, count)[0]
+        sent = _both(context, group, message, matrix, product, 0)[1]
+        found.append((alone, sent, *_both(context, group, message, matrix, product, count)))
+    medians = [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
+    return slowdowns(*medians)
+
+
+def slowdowns(
+    compute_s: float, communicate_s: float, both_compute_s: float, both_communicate_s: float
+) -> tuple[float, float]:
+    """Return how many times as long each takes while the other runs, from the times alone and when begun together.
+
+    Whichever ends first was overlapped all the time. The other one did the rest of its work undisturbed, which is taken
+    off before comparing. Never below 1.
+
+    >>> slowdowns(1.0, 1.0, 1.5, 1.5)
+    (1.5, 1.5)
+    >>> slowdowns(2.0, 1.0, 2.5, 1.5)
+    (1.5, 1.5)
+    """
+    overlapped = min(both_compute_s, both_communicate_s)
+    factors = []
+    for alone, both in ((compute_s, both_compute_s), (communicate_s, both_communicate_s)):
+        done_meanwhile = alone - (both - overlapped)
+        factors.append(max(1.0, overlapped / done_meanwhile if done_meanwhile > 0 else both / alone))
+    return factors[0], factors[1]
+
+
+def _products_as_long(
+    context: RankContext, group: dist.ProcessGroup, message: torch.Tensor, matrix: torch.Tensor, product: torch.Tensor
+) -> int:
+    """Return how many products last as long as the all-reduce, on the slowest rank."""
+    for _ in range(WARM_UP):
+        sent = _both(context, group, message, matrix, product, 0)[1]
+        computed = _both(context, group, None, matrix, product, 4)[0] / 4
+    count = torch.tensor([max(1, round(sent / computed))])
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
+    return int(count)
+
+
+def _both(
+    context: RankContext,
+    group: dist.ProcessGroup,
+    message: torch.Tensor | None,
+    matrix: torch.Tensor,
+    product: torch.Tensor,
+    count: int,
+) -> tuple[float, float]:
+    """Return the seconds until ``count`` products, and until the message's reduction are done, begun together."""
+    dist.barrier(group)
+    if context.device.type == "cuda":
+        return _both_on_streams(context, group, message, matrix, product, count)
+    started = time.perf_counter()
+    work = None if message is None else dist.all_reduce(message, group=group, async_op=True)
+    ended: list[float] = []
+    if work is not None:
+        # Noted when it ends, which may be while this thread computes.
+        work.get_future().add_done_callback(lambda future: ended.append(time.perf_counter()))
+    for _ in range(count):
+        torch.mm(matrix, matrix, out=product)
+    computed = time.perf_counter()
+    if work is not None:
+        work.wait()
+    communicated = ended[0] if ended else time.perf_counter()
+    return computed - started, communicated - started
+
+
+def _both_on_streams(
+    context: RankContext,
+    group: dist.ProcessGroup,
+    message: torch.Tensor | None,
+    matrix: torch.Tensor,
+    product: torch.Tensor,
+    count: int,
+) -> tuple[float, float]:
+    torch.cuda.synchronize(context.device)
+    started, computed, communicated = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(3)
+    )
+    beside = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
+    started.record()
+    beside.wait_event(started)
+    with torch.cuda.stream(beside):
+        if message is not None:
+            # Waiting makes this stream, and not the host, wait for NCCL's own.
+            work = dist.all_reduce(message, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+        communicated.record()
+    for _ in range(count):
+        torch.mm(matrix, matrix, out=product)
+    computed.record()
+    torch.cuda.synchronize(context.device)
+    return started.elapsed_time(computed) * 1e-3, started.elapsed_time(communicated) * 1e-3

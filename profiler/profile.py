@@ -13,26 +13,32 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
+from autopar.capture.model_state import unchanged
 from autopar.capture.source import NamedParameters
-from autopar.capture.unchanged import unchanged
 from autopar.ending import unwinding_aborts
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
-from autopar.profiler.alone import drawn, filled, renamed
-from autopar.profiler.chained import Chained
-from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
-from autopar.profiler.conditions import Conditions, observe
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
+from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pinned
+from autopar.profiler.layer_runs import (
+    OF_A_KIND,
+    Chained,
+    Inputs,
+    LayerPass,
+    Recording,
+    SplitPass,
+    compiled,
+    compiling,
+    drawn,
+    filled,
+    record,
+    record_layer,
+    renamed,
+)
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
-from autopar.profiler.optimizer_memory import optimizer_memory
-from autopar.profiler.options import ProfileOptions
-from autopar.profiler.passes import Inputs, LayerPass, Recording, SplitPass, record, record_layer
-from autopar.profiler.peak import peak_bytes
-from autopar.profiler.pinned import pinned
-from autopar.profiler.precision import Computing, computing
-from autopar.profiler.subject import Subject, prepare
-from autopar.profiler.update import measure_updates
+from autopar.profiler.optimizer import measure_updates, optimizer_memory
+from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from autopar.progress import Progress, untold
 
 MAX_SIZES = 5

@@ -1,4 +1,7 @@
-"""Subject: a user's model, built, captured and held against itself; what is then measured or estimated."""
+"""Subject: a user's model, built, captured and held against itself; what is then measured or estimated.
+
+ProfileOptions: what is measured, and how.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,48 @@ from torch import nn
 
 from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients
+from autopar.capture.data import check_reading
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
-from autopar.capture.optimizer_trials import needs_all, tried_divided
-from autopar.capture.reading import check_reading
+from autopar.capture.optimizer import needs_all, tried_divided
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
-from autopar.profiler.options import ProfileOptions
 from autopar.progress import Progress, untold
+
+MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How to measure."""
+
+    batch: int = 64
+    """Samples per step: the largest micro-batch that is measured."""
+    device: str = "auto"
+    threads: int = 1
+    """Threads per rank on the CPU."""
+    seed: int = 0
+    budget_s: float = 10.0
+    """Seconds to spend on timing layers, about."""
+    precision: Precision | None = None
+    """``bf16`` or ``fp16``: float32 parameters, layers under autocast; none: as the parameters are."""
+    compile: bool = False
+    """Whether layers are compiled with ``torch.compile``."""
+
+    accept_loss: bool = False
+    """Whether a loss is taken that depends on how a mini-batch is divided."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that nothing can be measured with.
+
+        Raises:
+            UsageError: names the option.
+        """
+        for name, value in (("`batch`", self.batch), ("`threads`", self.threads)):
+            if not 1 <= value <= MOST:
+                raise UsageError(f"{name} must be at least 1 and below 2^31, found {value}")
+
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3

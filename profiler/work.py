@@ -15,12 +15,9 @@ from autopar.capture.graph import TensorSpec
 from autopar.errors import AutoparError, CaptureError
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.activations import SavedStorages
-from autopar.profiler.cuda_rules import as_on_cuda
-from autopar.profiler.kernels import Kernel, KernelLog
-from autopar.profiler.passes import Inputs, LayerPass
-from autopar.profiler.peak import peak_bytes
-from autopar.profiler.precision import Computing
+from autopar.profiler.device import Computing, peak_bytes
+from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda
+from autopar.profiler.layer_runs import Inputs, LayerPass, SavedStorages
 
 
 @dataclass(frozen=True)

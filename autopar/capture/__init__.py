@@ -3,7 +3,7 @@
 from autopar.capture.batch import named_tensors, slice_rows
 from autopar.capture.export import capture, capture_module
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.place import materialize, materialize_random, release, retarget
+from autopar.capture.meta import materialize, materialize_random, release, retarget
 from autopar.capture.source import UserModel, load
 
 __all__ = [

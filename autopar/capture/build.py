@@ -1,21 +1,238 @@
-"""Turn segments of an exported graph into layers that run on their own."""
+"""Turn segments of an exported graph into layers that run on their own.
+
+What a layer's forward changes beside its outputs, running statistics of batch normalisation apart.
+
+Of a captured layer the graph tells; of a listed module, what operators write while it runs, and which of its buffers
+are others afterwards.
+
+How many samples a captured layer needs.
+
+Batch normalisation in training refuses a single value per channel, as torch's modules do; its operator, which is what a
+graph holds, goes on, and makes its running variance not a number. And a model may do something else with a single
+sample (``if len(x) == 1:``), of which a graph that was captured with two shows nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.capture.batch import row_count
+from autopar.capture.effects import Storages, operands, submodules, written
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.least_rows import least_rows
+from autopar.capture.model_state import WriteLog, kept_parameters, unchanged
 from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
-from autopar.capture.writes import graph_writes
 from autopar.errors import CaptureError
+from autopar.formats.profile import Writes
+
+_MEAN, _VARIANCE, _TRAINING = 3, 4, 5
+"""Places of arguments of ``batch_norm``."""
+
+
+def graph_writes(
+    module: fx.GraphModule, parameters: Mapping[str, str], buffers: Mapping[str, str], inputs: Sequence[str]
+) -> Writes | None:
+    """Return what a captured layer changes; none if nothing.
+
+    Args:
+        module: the layer's.
+        parameters: from attribute to name.
+        buffers: from attribute to name.
+        inputs: names of the tensors that it takes after the number of rows.
+    """
+    nodes = list(module.graph.nodes)
+    storages = Storages(nodes)
+    # A constant that the forward makes is detached in place, which writes no value.
+    calls = [node for node in nodes if node.op == "call_function" and node.target is not torch.ops.aten.detach_.default]
+    roots = {storages.root(target) for node in calls for target in written(node)}
+    changed = [node for node in nodes if storages.root(node) in roots]
+    named = {buffers[str(node.target)]: node for node in changed if node.op == "get_attr" and node.target in buffers}
+    statistics = {name for name, node in named.items() if _is_statistic(node)}
+    statistics |= {f"{name.rpartition('.')[0]}.num_batches_tracked".removeprefix(".") for name in statistics}
+    places = {node: place for place, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    return _of(
+        [name for name in named if name not in statistics],
+        [parameters[str(node.target)] for node in changed if node.op == "get_attr" and node.target in parameters],
+        [inputs[places[node] - 1] for node in changed if node in places],
+    )
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Tell whether a buffer's only readers are batch normalisations that write it."""
+    return bool(node.users) and all(_normalizes(user, node) for user in node.users)
+
+
+def _normalizes(user: fx.Node, buffer: fx.Node) -> bool:
+    if user.target is torch.ops.aten.batch_norm.default:
+        places = [place for place, argument in enumerate(user.args) if argument is buffer]
+        return {_MEAN, _VARIANCE}.issuperset(places) and user.args[_TRAINING] is True
+    inner = submodules(user)
+    if len(inner) != 1:
+        return False
+    given = operands(user)
+    placeholders = [node for node in inner[0].graph.nodes if node.op == "placeholder"]
+    if len(given) != len(placeholders):
+        return False
+    return all(_is_statistic(inside) for outside, inside in zip(given, placeholders, strict=True) if outside is buffer)
+
+
+@contextlib.contextmanager
+def watched(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[list[Writes]]:
+    """Watch a listed module run inside the block; the list then holds what it changed, if anything.
+
+    Names are those that the module has for its buffers and parameters, and the keys of ``inputs``.
+    """
+    found: list[Writes] = []
+    statistics = running_statistics(module)
+    buffers = {name: each for name, each in _buffers(module).items() if name not in statistics}
+    memory = {name: each.untyped_storage()._cdata for name, each in buffers.items()}
+    log = WriteLog([*module.parameters(), *buffers.values(), *inputs.values()])
+    with log:
+        yield found
+    written_ids = {id(tensor) for tensor, _ in log.written}
+    after = _buffers(module)
+
+    def replaced(name: str) -> bool:
+        now = after.get(name)
+        return now is not buffers[name] or now.untyped_storage()._cdata != memory[name]
+
+    changes = _of(
+        [name for name, each in buffers.items() if id(each) in written_ids or replaced(name)],
+        [name for name, each in module.named_parameters(remove_duplicate=False) if id(each) in written_ids],
+        [name for name, each in inputs.items() if id(each) in written_ids],
+    )
+    if changes is not None:
+        found.append(changes)
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))
+
+
+def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the running statistics of torch's own batch normalisations in a module, by attribute."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, each in module.named_modules(remove_duplicate=False)
+        if isinstance(each, _BatchNorm) and type(each).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        for name, buffer in each.named_buffers(recurse=False)
+    }
+
+
+def read_statistics(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]) -> tuple[str, ...]:
+    """Return a listed module's running statistics, if anything but batch normalisation reads them.
+
+    ``run`` runs the module on the same inputs each time; statistics that are read move what it gives.
+    """
+    statistics = running_statistics(module)
+    floating = [each for each in statistics.values() if each.is_floating_point()]
+    if not floating:
+        return ()
+    before = {name: each.clone() for name, each in _buffers(module).items()}
+    given = []
+    with torch.no_grad():
+        for shift in (0.0, 1.0):
+            for name, each in _buffers(module).items():
+                each.copy_(before[name])
+            for each in floating:
+                each.add_(shift)
+            with torch.random.fork_rng(devices=[]):
+                given.append([output.detach().clone() for output in run()])
+        for name, each in _buffers(module).items():
+            each.copy_(before[name])
+    alike = all(torch.equal(one, other) for one, other in zip(*given, strict=True))
+    return () if alike else tuple(statistics)
+
+
+def joined(every: Sequence[Writes]) -> Writes | None:
+    """Return all changes of several runs."""
+    return _of(
+        [name for each in every for name in each.buffers],
+        [name for each in every for name in each.parameters],
+        [name for each in every for name in each.inputs],
+    )
+
+
+def _of(buffers: Sequence[str], parameters: Sequence[str], inputs: Sequence[str]) -> Writes | None:
+    names = [tuple(dict.fromkeys(each)) for each in (buffers, parameters, inputs)]
+    return Writes(buffers=names[0], parameters=names[1], inputs=names[2]) if any(names) else None
+
+
+_ALLOWED = 1e-3
+"""Relative difference of what model and layers give; another order of sums makes far less."""
+
+_INPUT = 0
+"""Place of an argument of ``batch_norm``."""
+
+
+def least_rows(module: fx.GraphModule) -> int:
+    """Return the least number of samples that the forward of a layer can be given."""
+    found = 1
+    for node in module.graph.nodes:
+        for inner in submodules(node):
+            found = max(found, least_rows(inner))
+        if node.target is torch.ops.aten.batch_norm.default and node.args[_TRAINING] is True:
+            shape = node.args[_INPUT].meta["val"].shape
+            if all(isinstance(size, int) for size in shape[2:]) and math.prod(shape[2:]) == 1:
+                found = 2
+    return found
+
+
+def right_for_one(
+    step: nn.Module,
+    layers: Sequence[Layer],
+    tensors: Mapping[str, torch.Tensor],
+    compared: Sequence[bool] | None = None,
+) -> bool:
+    """Tell whether a model's layers give for one sample what the model gives for it.
+
+    Args:
+        step: the model with its loss, or with its outputs.
+        layers: captured from it, in order.
+        tensors: a batch of two samples or more, by name; on two of them layers that differ from the model tell nothing.
+        compared: which of what ``step`` returns the layers give; none: all.
+    """
+    return _alike(step, layers, _first(tensors, 1), compared) or not _alike(step, layers, _first(tensors, 2), compared)
+
+
+def _first(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    return {name: tensor[:rows].clone() for name, tensor in tensors.items()}
+
+
+def _alike(
+    step: nn.Module, layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor], compared: Sequence[bool] | None
+) -> bool:
+    known = {name: tensor.clone() for name, tensor in tensors.items()}
+    rows = row_count(tensors)
+    found: tuple[torch.Tensor, ...] = ()
+    try:
+        # Batch normalisation is known by its layers: elsewhere a single sample may do.
+        with unchanged(step), kept_parameters(step), patch.object(functional, "_verify_batch_size"):
+            expected = list(step(*(tensor.clone() for tensor in tensors.values())))
+        with unchanged(step), kept_parameters(step):
+            for layer in layers:
+                found = layer.module(rows, *(known[name].detach() for name in layer.inputs))
+                known.update(zip(layer.outputs, found, strict=True))
+    except Exception:
+        return False
+    if compared is not None:
+        expected = list(compress(expected, compared))
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, _ALLOWED, _ALLOWED * 1e-3, equal_nan=True)
+        for one, other in zip(expected, found[-len(expected) :], strict=True)
+    )
 
 
 @dataclass(frozen=True)

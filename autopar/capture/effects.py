@@ -1,11 +1,26 @@
-"""What a node of an exported graph does besides computing: writes, aliases, random numbers."""
+"""What a node of an exported graph does besides computing: writes, aliases, random numbers.
+
+Find what torch.export would capture wrongly without a word, by watching one ordinary forward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import inspect
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
 
+import numpy
 import torch
-from torch import fx
+import torch.utils.checkpoint
+from torch import fx, nn
+from torch.nn.modules import transformer
+
+from autopar.errors import CaptureError
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
@@ -155,3 +170,144 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
         if argument.alias_info is not None and position < len(node.args):
             found.extend(_nodes(node.args[position]))
     return found
+
+
+FALLBACK = "or give layers(model) in the model file: a list of modules that are called one after another"
+
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+# Their backward is the derivative of their forward, which automatic differentiation finds as well.
+_HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
+_DRAWN_ONCE = f"Python's or NumPy's random numbers would be drawn only once; draw them with torch, {FALLBACK}"
+_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+_HOOK = torch.Tensor.register_hook.__code__
+_ASSIGN = nn.Module.__setattr__.__code__
+_FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
+_LIBRARY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@contextlib.contextmanager
+def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[None]:
+    """Watch the calls inside the block; ``ignored`` tells which numbers of modules may be replaced.
+
+    Raises:
+        CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
+            ``torch.utils.checkpoint`` was used (its recomputation would be lost), a hook was put on a gradient (it
+            would not run), a buffer or a number of a module was
+            replaced (the next forward would find the old one), or a random number was drawn otherwise than with torch
+            (every step would find the first one); names file and line.
+    """
+    found: list[str] = []
+
+    def on_event(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and not found and isinstance(getattr(called, "__self__", None), random.Random):
+            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
+        if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _drawn():
+            found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
+        if event != "call" or found:
+            return
+        if frame.f_code is _CHECKPOINT:
+            remedy = "remove the checkpointing"
+            found.append(f"{_caller(frame)}: torch.utils.checkpoint cannot be captured; {remedy}, {FALLBACK}")
+        elif frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
+            name = f"{function.__qualname__}"
+            remedy = "write it with differentiable operators"
+            found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
+        elif frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
+            found.append(f"{_caller(frame)}: a hook on a gradient cannot be captured; remove it, {FALLBACK}")
+        elif frame.f_code is _ASSIGN and (replaced := _replaced(frame, ignored)):
+            found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
+
+    before, drawn = sys.getprofile(), _drawn()
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    if found:
+        raise CaptureError(found[0])
+
+
+def _drawn() -> tuple[int, int]:
+    """Return something that changes when NumPy's global generator draws, whose functions a profile does not see."""
+    state = numpy.random.get_state(legacy=False)["state"]
+    return int(state["pos"]), int(state["key"][0])
+
+
+def _replaced(frame: FrameType, ignored: Callable[[nn.Module, str], bool]) -> str:
+    """Say what an assignment to a module's attribute replaces, if the next forward would miss it."""
+    module, name, value = (frame.f_locals[key] for key in ("self", "name", "value"))
+    if frame.f_back is None or not _is_users(frame.f_back.f_code.co_filename):
+        return ""
+    before = module._buffers.get(name, module.__dict__.get(name))
+    if isinstance(before, torch.Tensor) and name in module._buffers and value is not before:
+        return f"the buffer {name} is replaced, which cannot be captured; write into it (self.{name}.copy_(...))"
+    numbers = isinstance(before, (int, float)) and isinstance(value, (int, float))
+    if numbers and value != before and not ignored(module, name):
+        remedy = f"make it a buffer and write into it (self.{name}.add_(1))"
+        return f"the attribute {name} changes from {before} to {value}, which cannot be captured; {remedy}"
+    return ""
+
+
+@contextlib.contextmanager
+def first_fixing() -> Iterator[list[str]]:
+    """Watch a ``torch.export`` inside the block; the list gets the first ``file:line`` that fixes a size, if any."""
+    found: list[str] = []
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and not found and frame.f_code in _FIXING:
+            known = frame.f_locals["self"].node.shape_env.replacements.values()
+            if any(value.is_number for value in known):
+                found.append(_caller(frame))
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def general_masks() -> Iterator[None]:
+    """Keep ``nn.Transformer`` and its kin from looking into masks inside the block.
+
+    They compare a mask's values with a causal one's only to choose a faster kernel, and apply the mask in any case;
+    told ``is_causal=True``, they still believe it. Without values, while a graph is captured, the look would fail.
+    """
+
+    def detect(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+
+
+def _of_torch(function: type) -> bool:
+    return function.__module__ == "torch" or function.__module__.startswith("torch.")
+
+
+def _harmless(function: type) -> bool:
+    return _of_torch(function) or f"{function.__module__}.{function.__qualname__}" in _HARMLESS
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_LIBRARY, _OWN, "<")) and filename != random.__file__
+
+
+def _caller(frame: FrameType | None) -> str:
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the model"
+
+
+def user_line(trace: TracebackType | None) -> tuple[str, str]:
+    """Return ``file:line`` and source text of the innermost frame that is neither torch's nor autopar's."""
+    frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+    if not frames:
+        return "the model", ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line or ""

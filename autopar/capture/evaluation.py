@@ -18,14 +18,13 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
-from autopar.capture.build import build_layers, spec_of, tensor_specs
+from autopar.capture.build import build_layers, right_for_one, spec_of, tensor_specs
 from autopar.capture.export import export_rows, sorted_inputs, told_apart
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.hollow import faked, is_hollow
-from autopar.capture.least_rows import right_for_one
+from autopar.capture.meta import faked, is_hollow
+from autopar.capture.model_state import kept_parameters, unchanged
 from autopar.capture.segment import batch_dim, segment_like
-from autopar.capture.unchanged import kept_parameters, unchanged
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
 

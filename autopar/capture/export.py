@@ -1,4 +1,9 @@
-"""Capture: a model, a loss and an example batch become a LayerGraph."""
+"""Capture: a model, a loss and an example batch become a LayerGraph.
+
+Outline: a model captured without values for its parameters, for whoever needs its graph and shapes only.
+
+Modes: which modules were given in evaluation mode, and are put into training mode.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,25 +28,57 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
-from autopar.capture.build import Values, build_layers, tensor_specs
-from autopar.capture.declared import declared_layers
-from autopar.capture.effects import submodules
+from autopar.capture.build import Values, build_layers, right_for_one, tensor_specs
+from autopar.capture.effects import FALLBACK, first_fixing, general_masks, submodules, user_line, watch
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
-from autopar.capture.gradient_flow import gradient_flow
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.hollow import faked, is_hollow, refuse_lost_buffers, without_fakes
-from autopar.capture.least_rows import right_for_one
-from autopar.capture.lost import refuse_backward_hooks, refuse_lost, refuse_shared_writes, refuse_stale
-from autopar.capture.modes import noting_modes
-from autopar.capture.reached import Path
+from autopar.capture.meta import faked, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.model_state import kept_parameters, unchanged
+from autopar.capture.pipeline_plan import declared_layers
+from autopar.capture.python_state import Path, preserved
 from autopar.capture.segment import Inputs, Segment, segment
 from autopar.capture.source import UserModel
-from autopar.capture.state import preserved
-from autopar.capture.stateful import carried_over, other_batches, refuse_state
-from autopar.capture.traps import FALLBACK, first_fixing, general_masks, user_line, watch
-from autopar.capture.unchanged import kept_parameters, unchanged
+from autopar.capture.split_backward import gradient_flow
+from autopar.capture.unsupported import (
+    carried_over,
+    other_batches,
+    refuse_backward_hooks,
+    refuse_lost,
+    refuse_shared_writes,
+    refuse_stale,
+    refuse_state,
+)
 from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
+
+_Capture = Callable[[UserModel, nn.Module], LayerGraph]
+MOST_NAMED = 5
+
+
+def noting_modes(capture: _Capture) -> _Capture:
+    """Return the same capture, whose graph notes which modules it has put into training mode."""
+
+    @wraps(capture)
+    def noting(model: UserModel, module: nn.Module) -> LayerGraph:
+        before = [(path, part) for path, part in module.named_modules() if not part.training]
+        graph = capture(model, module)
+        # Some keep their mode, by a train() of their own.
+        put_back = [path for path, part in before if part.training]
+        return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
+
+    return noting
+
+
+def _note(paths: list[str]) -> str:
+    held = set(paths)
+    highest = [path for path in paths if not path or path.rpartition(".")[0] not in held]
+    if "" in held:
+        named = "the model was"
+    else:
+        more = [f"{len(highest) - MOST_NAMED} more"] if len(highest) > MOST_NAMED else []
+        named = f"{', '.join(highest[:MOST_NAMED] + more)} {'were' if len(highest) > 1 else 'was'}"
+    return f"{named} in evaluation mode (eval()); training puts all modules into training mode, as train() does"
+
 
 _DRAW = f"draw from the default one (docs/seeds.md), {FALLBACK}"
 
@@ -430,3 +468,30 @@ def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> Laye
         hollow=any(value.device.type == "meta" for value in values.parameters.values()),
         exported=exported,
     )
+
+
+def outline(model: UserModel, seed: int) -> tuple[nn.Module, LayerGraph]:
+    """Build and capture a model that may be larger than memory; its buffers have values.
+
+    One that cannot do without the values of its parameters is built with them.
+
+    Raises:
+        ModelError: as :func:`autopar.capture.export.capture`.
+        CaptureError: likewise.
+    """
+    try:
+        module = model.build(seed, hollow=True)
+        graph = capture(model, module)
+    except (CaptureError, ModelError):
+        # It wants them, or what is wrong with it is said where it has them.
+        module = None
+    if module is None or not (graph.portable or _complete(module, graph)):
+        module = model.build(seed)
+        graph = capture(model, module)
+    return module, graph
+
+
+def _complete(module: nn.Module, graph: LayerGraph) -> bool:
+    """Tell whether layers hold all parameters: listed ones may read others, which nobody would give values."""
+    held = {name for layer in graph.layers for name in layer.parameters.values()}
+    return held.issuperset(name for name, _ in module.named_parameters())

@@ -20,14 +20,12 @@ from autopar.capture.batch import (
     rebuild,
     row_count,
 )
+from autopar.capture.build import joined, read_statistics, running_statistics, watched
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.hollow import is_hollow
-from autopar.capture.reached import Path
-from autopar.capture.stand_ins import standing_in
-from autopar.capture.state import preserved, roots_of, snapshot
-from autopar.capture.stateful import refuse_lasting, stateful_modules
-from autopar.capture.unchanged import kept_parameters, unchanged
-from autopar.capture.writes import joined, read_statistics, running_statistics, watched
+from autopar.capture.meta import is_hollow, standing_in
+from autopar.capture.model_state import kept_parameters, unchanged
+from autopar.capture.python_state import Path, preserved, roots_of, snapshot
+from autopar.capture.unsupported import refuse_lasting, stateful_modules
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
 

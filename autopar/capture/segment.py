@@ -28,8 +28,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
-from autopar.capture.joined import joined
-from autopar.capture.units import Units, split_as, split_units
+from autopar.capture.units import Units, joined, split_as, split_units
 from autopar.errors import CaptureError
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")

@@ -1,10 +1,19 @@
-"""RankContext: what a rank knows about itself and its peers."""
+"""RankContext: what a rank knows about itself and its peers.
+
+Devices: which device a rank has, and whether it has it for itself.
+
+Interface: the network interface of this host that leads to another.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
+import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,10 +23,90 @@ import torch.distributed as dist
 
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
-from autopar.ranks.devices import device_of, each_its_own, identity_of
 from autopar.ranks.environment import LaunchedRank
-from autopar.ranks.interface import interface_towards
 from autopar.ranks.meeting import meet
+
+
+def device_of(device_type: str, local_rank: int) -> torch.device:
+    """Return a rank's device, and make it the current one.
+
+    Ranks of a host take its GPUs in turn: a launcher may show each rank its own alone, or ranks may share.
+
+    Raises:
+        UsageError: the host has no such device.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "the plan is for GPUs, and torch finds none on this host; run it where they are, or profile here with "
+            "`device='cpu'`"
+        )
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def identity_of(device: torch.device) -> str:
+    """Return what tells a GPU from every other, on whichever host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def each_its_own(identities: Sequence[str], *, share: bool) -> bool:
+    """Return whether all ranks have different GPUs, given their identities in rank order.
+
+    >>> each_its_own(["a", "b"], share=False), each_its_own(["a", "a"], share=True)
+    (True, False)
+
+    Raises:
+        UsageError: ranks have the same GPU, and are not to share it; names them.
+    """
+    users: dict[str, list[int]] = defaultdict(list)
+    for rank, identity in enumerate(identities):
+        users[identity].append(rank)
+    shared = [ranks for ranks in users.values() if len(ranks) > 1]
+    if shared and not share:
+        ranks = ", ".join(map(str, shared[0]))
+        raise UsageError(
+            f"ranks {ranks} have the same GPU; start no more ranks than there are GPUs, or let them share it: "
+            "`share_gpus=True`"
+        )
+    return not shared
+
+
+_SIOCGIFADDR = 0x8915
+_REQUEST = struct.Struct("16s16x")
+
+
+def interface_towards(address: str, port: int) -> str | None:
+    """Return the name of the interface from which this host reaches the address, or None where it cannot be told.
+
+    That is where the address means this host alone, is IPv6, or the system is not Linux.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Connecting a datagram socket sends nothing; it looks up the route.
+            probe.connect((address, port))
+            own = probe.getsockname()[0]
+            if ipaddress.ip_address(own).is_loopback:
+                return None
+            names = [name for _, name in socket.if_nameindex()]
+            return next((name for name in names if _address(probe, name) == own), None)
+    except OSError:
+        return None
+
+
+def _address(probe: socket.socket, name: str) -> str | None:
+    import fcntl
+
+    try:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, _REQUEST.pack(name.encode()))
+    except OSError:
+        return None
+    # struct ifreq: the name, then a sockaddr_in: family, port, address.
+    return socket.inet_ntoa(answer[20:24])
 
 
 @dataclass(frozen=True)

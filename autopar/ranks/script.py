@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.ranks.context import RankContext, backend_of, joined_from_environment, patience
-from autopar.ranks.devices import device_of
+from autopar.ranks.context import RankContext, backend_of, device_of, joined_from_environment, patience
 from autopar.ranks.environment import launched
 
 

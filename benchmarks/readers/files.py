@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.configured import PREFIX, read_configured
-from autopar.capture.own_code import code_of_file
+from autopar.capture.huggingface import PREFIX, read_configured
+from autopar.capture.source import code_of_file
 from autopar.formats.document import read_text
 from autopar.formats.kind import kind_of
 from autopar.formats.plan import Plan
@@ -23,7 +23,7 @@ from autopar.hardware.clusters import read_cluster
 from autopar.interop.pipedream import pipedream_profile
 from autopar.interop.piper import piper_profile
 from autopar.planner import plan, simulate
-from autopar.profiler.runs import read_runs
+from autopar.profiler.calibrate import read_runs
 from autopar.runtime.result import weights
 from autopar.schedules.expand import expand
 from instances import instance

@@ -18,9 +18,8 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.ranks.channel import Channel
+from autopar.ranks.channel import Channel, open_channels, partners
 from autopar.ranks.context import RankContext
-from autopar.ranks.handshake import open_channels, partners
 from autopar.runtime.messages.copies import Copies, CudaCopies
 from autopar.runtime.messages.transport import (
     GroupTransport,

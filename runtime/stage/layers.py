@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from autopar.capture.data import number_of, seed_data
 from autopar.capture.graph import TensorSpec
-from autopar.capture.seeds import number_of, seed_data
 from autopar.formats.plan import Crossing
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.capture.graph import Layer
-from autopar.capture.place import materialize
+from autopar.capture.meta import materialize
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 

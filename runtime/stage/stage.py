@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.halves import Halves
+from autopar.capture.split_backward import Halves
 from autopar.errors import AutoparError, TrainingError
 
 

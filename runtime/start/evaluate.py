@@ -13,7 +13,7 @@ import torch
 
 from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import TensorSpec
-from autopar.capture.place import materialize
+from autopar.capture.meta import materialize
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.optimizer_settings import Settings
+from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -247,7 +247,7 @@ class Job:
         """
         if self._mesh is None:
             return
-        from autopar.capture.optimizer_trials import divided_trouble, divider
+        from autopar.capture.optimizer import divided_trouble, divider
         from autopar.runtime.stage.sharded import whole
 
         device = self._mesh.device_type

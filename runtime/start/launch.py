@@ -21,9 +21,8 @@ from autopar.ranks.board import FINISHED, STEPPING, Note
 from autopar.ranks.context import RankContext, joined_from_environment
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
-from autopar.ranks.pool import RankPool
+from autopar.ranks.pool import Describe, Doing, RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.ranks.watch import Describe, Doing
 from autopar.runtime.data.loader import sample_count, steps_of_epoch
 from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.result.weights import publish

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.given import check_module
+from autopar.capture.batch import check_module
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.capture.export import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.capture.outline import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.ending import unwinding_aborts

@@ -21,15 +21,14 @@ from typing import Self
 import torch
 from torch import nn
 
-from autopar.capture.batch import named_tensors, row_count
-from autopar.capture.copied import copied
+from autopar.capture.batch import given_model, named_tensors, row_count
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture
-from autopar.capture.given import given_model
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.losses import check_loss, counted_loss
-from autopar.capture.optimizer_settings import Settings
-from autopar.capture.place import release
+from autopar.capture.meta import release
+from autopar.capture.model_state import copied
+from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.doubled import in_double
-from autopar.capture.plain import PlainRun, train_plainly
+from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan

@@ -21,8 +21,8 @@ from typing import Any, TypedDict
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.capture.doubled import doubled
 from autopar.capture.graph import LayerGraph
+from autopar.capture.plain import doubled
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program

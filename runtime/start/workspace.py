@@ -18,15 +18,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.capture.export import capture
+from autopar.capture.data import seed_data
+from autopar.capture.export import capture, outline
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.merged import merged
-from autopar.capture.optimizer_settings import Settings
-from autopar.capture.outline import outline
-from autopar.capture.own_code import check_code
-from autopar.capture.seeds import seed_data
-from autopar.capture.source import UserModel
-from autopar.capture.store import load_graph, save_graph
+from autopar.capture.optimizer import Settings
+from autopar.capture.source import UserModel, check_code
+from autopar.capture.store import load_graph, merged, save_graph
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.result import weights

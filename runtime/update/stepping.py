@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.optimizer_settings import Settings, settings_of
-from autopar.capture.optimizer_trials import needs_all
+from autopar.capture.optimizer import Settings, needs_all, settings_of
 from autopar.capture.source import UserModel
 from autopar.errors import ModelError, UsageError
 from autopar.formats.plan import Plan

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.capture.optimizer_settings import Settings
+from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError
 from autopar.formats.plan import Plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.capture import capture, load, named_tensors
-from autopar.capture.separable import separation
+from autopar.capture.losses import separation
 from autopar.errors import FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture, capture_module, load, materialize_random, release
-from autopar.capture.hollow import hollow_parameters, is_hollow
+from autopar.capture.meta import hollow_parameters, is_hollow
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture_module
 from autopar.capture.check import check_gradients
-from autopar.capture.hollow import hollow_parameters
+from autopar.capture.meta import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
 

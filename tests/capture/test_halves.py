@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.capture.halves import Halves
+from autopar.capture.split_backward import Halves
 from autopar.capture.storages import StorageTracker
 
 

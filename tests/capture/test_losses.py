@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from capture_zoo import MODELS, Chain, build, mean_square
 from torch import nn
 
+from autopar.capture.batch import given_model
 from autopar.capture.export import capture
-from autopar.capture.given import given_model
-from autopar.capture.losses import LossCheck, check_loss
-from autopar.capture.separable import separation
+from autopar.capture.losses import LossCheck, check_loss, separation
 from autopar.errors import ModelError
 
 DEPENDS_ON_ROWS = {"flattened"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture.batch import given_model
 from autopar.capture.export import capture
-from autopar.capture.given import given_model
 
 BATCH = (torch.randn(4, 4), torch.randn(4, 4))
 

@@ -15,7 +15,7 @@ from autopar.capture import segment as cutting
 from autopar.capture.check import check_gradients
 from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
-from autopar.capture.merged import merged
+from autopar.capture.store import merged
 from autopar.capture.units import Units
 
 WIDTH = 6

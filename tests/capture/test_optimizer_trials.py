@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.capture.optimizer_trials import needs_all, tried_divided
+from autopar.capture.optimizer import needs_all, tried_divided
 from autopar.capture.source import UserModel
 
 Parameters = Iterable[nn.Parameter]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.capture.own_code import code_of_file, code_of_module
-from autopar.capture.source import load
+from autopar.capture.source import code_of_file, code_of_module, load
 from autopar.errors import FileError, ModelError
 from autopar.formats.profile import ModelSource
 

@@ -283,8 +283,7 @@ def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from autopar.profiler.estimate import estimate
-    from autopar.profiler.options import ProfileOptions
-    from autopar.profiler.subject import Subject
+    from autopar.profiler.subject import ProfileOptions, Subject
 
     order = []
 

@@ -13,8 +13,7 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner import PlanOptions, plan
 from autopar.profiler.estimate import estimate
-from autopar.profiler.options import ProfileOptions
-from autopar.profiler.subject import prepare
+from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.runtime.start.rehearse import rehearse
 
 Model = tuple[UserModel, LayerGraph, Profile]

@@ -11,9 +11,7 @@ from autopar.formats.own_times import own_times
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.profiler.corrected import corrected
-from autopar.profiler.regathered import regathered, ungathered
-from autopar.profiler.relinked import relinked
+from autopar.profiler.recalibrate import corrected, regathered, relinked, ungathered
 from instances import cost, profile_of
 
 LAYERS = 8

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.profiler.divided import gathering, scattering
-from autopar.profiler.operations import Operation, Pace, time_operation
+from autopar.profiler.operations import Operation, Pace, gathering, scattering, time_operation
 from autopar.ranks.context import RankContext
 
 

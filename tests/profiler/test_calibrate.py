@@ -19,12 +19,10 @@ from autopar.hardware.gpus import find
 from autopar.planner.costs.model import CostModel
 from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
-from autopar.profiler.calibrate import Observation, calibrate, predict
+from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
 from autopar.profiler.estimate import Workload, estimate, profile_of, workload
-from autopar.profiler.options import ProfileOptions
 from autopar.profiler.roofline import Constants, default_constants
-from autopar.profiler.runs import MeasuredRun, read_runs
-from autopar.profiler.subject import Subject, prepare
+from autopar.profiler.subject import ProfileOptions, Subject, prepare
 
 A100 = find("A100")
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

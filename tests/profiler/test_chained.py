@@ -8,10 +8,9 @@ from capture_zoo import build
 
 from autopar.capture import LayerGraph, capture_module, named_tensors
 from autopar.capture.batch import StepModule
-from autopar.profiler.chained import Chained
+from autopar.profiler.device import as_it_is, computing
+from autopar.profiler.layer_runs import Chained, Inputs
 from autopar.profiler.measure import measure, representatives
-from autopar.profiler.passes import Inputs
-from autopar.profiler.precision import as_it_is, computing
 
 CPU = torch.device("cpu")
 

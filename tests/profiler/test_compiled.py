@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from autopar.capture import capture_module, named_tensors
-from autopar.profiler.chained import Chained
-from autopar.profiler.compiled import OF_A_KIND, compiled, compiling
-from autopar.profiler.passes import Inputs
-from autopar.profiler.precision import as_it_is
+from autopar.profiler.device import as_it_is
+from autopar.profiler.layer_runs import OF_A_KIND, Chained, Inputs, compiled, compiling
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),

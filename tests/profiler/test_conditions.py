@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
-from autopar.profiler.clock import clock_of
-from autopar.profiler.compiled import compiling
-from autopar.profiler.conditions import Conditions, observe, parse
-from autopar.profiler.fit import fitted
-from autopar.profiler.options import ProfileOptions
-from autopar.profiler.pinned import pinned
-from autopar.profiler.precision import computing
+from autopar.profiler.device import Conditions, clock_of, computing, observe, parse, pinned
+from autopar.profiler.layer_runs import compiling
+from autopar.profiler.measure import fitted
+from autopar.profiler.subject import ProfileOptions
 
 CPU = torch.device("cpu")
 

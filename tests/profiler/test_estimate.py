@@ -22,15 +22,13 @@ from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner import plan
-from autopar.profiler.cuda_rules import as_on_cuda, attention_kernel
+from autopar.profiler.device import peak_bytes
 from autopar.profiler.estimate import RESERVED_BYTES, estimate, layer_seconds, workload
-from autopar.profiler.kernels import Kernel, KernelLog
-from autopar.profiler.options import ProfileOptions
-from autopar.profiler.passes import LayerPass, record
-from autopar.profiler.peak import peak_bytes
+from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda, attention_kernel
+from autopar.profiler.layer_runs import LayerPass, record
+from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
-from autopar.profiler.subject import Subject, prepare
-from autopar.profiler.update_work import moved_per_number
+from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from autopar.profiler.work import graph_work
 
 A100 = find("A100")

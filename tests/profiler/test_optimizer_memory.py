@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture.source import load
 from autopar.errors import ModelError
-from autopar.profiler.optimizer_memory import OptimizerMemory, optimizer_memory
+from autopar.profiler.optimizer import OptimizerMemory, optimizer_memory
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.py"
 LAYERS = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar.capture import load
-from autopar.profiler import update
-from autopar.profiler.update import measure_updates
+from autopar.profiler import optimizer
+from autopar.profiler.optimizer import measure_updates
 
 MODEL = """
 import torch
@@ -37,10 +37,10 @@ def test_parameters_without_room_are_measured_by_their_first_rows(
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     weights = [torch.nn.Parameter(torch.ones(64, 64)), torch.nn.Parameter(torch.ones(64))]
-    copies, scale = update._copies(weights, room=4 * 64 * 65 // 4)
+    copies, scale = optimizer._copies(weights, room=4 * 64 * 65 // 4)
     assert [tuple(copy.shape) for copy in copies] == [(16, 64), (16,)]
     assert scale == 4.0
-    monkeypatch.setattr(update, "_free_bytes", lambda device: 4000)
+    monkeypatch.setattr(optimizer, "_free_bytes", lambda device: 4000)
     assert (
         measure_updates(load(str(path)), [("large", list(zip("wb", weights, strict=True)))], CPU)["large"].seconds > 0
     )

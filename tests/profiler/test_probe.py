@@ -8,7 +8,7 @@ import pytest
 from autopar.hardware.machines import message_sizes
 from autopar.planner.costs.links import LinkModel
 from autopar.profiler.links import measure_links, measured_cluster
-from autopar.profiler.overlap import slowdowns
+from autopar.profiler.operations import slowdowns
 from autopar.profiler.probe import Measured, MeasuredCurve, Probe, groups_of
 
 

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import capture_module, materialize, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.capture.storages import StorageTracker
-from autopar.profiler.activations import SavedStorages
-from autopar.profiler.passes import LayerPass, record
-from autopar.profiler.peak import peak_bytes
+from autopar.profiler.device import peak_bytes
+from autopar.profiler.layer_runs import LayerPass, SavedStorages, record
 
 
 @pytest.mark.parametrize("name", ["chain", "language", "norms", "skips", "recurrent"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.profiler.topology import node_of_each, parse_topology, topology_notes
+from autopar.profiler.probe import node_of_each, parse_topology, topology_notes
 
 DGX = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from autopar.errors import FileError
 from autopar.ranks.board import STEPPING
+from autopar.ranks.channel import open_channels
 from autopar.ranks.context import RankContext
-from autopar.ranks.handshake import open_channels
 
 CLONE_NEWNET = 0x40000000
 

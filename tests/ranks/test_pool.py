@@ -14,8 +14,7 @@ import pytest
 
 from autopar.errors import AutoparError, FileError, TrainingError
 from autopar.ranks.board import Board, Note
-from autopar.ranks.pool import RankPool
-from autopar.ranks.watch import Doing
+from autopar.ranks.pool import Doing, RankPool
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autopar
-from autopar.capture.given import given_model
+from autopar.capture.batch import given_model
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError
 from autopar.ranks.context import RankContext

@@ -17,8 +17,8 @@ from threads import train_in_threads
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
 from autopar.runtime.data.loader import Prefetch
-from autopar.runtime.execute.execute import Executor, StepRecord
 from autopar.runtime.execute import times as clocks
+from autopar.runtime.execute.execute import Executor, StepRecord
 from autopar.runtime.execute.times import CudaClock, HostClock
 from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings

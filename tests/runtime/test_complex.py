@@ -14,8 +14,7 @@ from dictated import dictate
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Shard
-from autopar.profiler.options import ProfileOptions
-from autopar.profiler.subject import prepare
+from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.transport import sendable
 from autopar.runtime.result.weights import names, read

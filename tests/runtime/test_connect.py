@@ -11,7 +11,7 @@ from test_random_plans import captured, plans
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
-from autopar.ranks.devices import device_of, each_its_own
+from autopar.ranks.context import device_of, each_its_own
 from autopar.runtime.messages.staging import directions, warm_up
 from autopar.runtime.messages.transport import Pending, reducing_groups
 from autopar.runtime.settings import check_sharing

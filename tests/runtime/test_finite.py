@@ -11,8 +11,8 @@ from dictated import dictate
 from threads import train_in_threads
 
 import autopar
+from autopar.capture.batch import given_model
 from autopar.capture.export import capture
-from autopar.capture.given import given_model
 from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan, Shard

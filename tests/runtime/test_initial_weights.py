@@ -11,8 +11,8 @@ import torch
 from dictated import dictate
 from torch import nn
 
-from autopar.capture.outline import outline
-from autopar.capture.seeds import seed_data
+from autopar.capture.data import seed_data
+from autopar.capture.export import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError

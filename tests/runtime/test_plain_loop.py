@@ -13,10 +13,9 @@ from dictated import dictate
 from safetensors.torch import load_file
 from threads import train_in_threads
 
-from autopar.capture.doubled import doubled
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
-from autopar.capture.plain import PlainRun, train_plainly
+from autopar.capture.plain import PlainRun, doubled, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan

@@ -15,8 +15,8 @@ from script_jobs import batches, described, loss, make_model
 from torch import nn
 
 import autopar
+from autopar.capture.data import seed_data
 from autopar.capture.export import capture
-from autopar.capture.seeds import seed_data
 from autopar.capture.source import load
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan, Shard

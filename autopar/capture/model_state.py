@@ -1,14 +1,20 @@
-"""Leave a model as it was: its parameters, its buffers and the random state, whatever its forward writes."""
+"""Leave a model as it was: its parameters, its buffers and the random state, whatever its forward writes.
+
+Copied: a deep copy of a model that may hold tensors which autograd has computed, such as old ``weight_norm``'s.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture.python_state import Path, tensors_reached
 
 
 @contextlib.contextmanager
@@ -83,3 +89,20 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and tensor.layout is torch.strided
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied(model: M) -> M:
+    """Return a deep copy; what autograd has computed is copied without how.
+
+    >>> import warnings
+    >>> from torch.nn.utils import weight_norm
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     layer = weight_norm(nn.Linear(2, 3))
+    >>> copied(layer).weight.shape
+    torch.Size([3, 2])
+    """
+    computed = {id(tensor): tensor for _, tensor in tensors_reached({Path(""): model}) if tensor.grad_fn is not None}
+    return copy.deepcopy(model, {key: tensor.detach().clone() for key, tensor in computed.items()})

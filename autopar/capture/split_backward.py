@@ -7,18 +7,133 @@ runs it again for the rest, and what lies between it and the parameters. So no g
 for bit. A parameter to which several such operators lead (one that is used twice) gets its gradient in the first half,
 since its sum would be taken in another order; the second half only adds it to what is there. The split is that of Qi et
 al., "Zero Bubble Pipeline Parallelism", 2023.
+
+Frontier: where what a backward does for given leaves ends, and what it does for parameters alone begins.
+
+Which tensors between layers a gradient flows back over: those that lead from the loss to something trained.
+
+Nothing is computed: layers run on fake tensors, forwards to find what depends on trained parameters, and the graphs
+that autograd makes of them are walked back from the loss.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.capture.frontier import frontier_of
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.meta import faked_parameter
+
+Edge = tuple[Node, int]
+"""An operator of a backward, and which of the gradients that arrive at it."""
+
+
+class Frontier(NamedTuple):
+    """The parameters of an autograd graph, by what leads to them from the operators between its roots and the leaves.
+
+    A parameter belongs to one such operator or root, if nothing else leads to it nor to another parameter by the same
+    way; all others are shared. A parameter is where the graph ends.
+    """
+
+    deferred: dict[Node, list[GradientEdge]]
+    """Operators between roots and leaves, and the parameters that belong to them."""
+    outer: list[int]
+    """Indices of roots to which parameters belong, and that lead to nothing else."""
+    shared: list[GradientEdge]
+    reached: bool
+    """Whether any leaf can be reached."""
+
+
+def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Frontier:
+    """Walk the graph behind some roots, and find where it parts."""
+    edges = walk(edge.node for edge in roots)
+    inside = _leading(edges, leaves)
+    if not inside:
+        return Frontier({}, list(range(len(roots))), [], reached=False)
+    ways: list[tuple[Node | int, dict[Node, None]]] = [
+        (index, _ends(edges, root.node)) for index, root in enumerate(roots) if root.node not in inside
+    ]
+    for node in edges:
+        if node in inside:
+            leaving = dict.fromkeys(after for after, _ in edges[node] if after not in inside)
+            ways += [(node, _ends(edges, after)) for after in leaving]
+    shared = _shared(ways)
+    deferred: dict[Node, dict[Node, None]] = defaultdict(dict)
+    outer = []
+    for source, parameters in ways:
+        if not parameters.keys() & shared.keys():
+            if isinstance(source, int):
+                outer.append(source)
+            else:
+                deferred[source].update(parameters)
+    operators = {node: [GradientEdge(end, 0) for end in ends] for node, ends in deferred.items()}
+    return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reached=True)
+
+
+def walk(roots: Iterable[Node]) -> dict[Node, list[Edge]]:
+    """Return the edges of every operator behind some."""
+    found: dict[Node, list[Edge]] = {}
+    ahead = list(roots)
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found[node] = [(after, index) for after, index in node.next_functions if after is not None]
+            ahead += [after for after, _ in found[node]]
+    return found
+
+
+def _leading(edges: Mapping[Node, list[Edge]], leaves: Iterable[Node]) -> set[Node]:
+    """Return the operators from which a leaf can be reached, leaves included."""
+    before: dict[Node, list[Node]] = defaultdict(list)
+    for node, following in edges.items():
+        for after, _ in following:
+            before[after].append(node)
+    found: set[Node] = set()
+    ahead = [leaf for leaf in leaves if leaf in edges]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead += before[node]
+    return found
+
+
+def _ends(edges: Mapping[Node, list[Edge]], start: Node) -> dict[Node, None]:
+    """Return where the graph ends behind an operator, in order."""
+    found: dict[Node, None] = {}
+    ahead = [start]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found[node] = None
+            ahead += [after for after, _ in edges[node]]
+    return {node: None for node in found if not edges[node]}
+
+
+def _shared(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
+    """Return the parameters to which several sources lead, and all to which ways to those lead as well, in order."""
+    sources: dict[Node, set[Node | int]] = defaultdict(set)
+    for source, parameters in ways:
+        for parameter in parameters:
+            sources[parameter].add(source)
+    found = dict.fromkeys(parameter for parameter, leading in sources.items() if len(leading) > 1)
+    grown = bool(found)
+    while grown:
+        grown = False
+        for _, parameters in ways:
+            if parameters.keys() & found.keys() and not parameters.keys() <= found.keys():
+                found.update(parameters)
+                grown = True
+    return found
+
 
 Start = tuple[GradientEdge, torch.Tensor]
 """Where a backward starts, and with which gradient."""
@@ -205,3 +320,56 @@ class _Again:
             )
         finally:
             hook.remove()
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class _Reach(NamedTuple):
+    """Of every output of a layer: whether it requires a gradient, and the inputs that its backward leads to."""
+
+    requires_grad: bool
+    inputs: frozenset[int]
+
+
+def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
+    """Return for every output of a layer whether a gradient flows back from its readers.
+
+    That a tensor requires a gradient does not tell: what reads it may detach it, or lead to no loss. Layers that are
+    alike, and whose inputs require gradients alike, are looked at once.
+    """
+    shapes = {tensor.name: (tensor.shape(2), tensor.dtype) for tensor in graph.tensors}
+    required = dict.fromkeys(graph.inputs, False)
+    seen: dict[tuple[str, tuple[bool, ...]], tuple[_Reach, ...]] = {}
+    reaches: list[tuple[Layer, tuple[_Reach, ...]]] = []
+    for layer in graph.layers:
+        flags = tuple(required[name] for name in layer.inputs)
+        key = layer.fingerprint, flags
+        if key not in seen:
+            seen[key] = _reaches(layer, flags, shapes)
+        reaches.append((layer, seen[key]))
+        required |= {name: each.requires_grad for name, each in zip(layer.outputs, seen[key], strict=True)}
+    flows = {graph.outputs[0]}
+    for layer, found in reversed(reaches):
+        for name, reach in zip(layer.outputs, found, strict=True):
+            if name in flows:
+                flows |= {layer.inputs[index] for index in reach.inputs}
+    return {name: name in flows for layer, _ in reaches for name in layer.outputs}
+
+
+def _reaches(layer: Layer, flags: tuple[bool, ...], shapes: Shapes) -> tuple[_Reach, ...]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    held: dict[str, Any] = {name: faked_parameter(mode, value) for name, value in layer.module.named_parameters()}
+    held |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
+    with mode:
+        inputs = []
+        for name, flag in zip(layer.inputs, flags, strict=True):
+            shape, dtype = shapes[name]
+            inputs.append(torch.empty(shape, dtype=dtype).requires_grad_(flag))
+        outputs = torch.func.functional_call(layer.module, held, (2, *inputs))
+    leaves = {get_gradient_edge(leaf).node: index for index, leaf in enumerate(inputs) if flags[index]}
+    found = []
+    for output in outputs:
+        known = walk([get_gradient_edge(output).node]) if output.requires_grad else {}
+        found.append(_Reach(bool(output.requires_grad), frozenset(at for leaf, at in leaves.items() if leaf in known)))
+    return tuple(found)

@@ -19,8 +19,7 @@ from torch import nn
 from autopar.capture.batch import model_arguments, named_tensors, rebuild
 from autopar.capture.fallback import ListedLayer, Listing
 from autopar.capture.graph import LayerGraph
-from autopar.capture.hollow import is_hollow
-from autopar.capture.stand_ins import standing_in
+from autopar.capture.meta import is_hollow, standing_in
 
 NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
 

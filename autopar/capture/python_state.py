@@ -1,0 +1,535 @@
+"""Python state: values outside of tensors that a forward reaches, as they are at a moment, by path.
+
+``M.state['n']`` is in an attribute of the model M, ``closure variable n of loss`` in a function, ``global COUNT of
+model.py`` in a file of the user's own. Values are compared by structure, never by ``==``, which may be costly, raise,
+or give no truth value. Globals of installed packages are not looked at, nor what C extensions keep.
+
+Reached: what Python code reaches from a value: attributes, items, closures, and globals of the user's own files.
+
+Restore: put Python state back as it was, so that training starts where plain training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import random
+import re
+import sys
+import sysconfig
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os.path import abspath, basename, dirname, sep
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+Parts = Iterator[tuple["Path", object]]
+
+_FOLDERS = [path for name, path in sysconfig.get_paths().items() if name.endswith(("stdlib", "lib"))]
+_INSTALLED = tuple(abspath(path) + sep for path in (*_FOLDERS, dirname(inspect.__file__), dirname(dirname(__file__))))
+_OPAQUE = {"torch", "logging", "threading", "weakref", "_weakref", "io", "_io", "re", "inspect", "ctypes"}
+"""Packages whose objects keep what no forward computes with: locks, guards, open files."""
+_OF_MODULES = set(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
+
+
+@dataclass(frozen=True)
+class Path:
+    """Where a value is.
+
+    >>> print(Path("COUNT", "global ", " of model.py").item("n"))
+    global COUNT['n'] of model.py
+    """
+
+    inner: str
+    before: str = ""
+    behind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.before}{self.inner}{self.behind}"
+
+    def attribute(self, name: str) -> Path:
+        """Return that of an attribute."""
+        return Path(f"{self.inner}.{name}", self.before, self.behind)
+
+    def item(self, key: object) -> Path:
+        """Return that of an item."""
+        text = repr(key) if isinstance(key, (str, int, float, bool, bytes, type(None))) else type(key).__name__
+        return Path(f"{self.inner}[{text}]", self.before, self.behind)
+
+    def holders(self) -> Iterator[Path]:
+        """Yield the paths of what holds this, outermost first.
+
+        >>> [path.inner for path in Path("M.state['n']").holders()]
+        ['M', 'M.state']
+        """
+        for place, letter in enumerate(self.inner):
+            if letter in ".[":
+                yield Path(self.inner[:place], self.before, self.behind)
+
+    def named_by(self, names: tuple[str, ...]) -> bool:
+        """Tell whether one of the names is this path's."""
+        return any(map(self.named, names))
+
+    def named(self, name: str) -> bool:
+        """Tell whether a name is this path's, or that of something on the way; ``*`` stands for anything.
+
+        What is before and behind may be left out, and so may the model's class.
+
+        >>> counter = Path("Net.blocks.3.state['n']")
+        >>> [counter.named(name) for name in ("Net.blocks.3.state['n']", "blocks.3.state", "blocks.*.state", "n")]
+        [True, True, True, False]
+        >>> [Path("COUNT", "global ", " of model.py").named(name) for name in ("COUNT", "global COUNT of model.py")]
+        [True, True]
+        """
+        if self.before and name.startswith(self.before) and name.endswith(self.behind):
+            name = name[len(self.before) : len(name) - len(self.behind)]
+        pattern = ".*".join(map(re.escape, name.split("*"))) + r"(?=$|[.\[])"
+        return any(re.match(pattern, text) for text in (self.inner, self.inner.partition(".")[2]))
+
+
+def parts_of(path: Path, value: Any) -> Parts:  # noqa: ANN401
+    """Return what a value reaches in a single step, each with its path."""
+    if isinstance(value, ModuleType):
+        return
+    if isinstance(value, type):
+        yield from _of_class(value)
+        return
+    hidden = _hidden(value)
+    if hidden is not None:
+        yield from ((path.attribute(name), item) for name, item in hidden.items())
+        return
+    yield from _of_container(path, value)
+    yield from _of_callable(path, value)
+    yield from ((path.attribute(name), item) for name, item in attributes_of(value).items())
+    if isinstance(value, nn.Module):
+        yield from ((path.attribute(name), child) for name, child in value._modules.items())
+    if is_own(sys.modules.get(type(value).__module__)):
+        yield Path(type(value).__name__, "class "), type(value)
+
+
+def attributes_of(value: Any) -> dict[str, object]:  # noqa: ANN401
+    """Return an object's attributes: of a module those that are none of torch's, of a class of the user's own all."""
+    kind = type(value)
+    if isinstance(value, type):
+        own = vars(value) if is_own(sys.modules.get(value.__module__)) else {}
+        return {name: item for name, item in own.items() if callable(item) or not name.startswith("__")}
+    if kind.__module__.partition(".")[0] in _OPAQUE and not isinstance(value, nn.Module):
+        return {}
+    found = dict(getattr(value, "__dict__", None) or {})
+    if isinstance(value, nn.Module):
+        found = {name: item for name, item in found.items() if name not in _OF_MODULES}
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ()) if is_own(sys.modules.get(base.__module__)) else ()
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                found[slot] = getattr(value, slot)
+    return found
+
+
+def _of_class(value: type) -> Parts:
+    """A class of the user's own: its attributes, and what its methods reach."""
+    for kind in value.__mro__:
+        at = Path(kind.__name__, "class attribute ")
+        yield from ((at.attribute(name), item) for name, item in attributes_of(kind).items())
+
+
+def _of_container(path: Path, value: Any) -> Parts:  # noqa: ANN401
+    if isinstance(value, (dict, MappingProxyType)):
+        yield from ((path.item(key), item) for key, item in list(value.items()))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from ((path.item(index), item) for index, item in enumerate(list(value)))
+    elif isinstance(value, numpy.ndarray) and value.dtype == object:
+        yield from ((path.item(index), item) for index, item in enumerate(value.flat))
+
+
+def _hidden(value: Any) -> dict[str, object] | None:  # noqa: ANN401
+    """Return what objects that are written in C keep; none of other objects."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        return {} if frame is None else {"line": frame.f_lasti, "locals": dict(frame.f_locals)}
+    if isinstance(value, random.Random):
+        return {"state": value.getstate()}
+    if isinstance(value, numpy.random.Generator):
+        return {"state": value.bit_generator.state}
+    if isinstance(value, numpy.random.RandomState):
+        return {"state": value.get_state(legacy=False)}
+    counted = isinstance(value, (itertools.count, itertools.repeat))
+    if counted or not hasattr(type(value), "__next__") or hasattr(value, "__dict__"):
+        return None
+    with warnings.catch_warnings():
+        # Python is going to lose this of the iterators of itertools.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            return {"place": value.__reduce__()}
+        except Exception:
+            return {}
+
+
+def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
+    if isinstance(value, MethodType):
+        yield path, value.__func__
+        yield path.attribute("__self__"), value.__self__
+    elif isinstance(value, functools.partial):
+        yield path.attribute("func"), value.func
+        yield path.attribute("args"), value.args
+        yield path.attribute("keywords"), value.keywords
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield path, value.__func__
+    elif isinstance(value, property):
+        yield from ((path, function) for function in (value.fget, value.fset) if function is not None)
+    elif isinstance(value, CellType):
+        try:
+            yield path, value.cell_contents
+        except ValueError:
+            # The variable has no value yet.
+            return
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif callable(value) and not isinstance(value, nn.Module):
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
+        if inspect.isfunction(wrapped):
+            yield path, wrapped
+
+
+def _of_function(value: FunctionType) -> Parts:
+    name, code = value.__name__, value.__code__
+    for variable, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
+        yield Path(variable, "closure variable ", f" of {name}"), cell
+    names, defaults = code.co_varnames[: code.co_argcount], value.__defaults__ or ()
+    named = [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(value.__kwdefaults__ or {}).items()]
+    yield from ((Path(variable, "default ", f" of {name}"), item) for variable, item in named)
+    for variables, variable in globals_of(value):
+        file = basename(variables.get("__file__") or "") or str(variables.get("__name__"))
+        yield Path(variable, "global ", f" of {file}"), variables[variable]
+
+
+def globals_of(value: FunctionType) -> list[tuple[dict[str, Any], str]]:
+    """Return the globals of the user's own files that a function names, as names in the files' variables."""
+    return list(_named(_names(value.__code__), value.__globals__, set()))
+
+
+def _named(names: frozenset[str], variables: dict[str, Any], seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
+    if id(variables) in seen or not _own(variables.get("__file__"), variables.get("__name__")):
+        return
+    seen.add(id(variables))
+    for name in sorted(names & variables.keys()):
+        if isinstance(variables[name], ModuleType):
+            yield from _named(names, vars(variables[name]), seen)
+        elif not name.startswith("__"):
+            yield variables, name
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names and texts in a function, and in those within it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, CodeType):
+            found |= _names(constant)
+    return frozenset(found)
+
+
+def is_own(module: ModuleType | None) -> bool:
+    """Tell whether a module is of the user's own files, and not of an installed package."""
+    return module is not None and _own(getattr(module, "__file__", None), module.__name__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _own(file: str | None, name: str | None) -> bool:
+    if file is None:
+        # Typed in, or of a notebook.
+        return name == "__main__"
+    path = abspath(file)
+    installed = any(f"{sep}{folder}{sep}" in path for folder in ("site-packages", "dist-packages"))
+    return not (installed or path.startswith(_INSTALLED))
+
+
+_NONE = object()
+
+
+def restorers(value: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
+    """Yield what puts a single value back as it is now; nothing for iterators, which cannot be put back."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter) and not value.is_inference():
+            yield _written_back(value)
+        return
+    if isinstance(value, (list, deque, dict, set, bytearray)):
+        yield _refilled(value)
+    elif isinstance(value, numpy.ndarray):
+        array = value.copy()
+        yield lambda: _copied(value, array)
+    elif isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)):
+        yield _rewound(value)
+    elif isinstance(value, CellType):
+        yield from _refound(value)
+    elif isinstance(value, FunctionType):
+        yield from (_reassigned(variables, name) for variables, name in globals_of(value))
+    yield _with_attributes(value)
+
+
+def _written_back(tensor: torch.Tensor) -> Callable[[], None]:
+    copied, version = tensor.detach().clone(), tensor._version
+
+    def put_back() -> None:
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.copy_(copied)
+
+    return put_back
+
+
+def _copied(array: numpy.ndarray, before: numpy.ndarray) -> None:
+    if array.flags.writeable:
+        array[...] = before
+
+
+def _refilled(container: Any) -> Callable[[], None]:  # noqa: ANN401
+    before = list(container.items() if isinstance(container, dict) else container)
+
+    def put_back() -> None:
+        container.clear()
+        (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+
+    return put_back
+
+
+def _rewound(generator: Any) -> Callable[[], None]:  # noqa: ANN401
+    if isinstance(generator, random.Random):
+        state = generator.getstate()
+        return lambda: generator.setstate(state)
+    if isinstance(generator, numpy.random.Generator):
+        bits = generator.bit_generator.state
+        return lambda: setattr(generator.bit_generator, "state", bits)
+    found = generator.get_state()
+    return lambda: generator.set_state(found)
+
+
+def _refound(cell: CellType) -> Iterator[Callable[[], None]]:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        # The variable has no value yet.
+        return
+    yield lambda: setattr(cell, "cell_contents", content)
+
+
+def _reassigned(variables: dict[str, Any], name: str) -> Callable[[], None]:
+    value = variables[name]
+    return lambda: variables.update({name: value})
+
+
+def _with_attributes(value: Any) -> Callable[[], None]:  # noqa: ANN401
+    before = attributes_of(value)
+
+    def put_back() -> None:
+        for name, item in attributes_of(value).items():
+            if name not in before:
+                delattr(value, name)
+            elif item is not before[name]:
+                _assign(value, name, before[name])
+        for name in before.keys() - attributes_of(value).keys():
+            _assign(value, name, before[name])
+
+    return put_back
+
+
+def _assign(value: Any, name: str, item: object) -> None:  # noqa: ANN401
+    """Set an attribute, and nothing that its class may do when it is set."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        setattr(value, name, item)
+    else:
+        value.__dict__[name] = item
+
+
+Roots = Mapping[Path, object]
+"""Where walks begin: a model and its loss, by the names that paths are to begin with."""
+
+MOST_OBJECTS = 200_000
+"""A walk ends there; nearer objects come first."""
+SHORT = 32
+"""Longer containers of numbers and texts are compared as one."""
+LARGEST_ARRAY_BYTES = 2**26
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...))
+_SHOWN = (itertools.count, itertools.repeat, range, slice, torch.dtype, torch.device, numpy.generic)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """What roots reached."""
+
+    values: dict[Path, list[object]] = field(default_factory=dict)
+    """Something that is equal as long as the value is the same; closures of one name have one path."""
+    tensors: dict[Path, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
+    """With how often they had been written."""
+    restorers: list[Callable[[], None]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Put back the values that are kept; iterators stay where they are."""
+        for put_back in self.restorers:
+            put_back()
+
+
+def roots_of(model: nn.Module, loss: Callable[..., Any] | None) -> dict[Path, object]:
+    """Return where the walk through a model's and its loss's state begins."""
+    return {Path(type(model).__name__): model} | ({} if loss is None else {Path("loss"): loss})
+
+
+def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) -> Snapshot:
+    """Note the state that the roots reach; that of paths that are ``kept`` can be restored."""
+    found = Snapshot()
+    for path, value, before in _walk(roots):
+        if isinstance(value, torch.Tensor):
+            found.tensors.setdefault(path, []).append((value, 0 if value.is_inference() else value._version))
+        else:
+            token = _token(value) if before is None else ("same", before)
+            found.values.setdefault(path, []).append(token)
+        if before is None and not isinstance(value, _ATOMS) and kept(path):
+            with contextlib.suppress(Exception):
+                found.restorers.extend(restorers(value))
+    return found
+
+
+def tensors_reached(roots: Roots) -> list[tuple[Path, torch.Tensor]]:
+    """Return the tensors that the roots reach, but for parameters and buffers where modules register them."""
+    return [(path, value) for path, value, _ in _walk(roots) if isinstance(value, torch.Tensor)]
+
+
+def contents(value: object) -> dict[Path, list[object]]:
+    """Return something that is equal for values, such as samples of data, that hold the same."""
+    found: dict[Path, list[object]] = {}
+    for path, part, before in _walk({Path(""): value}):
+        tensor = isinstance(part, torch.Tensor) and part.layout is torch.strided
+        token = _tensor_token(part) if tensor else _token(part) if before is None else ("same", before)
+        found.setdefault(path, []).append(token)
+    return found
+
+
+def _tensor_token(value: Any) -> object:  # noqa: ANN401
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return value.shape, value.dtype, zlib.crc32(flat.numpy().tobytes())
+
+
+@contextlib.contextmanager
+def preserved(roots: Roots, ignored: tuple[str, ...]) -> Iterator[Snapshot]:
+    """Put the state that the roots reach back at the end of the block, but for what is ignored: the user's logs."""
+    before = snapshot(roots, lambda path: not path.named_by(ignored))
+    try:
+        yield before
+    finally:
+        before.restore()
+
+
+def _walk(roots: Roots) -> Iterator[tuple[Path, object, Path | None]]:
+    """Yield everything that the roots reach, nearest first, and the path where it has been yielded before."""
+    first: dict[int, Path] = {}
+    # Held to the end, for the address of a value that is gone may be another's.
+    held: list[object] = []
+    waiting: deque[tuple[Path, object]] = deque(roots.items())
+    while waiting and len(held) < MOST_OBJECTS:
+        path, value = waiting.popleft()
+        held.append(value)
+        if isinstance(value, (*_ATOMS, torch.Tensor)):
+            yield path, value, None
+        elif id(value) in first:
+            yield path, value, first[id(value)]
+        else:
+            first[id(value)] = path
+            yield path, value, None
+            # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
+            with contextlib.suppress(Exception):
+                waiting.extend([] if _is_plain(value) else list(parts_of(path, value)))
+
+
+def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
+    """Return the paths whose values differ, and how.
+
+    Of a value that is there before and after, and of what it holds, the innermost path is named; of one that is there
+    only once, the outermost.
+    """
+    one, other = before.values, after.values
+    differing = [path for path in one | other if one.get(path) != other.get(path)]
+    differing += _moved(before, after)
+    lasting = {path for path in differing if path in one and path in other}
+    holders, every = {holder for path in lasting for holder in path.holders()}, set(differing)
+    kept = [
+        path for path in differing if (path not in holders if path in lasting else every.isdisjoint(path.holders()))
+    ]
+    return {path: _change(one.get(path, []), other.get(path, [])) for path in kept}
+
+
+def _moved(before: Snapshot, after: Snapshot) -> list[Path]:
+    """Return the paths of tensors that were at other paths before; new tensors are no state until one is read."""
+    known = {id(tensor) for tensors in before.tensors.values() for tensor, _ in tensors}
+    found = []
+    for path in before.tensors.keys() & after.tensors.keys():
+        pairs = zip(before.tensors[path], after.tensors[path], strict=False)
+        if any(one is not other and id(other) in known for (one, _), (other, _) in pairs):
+            found.append(path)
+    return sorted(found, key=str)
+
+
+def _change(before: list[object], after: list[object]) -> str:
+    for pair in zip(before, after, strict=False):
+        shown = [token[1] for token in pair if isinstance(token, tuple) and token[0] in _ATOMS]
+        if len(shown) == 2 and pair[0] != pair[1]:
+            return f"changes from {shown[0]:.40} to {shown[1]:.40}"
+    return "changes"
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a container is long, and holds numbers and texts only."""
+    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or len(value) <= SHORT:
+        return False
+    items: Iterator[object] = itertools.chain(value, value.values()) if isinstance(value, dict) else iter(value)
+    return set(map(type, items)).issubset(_ATOMS)
+
+
+def _token(value: Any) -> object:  # noqa: ANN401
+    kind = type(value).__qualname__
+    if isinstance(value, _ATOMS):
+        return type(value), repr(value)
+    if _is_plain(value) or isinstance(value, bytearray):
+        return kind, len(value), zlib.crc32(repr(value).encode("utf-8", "replace"))
+    if isinstance(value, dict):
+        return kind, tuple(_key(key) for key in value)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(_key(item) for item in value), len(value)
+    if isinstance(value, (list, tuple, deque)):
+        return kind, len(value)
+    if isinstance(value, numpy.ndarray) and value.dtype != object and value.nbytes <= LARGEST_ARRAY_BYTES:
+        return kind, value.shape, str(value.dtype), zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+    if isinstance(value, torch.Generator):
+        return kind, zlib.crc32(value.get_state().numpy().tobytes())
+    if isinstance(value, _SHOWN):
+        return kind, repr(value)
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else None
+        return kind, value.__module__, value.__qualname__, line
+    if isinstance(value, nn.Module):
+        # Modules that are alike have other parameters.
+        return kind, id(value), tuple(map(id, value._parameters.values()))
+    return kind, None
+
+
+def _key(key: object) -> object:
+    return (type(key), repr(key)) if isinstance(key, _ATOMS) else type(key).__qualname__

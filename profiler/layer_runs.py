@@ -1,0 +1,463 @@
+"""One layer on given inputs: its forward and backward as the runtime performs them.
+
+What a layer keeps from its forward to its backward, by storage.
+
+Chained: layers run as a training step runs them, with a clock read between them.
+
+Every layer computes on what the layer before it has just made, and its backward starts from what the layer after it
+has just sent back; all forwards precede all backwards, what a backward is done with is freed, and gradients are new in
+every step. So caches, memory and allocator are in the state in which a plain step finds them, which the times of a
+layer that is run again and again on the same tensors are not.
+
+One layer at a time, of a model that is larger than memory: given weights, measured, and emptied again.
+
+Layers compiled with ``torch.compile``, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError
+from torch.autograd.graph import get_gradient_edge
+
+from autopar.capture import Layer, LayerGraph, materialize_random, release
+from autopar.capture.split_backward import Halves
+from autopar.errors import AutoparError, CaptureError, UsageError
+from autopar.profiler.device import Computing, Time, as_it_is, clock_of
+
+
+class SavedStorages:
+    """Records the storages that autograd saves, each once, parameters and buffers excluded.
+
+    >>> x = torch.ones(4, requires_grad=True)
+    >>> saved = SavedStorages("layer", [])
+    >>> with saved.recording():
+    ...     y = x.exp()
+    >>> saved.named({"x": x}, {"y": y})
+    {'y': 16}
+    """
+
+    def __init__(self, layer: str, excluded: Iterable[torch.Tensor]) -> None:
+        self._layer = layer
+        self._excluded = {storage_key(tensor) for tensor in excluded}
+        self._bytes: dict[int, int] = {}
+        # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
+        self._held: list[torch.UntypedStorage] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is saved inside the block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_key(tensor)
+        if key not in self._excluded and key not in self._bytes and tensor.untyped_storage().nbytes():
+            self._bytes[key] = tensor.untyped_storage().nbytes()
+            self._held.append(tensor.untyped_storage())
+        return tensor
+
+    def named(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Return bytes by name: a storage of an input or output has its name, others are ``layer#0``, ``#1`` ..."""
+        names: dict[int, str] = {}
+        for name, tensor in (*inputs.items(), *outputs.items()):
+            names.setdefault(storage_key(tensor), name)
+        own = (f"{self._layer}#{index}" for index in range(len(self._bytes)))
+        return {names.get(key) or next(own): size for key, size in self._bytes.items()}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tensors of one storage have in common."""
+    # Not the address of the bytes: fake and meta tensors have none.
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors that one layer reads at one micro-batch size, detached; and which of them carry a gradient."""
+
+    rows: int
+    tensors: Mapping[str, torch.Tensor]
+    gradient: Mapping[str, bool]
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as leaves of a tape, on the same storages."""
+        return {name: tensor.detach().requires_grad_(self.gradient[name]) for name, tensor in self.tensors.items()}
+
+
+class LayerPass:
+    """One forward and then one backward of a layer."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        inputs: Inputs,
+        loss: tuple[str, ...],
+        computing: Computing = as_it_is,
+        leaves: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Prepare a pass.
+
+        Args:
+            layer: what runs.
+            inputs: what it runs on.
+            loss: the names of the graph's loss outputs.
+            computing: makes the context that the forward runs in.
+            leaves: what it runs on instead, where other layers add to the same inputs' gradients.
+        """
+        self.layer, self._rows, self._computing = layer, inputs.rows, computing
+        # The backward starts from the loss itself, never from the count beside it.
+        self._ignored = set(loss[1:])
+        self.inputs = inputs.leaves() if leaves is None else dict(leaves)
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.roots: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def forward(self) -> None:
+        with self._computing():
+            values = self.layer.module(self._rows, *self.inputs.values())
+        self.outputs = dict(zip(self.layer.outputs, values, strict=True))
+
+    def prepare_backward(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Take the gradients of the outputs, which the runtime is sent; make ones where none are given."""
+        known = gradients or {}
+        self.roots = {
+            name: tensor for name, tensor in self.outputs.items() if tensor.requires_grad and name not in self._ignored
+        }
+        self.gradients = {
+            name: known[name] if name in known else torch.ones_like(tensor) for name, tensor in self.roots.items()
+        }
+
+    def backward(self) -> None:
+        """Run the backward, which fills the parameters' gradients or adds to them."""
+        if self.roots:
+            torch.autograd.backward(list(self.roots.values()), list(self.gradients.values()))
+
+    def whole(self) -> None:
+        """Run forward and backward, keeping no more alive than the runtime does."""
+        self.forward()
+        self.prepare_backward()
+        self.outputs = {}
+        self.backward()
+
+
+class SplitPass(LayerPass):
+    """One forward of a layer, and its backward in two halves.
+
+    A layer none of whose inputs carries a gradient has no first half, one without trained parameters no second: the
+    other is the whole backward.
+    """
+
+    def forward(self) -> None:
+        self._halves = Halves()
+        with self._halves.recording():
+            super().forward()
+
+    def backward_input(self) -> None:
+        """Compute the gradients of the inputs, and add them to those that are there."""
+        leaves = [tensor for tensor in self.inputs.values() if tensor.requires_grad]
+        edges = [get_gradient_edge(root) for root in self.roots.values()]
+        found = self._halves.input(edges, list(self.gradients.values()), leaves)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self.roots, self.gradients = {}, {}
+
+    def backward_weight(self) -> None:
+        """Compute the gradients of the parameters, or add to them."""
+        self._halves.weight()
+
+    def pending_bytes(self) -> int:
+        """Run as far as the first half; return the bytes that are held for the second, parameters excluded."""
+        self.forward()
+        self.prepare_backward()
+        self.outputs = {}
+        self.backward_input()
+        module = self.layer.module
+        excluded = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        found = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self._halves.pending()}
+        return sum(size for key, size in found.items() if key not in excluded)
+
+
+@dataclass(frozen=True)
+class LayerRecording:
+    """What one forward of one layer showed."""
+
+    saved: dict[str, int]
+    """Bytes kept for the backward, by storage."""
+    output_bytes: int
+    made: dict[str, tuple[torch.dtype, int]]
+    """Type and bytes of the crossing tensors among its outputs, as they were made."""
+    outputs: dict[str, torch.Tensor]
+
+
+@dataclass
+class Recording:
+    """What one forward of all layers at one micro-batch size showed, by layer."""
+
+    inputs: dict[str, Inputs] = field(default_factory=dict)
+    saved: dict[str, dict[str, int]] = field(default_factory=dict)
+    output_bytes: dict[str, int] = field(default_factory=dict)
+    made: dict[str, tuple[torch.dtype, int]] = field(default_factory=dict)
+    """By crossing tensor."""
+
+
+def record_layer(
+    layer: Layer, inputs: Inputs, loss: tuple[str, ...], crossing: set[str], computing: Computing = as_it_is
+) -> LayerRecording:
+    """Run one layer forward.
+
+    ``crossing`` names the tensors whose storages are named after them; other outputs (the loss) are not.
+
+    Raises:
+        CaptureError: the layer, captured without autocast, does not run as ``computing`` wants it.
+    """
+    work = LayerPass(layer, inputs, loss, computing)
+    storages = SavedStorages(layer.name, (*layer.module.parameters(), *layer.module.buffers()))
+    try:
+        with storages.recording():
+            work.forward()
+    except (AutoparError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"layer {layer.name} does not run on {inputs.rows} sample{'s' if inputs.rows > 1 else ''}: "
+            f"{' '.join(str(error).split())[:200]}; it must run on any number; with `precision`, types that a forward "
+            "reads (torch.finfo(x.dtype)) are those without autocast: mask with -inf, give no dtypes"
+        ) from error
+    outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
+    return LayerRecording(
+        saved=storages.named(work.inputs, outputs),
+        output_bytes=sum(tensor.nbytes for tensor in work.outputs.values()),
+        made={name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()},
+        outputs=work.outputs,
+    )
+
+
+def record(
+    graph: LayerGraph, batch: Mapping[str, torch.Tensor], crossing: set[str], computing: Computing = as_it_is
+) -> Recording:
+    """Run all layers forward once, each as :func:`record_layer` does."""
+    rows = int(next(iter(batch.values())).shape[0])
+    known = dict(batch)
+    gradient = dict.fromkeys(batch, False)
+    found = Recording()
+    for layer in graph.layers:
+        read = {name: known[name] for name in layer.inputs}
+        inputs = Inputs(rows, read, {name: gradient[name] for name in read})
+        one = record_layer(layer, inputs, graph.outputs, crossing, computing)
+        found.inputs[layer.name], found.saved[layer.name] = inputs, one.saved
+        found.output_bytes[layer.name] = one.output_bytes
+        found.made |= one.made
+        for name, tensor in one.outputs.items():
+            known[name], gradient[name] = tensor.detach(), tensor.requires_grad
+    return found
+
+
+_P = TypeVar("_P", bound=LayerPass)
+Times = Sequence[tuple[Layer, Time, Time]]
+"""A layer with two times; those of one step, in the order of the layers."""
+
+
+class Chained:
+    """Some layers of a graph, in order; not every one needs the one before it to be there."""
+
+    def __init__(
+        self, layers: Sequence[Layer], loss: tuple[str, ...], computing: Computing, device: torch.device
+    ) -> None:
+        self.layers = tuple(layers)
+        self._loss, self._computing, self._device = loss, computing, device
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the tensors that the layers read and none of them makes."""
+        made = {name for layer in self.layers for name in layer.outputs}
+        return tuple(dict.fromkeys(name for layer in self.layers for name in layer.inputs if name not in made))
+
+    def step(self, given: Inputs) -> Times:
+        """Run one step on the missing tensors; return the times of forwards and backwards."""
+        clock = clock_of(self._device)
+        tape = _Tape(given)
+        self._forget_gradients()
+        passes = []
+        for layer in self.layers:
+            passes.append(self._pass(layer, tape, LayerPass))
+            clock.time(passes[-1].forward)
+            tape.add(passes[-1].outputs)
+        while passes:
+            work = passes.pop()
+            tape.end(work)
+            clock.time(work.backward)
+        times = clock.times()
+        return list(zip(self.layers, times, reversed(times), strict=False))
+
+    def recomputed(self, given: Inputs) -> list[tuple[Layer, Time]]:
+        """Run one step that keeps no activations; return the times of the forwards that its backwards run again."""
+        clock = clock_of(self._device)
+        tape = _Tape(given)
+        self._forget_gradients()
+        for layer in self.layers:
+            work = self._pass(layer, tape, LayerPass)
+            self._seeded(work)
+            tape.add(work.outputs)
+        for layer in reversed(self.layers):
+            work = self._pass(layer, tape, LayerPass)
+            clock.time(partial(self._seeded, work))
+            tape.end(work)
+            work.backward()
+        return list(zip(self.layers, reversed(clock.times()), strict=True))
+
+    def split(self, given: Inputs) -> Times:
+        """Run one step with backwards split in halves; return the times of the halves.
+
+        All halves that make inputs' gradients precede all that make parameters'.
+        """
+        inputs, weights = clock_of(self._device), clock_of(self._device)
+        tape = _Tape(given)
+        self._forget_gradients()
+        passes, halves = [], []
+        for layer in self.layers:
+            passes.append(self._pass(layer, tape, SplitPass))
+            passes[-1].forward()
+            tape.add(passes[-1].outputs)
+        while passes:
+            halves.append(passes.pop())
+            tape.end(halves[-1])
+            inputs.time(halves[-1].backward_input)
+        for half in halves:
+            weights.time(half.backward_weight)
+        return list(zip(self.layers, reversed(inputs.times()), reversed(weights.times()), strict=True))
+
+    def _pass(self, layer: Layer, tape: _Tape, kind: type[_P]) -> _P:
+        return kind(layer, tape.given, self._loss, self._computing, tape.read(layer))
+
+    def _seeded(self, work: LayerPass) -> None:
+        """Run a forward that draws what it drew the last time."""
+        if work.layer.random:
+            generator = torch.cuda.default_generators[0] if self._device.type == "cuda" else torch.default_generator
+            generator.manual_seed(0)
+        work.forward()
+
+    def _forget_gradients(self) -> None:
+        for layer in self.layers:
+            for parameter in layer.module.parameters():
+                parameter.grad = None
+
+
+class _Tape:
+    """The tensors between layers, as leaves to which all their readers' backwards add."""
+
+    def __init__(self, given: Inputs) -> None:
+        self.given = given
+        self._leaves = given.leaves()
+
+    def read(self, layer: Layer) -> dict[str, torch.Tensor]:
+        return {name: self._leaves[name] for name in layer.inputs}
+
+    def add(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in outputs.items():
+            self._leaves[name] = tensor.detach().requires_grad_(tensor.requires_grad)
+
+    def end(self, work: LayerPass) -> None:
+        """Hand a pass what came back for its outputs, and let go of them."""
+        leaves = {name: self._leaves.pop(name) for name in work.outputs}
+        work.prepare_backward({name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+        work.outputs = {}
+
+
+@contextmanager
+def filled(layer: Layer, device: torch.device) -> Iterator[None]:
+    """Give a layer random weights in the block, and take them away again.
+
+    Times and bytes depend on shapes; values only have to stay finite.
+    """
+    materialize_random(layer, device=device)
+    try:
+        yield
+    finally:
+        release(layer)
+
+
+def drawn(
+    graph: LayerGraph, layer: Layer, batch: Mapping[str, torch.Tensor], made: Mapping[str, torch.dtype], rows: int
+) -> Inputs:
+    """Return what a layer reads: rows of the batch; else random numbers of the type that was ``made``, or zeros."""
+    tensors, gradient = {}, {}
+    device = next(iter(batch.values())).device
+    for name in layer.inputs:
+        spec = graph.tensor(name)
+        gradient[name] = spec.gradient
+        if name in batch:
+            tensors[name] = batch[name][:rows].clone()
+            continue
+        tensors[name] = torch.zeros(spec.shape(rows), dtype=made.get(name, spec.dtype), device=device)
+        if tensors[name].is_floating_point():
+            tensors[name].normal_()
+    return Inputs(rows, tensors, gradient)
+
+
+def renamed(saved: Mapping[str, int], measured: Layer, other: Layer) -> dict[str, int]:
+    """Return what an identical layer keeps: the same storages under that layer's names."""
+    names = dict(zip((*measured.inputs, *measured.outputs), (*other.inputs, *other.outputs), strict=True))
+    own = f"{measured.name}#"
+    return {
+        f"{other.name}#{name.removeprefix(own)}" if name.startswith(own) else names.get(name, name): size
+        for name, size in saved.items()
+    }
+
+
+# Each takes seconds to compile, at every size; of the times of so many, a median is still good.
+OF_A_KIND = 4
+
+
+def compiled(graph: LayerGraph) -> LayerGraph:
+    """Return a graph to measure: of every kind, some layers are compiled, and the others run the first one's code.
+
+    What runs another layer's code does so with that one's weights: sizes and times are its own, values are not.
+    """
+    made: dict[str, list[Any]] = {}
+    layers = []
+    for layer in graph.layers:
+        same = made.setdefault(layer.fingerprint, [])
+        if len(same) < OF_A_KIND:
+            same.append(torch.compile(layer.module, dynamic=False))
+            layers.append(replace(layer, module=same[-1]))
+        else:
+            layers.append(replace(layer, module=same[0]))
+    return replace(graph, layers=tuple(layers))
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Compile in the block, with random numbers as uncompiled layers draw them (``docs/seeds.md``).
+
+    Raises:
+        UsageError: there is no working compiler, or it does not take a layer.
+    """
+    with torch._inductor.config.patch(fallback_random=True):
+        try:
+            torch.compile(torch.exp, dynamic=False)(torch.ones(2, device=device))
+        except Exception as error:
+            raise UsageError(
+                f"`compile`: torch.compile does not work here ({_first_line(error)}); "
+                + ("install a C++ compiler (g++)" if device.type == "cpu" else "install Triton and a C compiler")
+            ) from error
+        try:
+            yield
+        except (TorchDynamoException, CppCompileError) as error:
+            raise UsageError(f"`compile`: a layer does not compile ({_first_line(error)}); leave it out") from error
+        finally:
+            torch._dynamo.reset()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:200]

@@ -1,0 +1,238 @@
+"""The optimizer's step over layers' parameters: its time, and that of the adding up before it.
+
+What an optimizer's step over a layer moves, found by stepping tiny parameters.
+
+What an optimizer keeps for parameters, and what its step holds for a while, found on tensors without data.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture import UserModel
+from autopar.capture.source import NamedParameters, user_code
+from autopar.capture.storages import StorageTracker
+from autopar.profiler.kernels import KernelLog
+
+WARM_UP, REPEATS = 2, 7
+Kind = TypeVar("Kind", bound=Hashable)
+# Copies of the weights, their gradients, the terms added to these, and two moments.
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class Update:
+    """What training costs a layer once a step, and once a micro-batch but the first."""
+
+    seconds: float
+    accumulate_s: float
+    """Adding a micro-batch's gradients to those that are there."""
+
+
+def measure_updates(
+    user: UserModel, layers: Sequence[tuple[Kind, NamedParameters]], device: torch.device
+) -> dict[Kind, Update]:
+    """Return, by kind, the optimizer's step over copies of parameters.
+
+    ``layers`` gives a kind and the parameters of every layer to measure. Where memory has room, copies of all are
+    there at once and take turns, so that none finds its own in the caches that would not find them in a real step.
+    """
+    room = _free_bytes(device) // 2 // COPIES
+    groups = [list(layers)]
+    if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
+        groups = [[first] for first in dict(reversed(list(layers))).items()]
+    times: dict[Kind, _Times] = {}
+    for group in groups:
+        turns = [_Turn(user, times.setdefault(kind, _Times()), parameters, device, room) for kind, parameters in group]
+        for number in range(WARM_UP + REPEATS):
+            for turn in turns:
+                turn.take(recorded=number >= WARM_UP)
+    return {kind: Update(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
+
+
+@dataclass
+class _Times:
+    update: list[float] = field(default_factory=list)
+    add: list[float] = field(default_factory=list)
+
+
+class _Turn:
+    """One layer's copies and their optimizer."""
+
+    def __init__(
+        self, user: UserModel, times: _Times, parameters: NamedParameters, device: torch.device, room: int
+    ) -> None:
+        self._times, self._device = times, device
+        self._copies, self._scale = _copies([each for _, each in parameters], room)
+        named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
+        self._step: Callable[[], object] = user.make_optimizer(named).step if named else _nothing
+
+    def take(self, recorded: bool) -> None:
+        terms = [torch.zeros_like(copy) for copy in self._copies]
+        add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
+        if recorded:
+            self._times.add.append(self._scale * add_s)
+            self._times.update.append(self._scale * update_s)
+
+    def _add(self, terms: Sequence[torch.Tensor]) -> None:
+        for copy, term in zip(self._copies, terms, strict=True):
+            if copy.grad is not None:
+                copy.grad.add_(term)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        _wait(self._device)
+        started = time.perf_counter()
+        work()
+        _wait(self._device)
+        return time.perf_counter() - started
+
+
+def _copies(parameters: Sequence[nn.Parameter], room: int) -> tuple[list[nn.Parameter], float]:
+    """Return copies with gradients; of parameters larger than the room, of their first rows, and how much more all is.
+
+    An optimizer's step takes as long for a number as for any other.
+    """
+    part = min(1.0, room / max(1, _bytes(parameters)))
+    parts = [each.detach()[: max(1, int(part * len(each)))] if part < 1 and each.dim() else each for each in parameters]
+    copies = [nn.Parameter(each.detach().clone()) for each in parts]
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    return copies, _bytes(parameters) / max(1, _bytes(copies))
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of an optimizer, by kind of layer."""
+
+    state: Mapping[str, int]
+    workspace: Mapping[str, int]
+    """Beside parameters, gradients and state, while the optimizer steps."""
+    at_once: bool
+    """Whether it works on all parameters at once, so that layers' workspaces add up."""
+
+
+def optimizer_memory(user: UserModel, layers: Mapping[str, NamedParameters], device: torch.device) -> OptimizerMemory:
+    """Return the bytes of the user's optimizer for every layer's trained parameters, whose shapes alone matter.
+
+    On CUDA, optimizers of torch work on many parameters at once unless told otherwise; here they are told so, because
+    tensors without data lie on no device. An optimizer that reads values is stepped on real ones, layer by layer.
+    """
+    found = {kind: _stepped(user, [parameters], device) for kind, parameters in layers.items()}
+    some = [kind for kind, parameters in layers.items() if parameters]
+    # Of a single kind there can be several layers, too.
+    several = some if len(some) > 1 else 2 * some
+    total = _stepped(user, [layers[kind] for kind in several], device)[1]
+    each = [found[kind][1] for kind in several]
+    return OptimizerMemory(
+        state={kind: state for kind, (state, _) in found.items()},
+        workspace={kind: workspace for kind, (_, workspace) in found.items()},
+        at_once=2 * total > max(each, default=0) + sum(each),
+    )
+
+
+def work_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of torch work on many parameters at once unless told otherwise, as it would on CUDA."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _stepped(user: UserModel, groups: Iterable[NamedParameters], device: torch.device) -> tuple[int, int]:
+    """Return the bytes of state and of workspace; the optimizer makes its state in its first step."""
+    parameters = [(name, parameter) for group in groups for name, parameter in group if parameter.requires_grad]
+    if not parameters:
+        return 0, 0
+    try:
+        return _step_twice(user, parameters, device, FakeTensorMode())
+    except Exception:
+        # Fake tensors have no values that the optimizer could read; whatever it does wrong, it does with real ones too.
+        with user_code(user.path, "the optimizer's step() raised"):
+            return _step_twice(user, parameters, device, nullcontext())
+
+
+def _step_twice(
+    user: UserModel, parameters: NamedParameters, device: torch.device, mode: AbstractContextManager[object]
+) -> tuple[int, int]:
+    with mode:
+        # Not zeros: an optimizer may divide by a norm.
+        copies = [(name, nn.Parameter(torch.full(each.shape, 0.5, dtype=each.dtype))) for name, each in parameters]
+        for _, copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        with StorageTracker() as tracker:
+            optimizer = user.make_optimizer(copies)
+            if device.type == "cuda":
+                work_at_once(optimizer)
+            optimizer.step()
+            tracker.peak_bytes = tracker.alive_bytes
+            optimizer.step()
+        held: dict[int, int] = {}
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        return sum(held.values()), int(tracker.peak_bytes - tracker.alive_bytes)
+
+
+_NUMBERS = 4096
+# Kernels that move less than this are over a count of steps, which does not grow with the parameters.
+_COUNT_BYTES = 64
+
+
+def moved_per_number(user: UserModel, parameters: NamedParameters) -> float:
+    """Return the bytes that the user's optimizer reads and writes per number in the trained ones of parameters.
+
+    Counted over the kernels of its second step, on parameters with as many dimensions; as on CUDA, torch's own
+    optimizers work on many of them at once unless told otherwise.
+    """
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return 0.0
+    small = [nn.Parameter(torch.full(_shape(each.dim()), 0.5, dtype=each.dtype)) for _, each in trained]
+    optimizer = user.make_optimizer([(name, each) for (name, _), each in zip(trained, small, strict=True)])
+    work_at_once(optimizer)
+    for parameter in small:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    with KernelLog() as log:
+        optimizer.step()
+    moved = [kernel.read_bytes + kernel.written_bytes for kernel in log.kernels]
+    numbers = sum(parameter.numel() for parameter in small)
+    return float(sum(size for size in moved if size > _COUNT_BYTES) / numbers)
+
+
+def _shape(dimensions: int) -> tuple[int, ...]:
+    """Return a shape of about as many numbers whatever its dimensions.
+
+    >>> _shape(1), _shape(2), _shape(4)
+    ((4096,), (64, 64), (8, 8, 8, 8))
+    """
+    return (round(_NUMBERS ** (1 / dimensions)),) * dimensions if dimensions else ()
