@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
-from autopar.formats.document import read_text
+from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
 from autopar.formats.profile import Precision, Profile
-from autopar.formats.units import parse_bandwidth, parse_bytes
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, untold
 
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
-    from autopar.formats.verified import Verified
+    from autopar.formats.report import Verified
     from autopar.planner import PlanOptions
-    from autopar.planner.comparison import Comparison
+    from autopar.planner.compare import Comparison
     from autopar.profiler.probe import Probe
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
@@ -210,7 +209,7 @@ def compare(
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
-    from autopar.planner.comparison import compare as judge
+    from autopar.planner.compare import compare as judge
 
     asked = _plan_options("compare", options, named)
     return judge(*_machines(profile, cluster, asked), asked, progress)
@@ -547,7 +546,7 @@ def _machines(
     """Return the profile to plan for, and the machines; estimated ones where none are named."""
     from autopar.hardware.clusters import find_cluster
     from autopar.inputs import read_profile
-    from autopar.planner.estimate import estimated_cluster
+    from autopar.planner.costs.kinds import estimated_cluster
 
     measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
     if isinstance(cluster, str):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.hardware.gpus import Gpu
     from autopar.planner.costs.model import CostModel
-    from autopar.planner.dictated_run import DictatedRun
+    from autopar.planner.repricing import DictatedRun
     from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
     from autopar.profiler.estimate import Workload
     from autopar.profiler.subject import ProfileOptions, Subject
@@ -195,7 +195,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
 
 def _stages(run: MeasuredRun, names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers before which a run's stages end, and their replicas."""
-    from autopar.planner.dictated import parse
+    from autopar.planner.constraints import parse
     from autopar.schedules.route import even_shares
 
     if not run.stages.isdecimal():
@@ -244,6 +244,6 @@ def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
 
 
 def _dictated(run: MeasuredRun, costs: CostModel, cuts: tuple[int, ...], widths: tuple[int, ...]) -> DictatedRun:
-    from autopar.planner.dictated_run import DictatedRun
+    from autopar.planner.repricing import DictatedRun
 
     return DictatedRun(costs, cuts, widths, run.micro_batches, run.batch // run.micro_batches, run.schedule)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import read_text
-from autopar.formats.paths import named_file
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, is_model, path_of, with_path
-from autopar.formats.references import resolve
+from autopar.formats.references import named_file, resolve
 from autopar.progress import Progress, untold
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def cluster_file(named: str | None, profile: Path) -> Path | None:
 def machines(named: str | None, path: Path | None, profile: Profile, gpus: int | None) -> tuple[Cluster, str | None]:
     """Return the cluster and the text of its file; an estimated one if none was named and none lies there."""
     from autopar.hardware.clusters import cluster_named, described
-    from autopar.planner.estimate import estimated_cluster
+    from autopar.planner.costs.kinds import estimated_cluster
 
     if path is None:
         return cluster_named(named or ""), None
@@ -189,7 +188,7 @@ def _profile(planned: Plan, plan: Path, given: str | Path | None) -> Profile:
 
 def _cluster(planned: Plan, plan: Path, given: str | None, profile: Profile) -> Cluster:
     from autopar.hardware.clusters import cluster_named, find_cluster, read_cluster
-    from autopar.planner.estimate import estimated_cluster
+    from autopar.planner.costs.kinds import estimated_cluster
 
     if given is not None:
         return find_cluster(given)

@@ -47,9 +47,9 @@ class Timeline(timelines.Timeline):
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Return a picture of the timeline, and write it to a file (``.png``, ``.svg``, ``.pdf``) if one is named."""
-        from autopar.report.timeline import draw
+        from autopar.report.pictures import draw_timeline
 
-        figure = draw(self)
+        figure = draw_timeline(self)
         if path is not None:
             figure.savefig(path)
         return figure

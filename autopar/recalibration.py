@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.formats.own_times import OwnTimes, compared, own_times
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
+from autopar.formats.timeline import OwnTimes, compared, own_times
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster

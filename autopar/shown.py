@@ -42,7 +42,7 @@ def shown(file: Path, over: Path | None = None, progress: Progress = untold) -> 
         FileError: a file is missing or broken.
         UsageError: the two cannot be compared.
     """
-    from autopar.formats.kind import kind_of
+    from autopar.formats.references import kind_of
 
     kind = kind_of(file)
     if kind == "trace" or over is not None:
@@ -54,7 +54,7 @@ def _document(kind: str, file: Path, progress: Progress) -> Shown:
     """Return a document's canonical JSON text, its tables, and its picture if it has one."""
     if kind == "profile":
         from autopar.formats.profile import Profile
-        from autopar.report.bars import draw as draw_profile
+        from autopar.report.pictures import draw_profile
         from autopar.report.profile import render as render_profile
         from autopar.report.profile import title_of
 
@@ -76,12 +76,12 @@ def _document(kind: str, file: Path, progress: Progress) -> Shown:
         return Shown(kind, title, plan.dumps(), partial(render_plan, plan), partial(_planned, file, progress))
     if kind == "report":
         from autopar.formats.report import Report
-        from autopar.report.report import render as render_report
+        from autopar.report.run import render as render_report
 
         report = Report.load(file)
         return Shown(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
     from autopar.formats.program import Program
-    from autopar.report.program import render as render_program
+    from autopar.report.run import render_program
 
     program = Program.load(file)
     return Shown(kind, f"program {file.name}", program.dumps(), partial(render_program, program))
@@ -90,20 +90,22 @@ def _document(kind: str, file: Path, progress: Progress) -> Shown:
 def _planned(file: Path, progress: Progress) -> Figure:
     from autopar.inputs import read_inputs
     from autopar.planner import simulate
-    from autopar.report.placement import draw
+    from autopar.report.pictures import draw_placement
 
     plan, profile, cluster = read_inputs(file, progress=progress)
-    return draw(plan, cluster, simulate(plan, profile, cluster))
+    return draw_placement(plan, cluster, simulate(plan, profile, cluster))
 
 
 def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> Shown:
     """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
-    from autopar.report.timeline import draw, draw_over, render
+    from autopar.report.pictures import draw_over, draw_timeline, render
 
     timeline = _timeline(file, progress)
     if over is None:
         title = f"step of {file.name}"
-        return Shown(kind, title, _dumped(_summary(timeline)), partial(render, timeline), partial(draw, timeline))
+        return Shown(
+            kind, title, _dumped(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
+        )
     other = _timeline(over, progress)
     if timeline.origin == other.origin:
         remedy = "`over` needs a measured one and a simulated one (`autopar run --trace`, `autopar simulate --trace`)"
@@ -128,7 +130,7 @@ def _dumped(figures: Mapping[str, object]) -> str:
 
 def _timeline(file: Path, progress: Progress) -> Timeline:
     """Return the timeline of a trace, or the one that a plan predicts."""
-    from autopar.formats.kind import kind_of
+    from autopar.formats.references import kind_of
 
     kind = kind_of(file)
     if kind == "trace":

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopar.planner.search.choices import Fineness
+from autopar.planner.search.variants import Fineness
 from machine import Watch
 from medium import question, timed
 

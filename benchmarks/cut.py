@@ -7,9 +7,7 @@ from itertools import accumulate, pairwise
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Plan, Shard, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Plan, Predicted, Shard, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES

@@ -29,10 +29,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
-from autopar.planner.planning import others_of
+from autopar.planner.plan import others_of
 from autopar.planner.search.best_first import search
-from autopar.planner.search.improve import started
 from autopar.planner.search.judge import Best
+from autopar.planner.search.local import started
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from instances import instance

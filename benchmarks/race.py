@@ -24,7 +24,7 @@ from autopar.formats.plan import Plan
 from autopar.profiler import ProfileOptions, probe, profile
 from autopar.profiler.probe import Measured, Probe
 from autopar.ranks.context import RankContext
-from autopar.runtime.data.loader import split_rows
+from autopar.runtime.data import split_rows
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import DEFAULTS, Job

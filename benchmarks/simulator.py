@@ -29,8 +29,7 @@ from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.links import LinkModel
-from autopar.planner.costs.sharing import Sharing, Traffic
+from autopar.planner.costs.links import LinkModel, Sharing, Traffic
 from autopar.planner.simulator.beats import beats_of, march
 from autopar.planner.simulator.simulate import compile_rows, run
 from autopar.planner.simulator.wave import applies, ride, wave_of

@@ -25,7 +25,8 @@ from pathlib import Path
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report import frames, memory, timeline
+from autopar.report import frames, pictures
+from autopar.report import plan as memory
 
 DATA = Path("data")
 profile = Profile.load(DATA / "gpt.profile.json")
@@ -82,7 +83,7 @@ frames.alternatives(two)
 # ## The step, action by action
 
 # %%
-timeline.draw(simulate(two, profile, cluster))
+pictures.draw_timeline(simulate(two, profile, cluster))
 
 # %% [markdown]
 # ## A pipeline, dictated
@@ -97,7 +98,7 @@ cuts = [index * len(names) // 4 for index in range(5)]
 dictated = ",".join(f"{first}-{stop - 1}:1" for first, stop in pairwise(cuts))
 limit = 256 * 2**20
 four = plan(profile, cluster, PlanOptions(gpus=4, stages=dictated, memory_bytes=limit))
-timeline.draw(simulate(four, profile, cluster))
+pictures.draw_timeline(simulate(four, profile, cluster))
 
 # %%
-memory.draw(four, [limit] * 4)
+memory.draw_memory(four, [limit] * 4)

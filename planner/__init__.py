@@ -4,6 +4,6 @@ if __name__ != "autopar.planner":
     raise ImportError("import this package as autopar.planner; planner/ on its own is not a package")
 
 from autopar.planner.options import PlanOptions
-from autopar.planner.planning import plan, simulate
+from autopar.planner.plan import plan, simulate
 
 __all__ = ["PlanOptions", "plan", "simulate"]

@@ -1,21 +1,25 @@
-"""Alternatives: the plans that anyone would try first, beside the best ones of the search."""
+"""Alternatives: the plans that anyone would try first, beside the best ones of the search.
+
+Neighbours: what the search met that differs from the chosen plan in a single respect.
+
+Simplicity: which of several plans that are about as fast is easiest to use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import Division, Shard, shards_of
-from autopar.formats.predicted import Alternative
+from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
 from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Family, Placed, place
+from autopar.planner.candidate import Candidate, Family, Placed, counts_beside, place, plain
 from autopar.planner.costs.model import CostModel
+from autopar.planner.infeasible import explain
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depths import depth_choices, span_of
-from autopar.planner.search.judge import Best, Found
-from autopar.planner.shortfall import explain
+from autopar.planner.search.judge import NEAR, Best, Found
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
@@ -142,3 +146,108 @@ def record(name: str, found: Found | None, reason: str | None = None) -> Alterna
         micro_batches=candidate.micro_batches,
         schedule=candidate.schedule,
     )
+
+
+MOST_NEIGHBOURS = 5
+
+
+def neighbours(simulator: Simulator, best: Best, chosen: Candidate) -> list[Reference]:
+    """Return the fastest plans that were met with fewer and more stages, devices or micro-batches, or less of the rest.
+
+    At most five, the fastest first; and the fastest whose stages are equally wide, if the chosen one's are not.
+    """
+    rows: dict[Candidate, Reference] = {}
+    for name, found in _met(simulator, best, chosen):
+        if found is not None and found.candidate != chosen:
+            step_s = simulator.step_s(found.candidate) if simulator.sharing else found.step_s
+            rows.setdefault(found.candidate, Reference(name, Found(step_s, found.candidate), None))
+    every = sorted(rows.values(), key=lambda each: each.found.step_s if each.found else 0.0)
+    equal = [each for each in every if each.name == "equal widths"]
+    others = [each for each in every if each.name != "equal widths"][: MOST_NEIGHBOURS - len(equal)]
+    return sorted([*equal, *others], key=lambda each: each.found.step_s if each.found else 0.0)
+
+
+def _met(simulator: Simulator, best: Best, chosen: Candidate) -> Iterator[tuple[str, Found | None]]:
+    yield "equal widths", best.equal
+    if best.found is not None and best.found.candidate != chosen:
+        yield "fastest", best.found
+    own = len(chosen.stages)
+    for count in (own - 1, own + 1, 1):
+        yield f"{count} stage{'s' if count > 1 else ''}", best.by_stages.get(count)
+    for count in counts_beside(simulator.costs.batch, chosen.micro_batches):
+        name = f"{count} micro-batch{'es' if count > 1 else ''}"
+        yield name, best.by_trait.get(("micro_batches", count))
+    used = len({device for stage in chosen.stages for device in stage.devices})
+    fewer = max((count for kind, count in best.by_trait if kind == "devices" and count < used), default=0)
+    yield f"{fewer} device{'s' if fewer > 1 else ''}", best.by_trait.get(("devices", fewer))
+    if any(stage.recompute for stage in chosen.stages):
+        yield "no recomputation", best.by_trait.get(("recompute", 0))
+    shard = max(SHARDS.index(stage.shard) for stage in chosen.stages)
+    for less in range(shard):
+        yield f"shards {SHARDS[less]}" if less else "shards nothing", best.by_trait.get(("shard", less))
+
+
+class Simplicity(NamedTuple):
+    """How simple a plan is, what counts most first; less is simpler."""
+
+    straddling: int
+    """Stages that are neither within one node nor on whole nodes."""
+    widths: int
+    """Different numbers of replicas."""
+    shares: int
+    """Stages whose replicas take unequal shares."""
+    turning: int
+    """Stages whose replicas take turns."""
+    shard: int
+    """What is sharded: none, optimizer, gradients, parameters."""
+    schedule: bool
+    """Whether it is other than `1f1b`."""
+    stages: int
+    recomputed: int
+    """Layers that are run forward again."""
+
+
+def simplicity(costs: CostModel, candidate: Candidate) -> Simplicity:
+    """Return how simple a candidate is."""
+    stages = candidate.stages
+    return Simplicity(
+        straddling=len(straddling(costs, stages)),
+        widths=len({len(stage.devices) for stage in stages}),
+        shares=sum(len(set(stage.shares)) > 1 for stage in stages),
+        turning=sum(stage.division == "round-robin" for stage in stages),
+        shard=max(SHARDS.index(stage.shard) for stage in stages),
+        schedule=not plain(candidate.schedule),
+        stages=len(stages),
+        recomputed=sum(len(stage.recompute) for stage in stages),
+    )
+
+
+def straddling(costs: CostModel, stages: Sequence[Placed]) -> list[int]:
+    """Return the stages that take some devices of several nodes, and not all of each."""
+    nodes = costs.links.topology.nodes
+    found = []
+    for index, stage in enumerate(stages):
+        used = {nodes[device] for device in stage.devices}
+        if len(used) > 1 and len(stage.devices) < sum(nodes.count(node) for node in used):
+            found.append(index)
+    return found
+
+
+def simplest(simulator: Simulator, best: Best) -> Found:
+    """Return the simplest of all candidates that were met within 1 % of the best one; of equals the fastest."""
+    assert best.found is not None
+    most_s = best.step_s * (1 + NEAR)
+    ranked = sorted(
+        (
+            (simplicity(simulator.costs, candidate), step_s, at)
+            for at, (candidate, step_s) in enumerate(best.near.items())
+            if step_s <= most_s
+        ),
+    )
+    candidates = list(best.near)
+    for _, known_s, at in ranked:
+        # What was not the best of its number of stages may have been simulated without contention.
+        step_s = simulator.step_s(candidates[at]) if simulator.sharing else known_s
+        if step_s <= most_s:
+            return Found(step_s, candidates[at])
+    return best.found

@@ -1,29 +1,158 @@
-"""Assemble: the chosen candidate becomes the plan file's content."""
+"""Assemble: the chosen candidate becomes the plan file's content.
+
+Heading: what every plan file begins with, whatever its plan is the best of.
+
+Provenance: where a candidate's times come from, as the plan file says it.
+
+Shares: what the ranks' time in a step goes to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypedDict
 
-from autopar.formats.plan import Crossing, Plan, ScheduleName, SharedParameter, Stage
-from autopar.formats.predicted import Alternative, Bounds, Predicted, Shares
-from autopar.formats.profile import Profile
-from autopar.formats.program import Program
-from autopar.formats.timeline import Timeline
-from autopar.planner.bounds.binding import binding
-from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.chunks import halves, plain
+from autopar.formats.cluster import Level
+from autopar.formats.document import Provenance, least_certain
+from autopar.formats.plan import (
+    Alternative,
+    Bounds,
+    Crossing,
+    Plan,
+    Predicted,
+    ScheduleName,
+    SharedParameter,
+    Shares,
+    Stage,
+)
+from autopar.formats.profile import DeviceType, ModelSource, Precision, Profile
+from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.formats.timeline import Timeline, track_of
+from autopar.planner.bounds.ranks import binding
+from autopar.planner.candidate import Candidate, Placed, halves, plain
 from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Collective
+from autopar.planner.costs.in_flight import backwards
+from autopar.planner.costs.links import Collective, Traffic
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.moments import backwards
-from autopar.planner.costs.sharing import Traffic
-from autopar.planner.heading import heading
 from autopar.planner.options import PlanOptions
-from autopar.planner.provenance import communicated, computed
-from autopar.planner.shares import shares_of
 from autopar.planner.simulator.simulate import Simulator, trace
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
+from autopar.schedules.route import Routes
+
+
+class Heading(TypedDict):
+    """What a plan says of anything but its stages; fields as of the plan."""
+
+    model: ModelSource
+    batch: int
+    precision: Precision
+    device_type: DeviceType
+    threads: int
+    seed: int
+    bytes_per_s: float | None
+    times_of: str | None
+    divisible: bool
+    ignored_state: tuple[str, ...]
+    loss_difference: float | None
+    counts_labels: bool
+
+
+def heading(costs: CostModel, options: PlanOptions) -> Heading:
+    """Return what every plan for a profile and options begins with."""
+    profile = costs.profile
+    return Heading(
+        model=profile.model,
+        batch=costs.batch,
+        precision=profile.precision,
+        device_type=profile.device.type,
+        threads=profile.device.threads,
+        seed=options.seed,
+        bytes_per_s=options.bytes_per_s,
+        times_of=costs.stands,
+        divisible=costs.divisible,
+        ignored_state=profile.ignored_state,
+        loss_difference=profile.loss_difference,
+        counts_labels=profile.counts_labels,
+    )
+
+
+def computed(costs: CostModel, stage: Placed) -> Provenance:
+    """Return where the times of a stage's forwards and backwards come from."""
+    placed = {(rows, costs.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
+    known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
+    return least_certain(known) or "estimated"
+
+
+def communicated(costs: CostModel, candidate: Candidate) -> Provenance | None:
+    """Return where the times of a candidate's messages and reductions come from; none if it has none."""
+    return least_certain((*_messages(costs, candidate), *_reductions(costs, candidate)))
+
+
+def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
+    known, level = Routes(), costs.links.topology.pair
+    for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in candidate.stages]):
+        sending, receiving = candidate.stages[producer], candidate.stages[consumer]
+        sent: set[tuple[float, Level]] = set()
+        for route in known.between(sending, receiving):
+            ends = sending.devices[route.sender], receiving.devices[route.receiver]
+            if ends[0] != ends[1]:
+                size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
+                sent.add((size, level(*ends)))
+        yield from (costs.links.message_provenance(*each) for each in sent)
+
+
+def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
+    for stage in candidate.stages:
+        ranks, level = len(stage.devices), costs.links.level(stage.devices)
+        kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
+        for kind in kinds if ranks > 1 else ():
+            for _, size in costs.buckets(stage.first, stage.stop):
+                yield costs.links.collective_provenance(kind, size, ranks, level)
+    for index, holders in costs.tied_between(candidate.stages):
+        devices = list(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
+        size = costs.flows.tied[index].bytes
+        yield costs.links.collective_provenance("all_reduce", size, len(devices), costs.links.level(devices))
+
+
+_SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
+
+Message = tuple[str, int, int, int, int, int]
+"""Kind of the send, micro-batch, sender and its stage, receiver and its stage."""
+
+
+def shares_of(timeline: Timeline) -> Shares:
+    """Return the shares of a simulated timeline, whose events stand in the order of every rank's actions.
+
+    A rank waits for a message from when it comes to receive it; only while the message is under way does this count as
+    ``messages``. Of a reduction only what follows the rank's last backward is waited for.
+    """
+    total = timeline.end_s * timeline.rank_count()
+    if total <= 0:
+        return Shares(computing=0, messages=0, reduction=0, idle=1)
+    begun: dict[Message, float] = {}
+    for rank, action, start_s, _ in timeline:
+        if track_of(action.kind) == "send":
+            begun[action.kind, action.micro_batch, rank, action.stage, action.peer, action.peer_stage] = start_s
+    spent = {"compute": 0.0, "receive": 0.0, "reduce": 0.0}
+    clock = [0.0] * timeline.rank_count()
+    for rank, action, start_s, end_s in timeline:
+        track = track_of(action.kind)
+        if track == "send":
+            continue
+        if track == "receive":
+            start_s = max(start_s, begun[_sending(rank, action)])
+        spent[track] += max(0.0, end_s - max(start_s, clock[rank]))
+        clock[rank] = max(clock[rank], end_s)
+    computing, messages, reduction = (min(1.0, seconds / total) for seconds in spent.values())
+    idle = max(0.0, 1.0 - computing - messages - reduction)
+    return Shares(computing=computing, messages=messages, reduction=reduction, idle=idle)
+
+
+def _sending(rank: int, action: Action) -> Message:
+    """Return the send that a receive of a rank waits for."""
+    return _SENT_AS[action.kind], action.micro_batch, action.peer, action.peer_stage, rank, action.stage
+
 
 MOST_ACTIONS = 2**16
 """Programs above take long to expand, check and trace, action by action."""

@@ -1,7 +1,13 @@
-"""Constraints: what a user forbids of stages, beside how many devices there are."""
+"""Constraints: what a user forbids of stages, beside how many devices there are.
+
+Dictated: the stages a user writes with ``--stages``, such as ``0-5:2,6-11:1`` or ``wte-h.5:2,h.6-head``.
+
+Named: which layer of a profile a user means, by its index or its name.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -14,10 +20,36 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.hardware.gpus import known_as
+from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.named import position, unknown
 from autopar.planner.options import PlanOptions
-from autopar.planner.share_limits import Shared, ShareLimit
+from autopar.planner.share_limits import Shared
+
+
+def position(name: str, names: Sequence[str]) -> int | None:
+    """Return the index of a layer, None where there is none. A number is an index, even of layers named by numbers.
+
+    A layer that joins modules is meant by each of them.
+
+    >>> position("h", ["wte", "h"]), position("0", ["wte", "h"]), position("head", ["wte", "h"])
+    (1, 0, None)
+    >>> position("head", ["wte", "norm+head"])
+    1
+    """
+    if re.fullmatch(r"\d{1,9}", name):
+        return int(name) if int(name) < len(names) else None
+    if name in names:
+        return names.index(name)
+    return next((index for index, each in enumerate(names) if name in each.split("+")), None)
+
+
+def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:
+    """Return the error that no layer is meant by ``name``."""
+    if re.fullmatch(r"\d+", name):
+        return UsageError(f"{where} names layer {name}; the profile has layers 0..{len(names) - 1}")
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    return UsageError(f"{where}: no layer is called {name!r}; nearest: {', '.join(near)}")
+
 
 _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on\s+(?P<type>\S.*))")
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
@@ -239,3 +271,69 @@ def _kinds(where: str, name: str, costs: CostModel) -> frozenset[int]:
         known = sorted({device.type for device in costs.devices} | {costs.kinds[kind].name for kind in costs.kind_of})
         raise UsageError(f"{where}: no device to plan for is called {name!r}; there are {', '.join(known)}")
     return frozenset(found)
+
+
+class Dictated(NamedTuple):
+    """Where the stages end, and how many replicas each has."""
+
+    cuts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+def parse(text: str, names: Sequence[str]) -> Dictated:
+    """Read stages as layers:replicas; layers are one layer or first-last, by index or name; replicas default to 1.
+
+    A number is an index, even where a layer is named by a number.
+
+    >>> parse("0-1:2,head", ["wte", "h", "head"])
+    Dictated(cuts=(2, 3), widths=(2, 1))
+
+    Raises:
+        UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
+    """
+    expected = 0
+    cuts, widths = [], []
+    for index, part in enumerate(text.split(",")):
+        layers, width = _split(part.strip(), index)
+        first, last = _range(layers, names, index)
+        if last < first:
+            raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
+        if first > expected:
+            missing = names[expected] if first == expected + 1 else f"{names[expected]}..{names[first - 1]}"
+            raise UsageError(f"`stages`: {missing} is in no stage; stage {index} must begin with layer {expected}")
+        if first < expected:
+            raise UsageError(
+                f"`stages`: layer {first} ({names[first]}) is in two stages; "
+                f"stage {index} must begin with layer {expected}"
+            )
+        cuts.append(last + 1)
+        widths.append(width)
+        expected = last + 1
+    if expected < len(names):
+        raise UsageError(
+            f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
+        )
+    return Dictated(tuple(cuts), tuple(widths))
+
+
+def _split(part: str, index: int) -> tuple[str, int]:
+    layers, colon, replicas = part.rpartition(":")
+    if not colon:
+        layers, replicas = part, "1"
+    if not layers or not re.fullmatch(r"[1-9][0-9]{0,5}", replicas):
+        raise UsageError(f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2")
+    return layers, int(replicas)
+
+
+def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
+    single = position(layers, names)
+    if single is not None:
+        return single, single
+    dashes = [match.start() for match in re.finditer("-", layers)]
+    for dash in dashes:
+        first, last = position(layers[:dash], names), position(layers[dash + 1 :], names)
+        if first is not None and last is not None:
+            return first, last
+    sides = (layers[: dashes[0]], layers[dashes[0] + 1 :]) if dashes else (layers,)
+    name = next((side for side in sides if position(side, names) is None), layers)
+    raise unknown(f"`stages`: stage {index}", name, names)

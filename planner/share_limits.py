@@ -1,17 +1,15 @@
-"""Share limits: how many samples of a micro-batch a layer takes at once, which stages, widths and counts obey."""
+"""Share limits: stages, widths and counts obey how many samples of a micro-batch layers take at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from autopar.errors import UsageError
-from autopar.formats.profile import Profile
 from autopar.planner.candidate import Family, Placed, families
+from autopar.planner.costs.layers import ShareLimit
+from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-
-if TYPE_CHECKING:
-    from autopar.planner.costs.model import CostModel
 
 
 class Shared(Protocol):
@@ -28,44 +26,6 @@ class Shared(Protocol):
     @property
     def shares(self) -> Sequence[float]:
         """Samples of a micro-batch that each replica takes."""
-
-
-class ShareLimit(NamedTuple):
-    """What some layers take."""
-
-    least: int
-    most: float
-    layers: tuple[int, ...]
-    """Ascending."""
-    text: str
-    """The limit, of the first of them."""
-
-    def admits(self, shares: Sequence[float]) -> bool:
-        """Whether replicas of these shares may hold the layers."""
-        return self.least <= min(shares) and max(shares) <= self.most
-
-    def held(self, first: int, stop: int) -> bool:
-        """Whether any of the layers is among ``first:stop``."""
-        return any(first <= layer < stop for layer in self.layers)
-
-
-def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
-    """Return the limits of a profile's layers, each once."""
-    found: dict[tuple[int, float], list[int]] = {}
-    for index, layer in enumerate(profile.layers):
-        most = float("inf") if layer.most_samples is None else layer.most_samples
-        if (layer.least_samples, most) != (1, float("inf")):
-            found.setdefault((layer.least_samples, most), []).append(index)
-    return tuple(
-        ShareLimit(least, most, tuple(layers), _text(profile.layers[layers[0]].name, least, most))
-        for (least, most), layers in found.items()
-    )
-
-
-def _text(name: str, least: int, most: float) -> str:
-    if most == float("inf"):
-        return f"layer {name} takes at least {least} samples of a micro-batch at once"
-    return f"layer {name} takes {least} to {most} samples of a micro-batch at once"
 
 
 def crossed_limit(costs: CostModel, stages: Iterable[Shared]) -> str | None:

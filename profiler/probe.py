@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch.distributed as dist
 
 from autopar.formats.cluster import CurveKind, Level
-from autopar.hardware.machines import group_sizes, message_sizes
+from autopar.hardware.clusters import group_sizes, message_sizes
 from autopar.profiler.device import describe
 from autopar.profiler.operations import Operation, Pace, measure_overlap, time_operation
 from autopar.ranks.board import STEPPING

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Level, Link
-from autopar.formats.own_times import OwnTimes
 from autopar.formats.plan import SCATTERING, Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import (
@@ -29,6 +28,7 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
     Action,
 )
+from autopar.formats.timeline import OwnTimes
 from autopar.hardware.topology import Topology
 from autopar.profiler.measure import fitted
 from autopar.schedules.expand import messages, stages_of

@@ -12,14 +12,12 @@ import typer
 from typer.exceptions import TyperException
 
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
+from autopar.cli.arguments import as_flags
 from autopar.cli.commands import Quiet, add, examples
-from autopar.cli.flags import as_flags
 from autopar.cli.interrupt import INTERRUPTED, Terminated, ended_by, interrupts_noted, termination_unwinds
-from autopar.cli.screen import quietly
-from autopar.cli.standard_output import results_only
-from autopar.cli.versions import version_of
+from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
-from autopar.formats.paths import trusting
+from autopar.formats.references import trusting
 
 __all__ = ["app", "main"]
 

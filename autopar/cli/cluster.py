@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli import completion
+from autopar.cli import arguments
 from autopar.cli.commands import add, examples
-from autopar.cli.screen import say, screen
+from autopar.cli.output import say, screen
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def probe(
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar cluster probe
     """
-    from autopar.cli.outputs import check_output
+    from autopar.cli.output import check_output
 
     launched = "RANK" in os.environ
     leads = os.environ.get("RANK", "0") == "0"
@@ -98,7 +98,7 @@ def _check_ranks(ranks: int | None, launched: bool) -> None:
 
 
 def _largest(text: str | None) -> int | None:
-    from autopar.formats.units import parse_bytes
+    from autopar.formats.document import parse_bytes
 
     if text is None:
         return None
@@ -132,7 +132,7 @@ def list_known(
         str | None,
         typer.Argument(
             help="A name, such as 4x8xA100-80G:200Gbps, or a .json or .toml file, to be shown.",
-            autocompletion=completion.clusters,
+            autocompletion=arguments.clusters,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the GPUs, or the cluster, on stdout as JSON.")] = False,
@@ -144,9 +144,9 @@ def list_known(
         return
     from autopar.hardware.clusters import EXAMPLES, GRAMMAR
     from autopar.hardware.gpus import GPUS
-    from autopar.report.gpus import render
+    from autopar.report.cluster import render_gpus
 
-    render(GPUS, console)
+    render_gpus(GPUS, console)
     examples = ", ".join(EXAMPLES)
     title = f"Clusters: {GRAMMAR}, bandwidths of a node, such as"
     say(console, title, "bold")

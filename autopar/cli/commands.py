@@ -8,7 +8,7 @@ from typing import Annotated, get_type_hints
 
 import typer
 
-from autopar.cli.screen import quietly
+from autopar.cli.output import quietly
 
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No progress, tables and notes; only errors, and the result with --json.")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
-from autopar.cli.screen import say, screen
+from autopar.cli.arguments import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
+from autopar.cli.output import say, screen
 
 if TYPE_CHECKING:
-    from autopar.formats.compared import Compared
+    from autopar.formats.report import Compared
 
 
 def command(
@@ -32,13 +32,12 @@ def command(
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
     from autopar import api
-    from autopar.cli.flags import as_flags
-    from autopar.cli.machines import echo
+    from autopar.cli.arguments import as_flags, echo
     from autopar.cli.progress import slow_phases
-    from autopar.formats.units import parse_bandwidth, parse_bytes
+    from autopar.formats.document import parse_bandwidth, parse_bytes
     from autopar.inputs import cluster_file, machines, read_profile
     from autopar.planner import PlanOptions
-    from autopar.report.compared import render
+    from autopar.report.plan import render_comparison
 
     options = PlanOptions(
         gpus=gpus,
@@ -56,7 +55,7 @@ def command(
     echo(cluster, planned_for, console)
     own_step_s = found.plan.predicted.step_s
     rows = [row._replace(infeasible=row.infeasible and as_flags(row.infeasible)) for row in found.rows]
-    render(rows, own_step_s, console)
+    render_comparison(rows, own_step_s, console)
     for note in (*planned_for.notes, *found.plan.notes):
         say(console, f"note: {as_flags(note)}")
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.screen import screen
+from autopar.cli.output import screen
 from autopar.cli.training import AsJson
 from autopar.errors import UsageError
 from autopar.formats.document import write_bytes
@@ -75,8 +75,7 @@ def _say(console: Console, what: str, why: str) -> None:
 def _conclude(console: Console, files: dict[str, Path], picture: Path) -> None:
     from autopar.formats.plan import Plan
     from autopar.formats.report import Report
-    from autopar.report.quantity import duration, percentage
-    from autopar.report.table import Table
+    from autopar.report.table import Table, duration, percentage
 
     plan, report = Plan.load(files["plan.json"]), Report.load(files["report.json"])
     widths = " + ".join(str(plan.stages[group[0]].replicas) for group in plan.groups)

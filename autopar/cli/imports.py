@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli import completion
-from autopar.cli.screen import say, screen
+from autopar.cli import arguments
+from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def command(
             metavar="FORMAT",
             help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
             "one model on several kinds of devices.",
-            autocompletion=completion.formats,
+            autocompletion=arguments.formats,
         ),
     ],
     files: Annotated[
@@ -44,8 +44,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
 ) -> None:
     """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
-    from autopar.cli.flags import with_flags
-    from autopar.cli.outputs import check_output
+    from autopar.cli.arguments import with_flags
+    from autopar.cli.output import check_output
     from autopar.formats.references import rebased
 
     if system not in _FORMATS:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli import completion
-from autopar.cli.planning import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
-from autopar.cli.screen import say, screen
+from autopar.cli import arguments
+from autopar.cli.arguments import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
+from autopar.cli.output import say, screen
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -34,7 +34,7 @@ def command(
         typer.Option(
             help="auto, gpipe, 1f1b; interleaved, zb-v or dualpipe-v (several stages on every device); zb-h1 or zb-h2. "
             "The zb ones and dualpipe-v have backwards in two halves. torch's names do, too, such as Interleaved1F1B.",
-            autocompletion=completion.schedules,
+            autocompletion=arguments.schedules,
         ),
     ] = "auto",
     chunks: Annotated[
@@ -47,7 +47,7 @@ def command(
         typer.Option(
             help="step: least seconds per step; cost: cheapest training (the cluster prices its devices); throughput: "
             "quickest asynchronous pipeline.",
-            autocompletion=completion.objectives,
+            autocompletion=arguments.objectives,
         ),
     ] = "step",
     deadline: Annotated[
@@ -78,14 +78,14 @@ def command(
         str,
         typer.Option(
             help="Layers that run forward again to save memory: auto (as far as needed), none or full.",
-            autocompletion=completion.recomputations,
+            autocompletion=arguments.recomputations,
         ),
     ] = "auto",
     shard: Annotated[
         str,
         typer.Option(
             help="What replicas divide: none, optimizer (its state), gradients, parameters, or auto (the fastest).",
-            autocompletion=completion.shards,
+            autocompletion=arguments.shards,
         ),
     ] = "auto",
     replicate_state: Annotated[
@@ -119,7 +119,7 @@ def command(
         str,
         typer.Option(
             help="dp, or milp: the same question as a mixed-integer program.",
-            autocompletion=completion.solvers,
+            autocompletion=arguments.solvers,
         ),
     ] = "dp",
     solver_seconds: Annotated[
@@ -132,14 +132,12 @@ def command(
 ) -> None:
     """Find the fastest plan that fits, say how close to the best possible it is and what binds it, and write it."""
     from autopar import api
-    from autopar.cli.flags import plan_with_flags
-    from autopar.cli.machines import echo
-    from autopar.cli.outputs import check_output
+    from autopar.cli.arguments import echo, plan_with_flags
+    from autopar.cli.output import check_output
     from autopar.cli.progress import slow_phases
-    from autopar.formats.document import read_text
+    from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
     from autopar.formats.profile import Profile
     from autopar.formats.references import rebased, reference
-    from autopar.formats.units import parse_bandwidth, parse_bytes
     from autopar.inputs import cluster_file, connected
     from autopar.planner import PlanOptions
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autopar.cli import completion
-from autopar.cli.screen import say, screen
+from autopar.cli import arguments
+from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
 
@@ -36,7 +36,7 @@ def command(
         typer.Option(
             help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds "
             "of GPUs, such as H100,A100-80G or cuda,A100-80G.",
-            autocompletion=completion.devices,
+            autocompletion=arguments.devices,
         ),
     ] = "auto",
     ranks: Annotated[
@@ -81,8 +81,8 @@ def command(
 
     For a GPU that is not there, all of this is estimated.
     """
-    from autopar.cli.flags import with_flags
-    from autopar.cli.outputs import check_output
+    from autopar.cli.arguments import with_flags
+    from autopar.cli.output import check_output
     from autopar.cli.progress import phases
     from autopar.estimates import check_kinds, device_kinds, node_of
     from autopar.formats.references import rebased

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from autopar.cli.screen import is_quiet, say, screen
+from autopar.cli.output import is_quiet, say, screen
 
 LINE_EVERY_S = 2.0
 SLOW_S = 1.0

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.screen import say, screen
+from autopar.cli.output import say, screen
 from autopar.errors import InfeasibleError
 
 _CPU_COUNTED = (
@@ -30,13 +30,13 @@ def command(
     from autopar import api
     from autopar.cli.progress import phases
     from autopar.formats.plan import Plan
-    from autopar.report.memory import render
+    from autopar.report.plan import render_memory
 
     chosen = Plan.load(plan)
     with phases() as progress:
         peaks = api.rehearse(plan, progress=progress)
     console = screen()
-    render(chosen, peaks, console)
+    render_memory(chosen, peaks, console)
     if chosen.device_type == "cuda":
         say(console, _CPU_COUNTED)
     limits = chosen.predicted.limit_bytes

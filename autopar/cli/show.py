@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.screen import say, screen
+from autopar.cli.output import say, screen
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def command(
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
     from autopar import api
     from autopar.cli.progress import long_simulation
-    from autopar.formats.kind import kind_of
+    from autopar.formats.references import kind_of
 
     console = screen()
     kind = kind_of(file)
@@ -71,7 +71,7 @@ def command(
 
 
 def _check_written(path: Path, kind: str, overwrite: bool, inputs: tuple[Path, ...]) -> None:
-    from autopar.cli.outputs import check_output
+    from autopar.cli.output import check_output
 
     if path.suffix.lower() != f".{kind}":
         what = "picture is a PNG" if kind == "png" else "page is HTML"

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.planning import TimesOf
-from autopar.cli.screen import say, screen
+from autopar.cli.arguments import TimesOf
+from autopar.cli.output import say, screen
 
 
 def command(
@@ -29,12 +29,11 @@ def command(
 ) -> None:
     """Predict when every action of a step runs."""
     from autopar import api
-    from autopar.cli.flags import as_flags
-    from autopar.cli.machines import echo
+    from autopar.cli.arguments import as_flags, echo
     from autopar.cli.progress import long_simulation, slow_phases
     from autopar.inputs import read_inputs
     from autopar.planner.costs.kinds import kinds_of
-    from autopar.report.timeline import render
+    from autopar.report.pictures import render
 
     _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
     planned, measured, machines = read_inputs(plan, profile, cluster, times_of, long_simulation)
@@ -58,7 +57,7 @@ def command(
 
 def _check_outputs(plan: Path, given: tuple[Path | None, str | None], outputs: list[Path], overwrite: bool) -> None:
     """Refuse outputs that would replace what is read, one another, or what nobody agreed to lose."""
-    from autopar.cli.outputs import check_output
+    from autopar.cli.output import check_output
     from autopar.formats.plan import Plan
     from autopar.formats.references import recorded
     from autopar.hardware.clusters import is_file

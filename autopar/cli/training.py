@@ -1,4 +1,7 @@
-"""What the commands that train have in common: reading a plan, and writing what a run gives."""
+"""What the commands that train have in common: reading a plan, and writing what a run gives.
+
+What ``--update-profile`` writes: the profile and the cluster of a plan, with the times that a run measured.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.cli.outputs import check_output
-from autopar.cli.screen import say, screen
+from autopar.cli.output import check_output, say, screen
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.references import recorded
+from autopar.formats.references import rebased, recorded
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from autopar.inputs import read_inputs
 
 if TYPE_CHECKING:
     from autopar.runtime.result.outcome import Outcome
@@ -138,7 +141,6 @@ class Training:
             UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
             FileError: a folder is missing, or a file that the plan records.
         """
-        from autopar.cli.updating import check_update
 
         inputs = (*recorded(chosen, self.plan), *([self.program] if self.program else []))
         self.reports.check(inputs)
@@ -210,9 +212,8 @@ class Reports:
 
 def conclude(asked: Training, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
-    from autopar.cli.flags import with_flags
-    from autopar.cli.updating import write_update
-    from autopar.report.report import render
+    from autopar.cli.arguments import with_flags
+    from autopar.report.run import render
 
     reports, report = asked.reports, with_flags(outcome.report)
     reports.write(report, outcome.timeline)
@@ -226,3 +227,60 @@ def conclude(asked: Training, outcome: Outcome) -> None:
         say(console, text)
     if asked.as_json:
         sys.stdout.write(report.dumps())
+
+
+CLUSTER = "cluster.json"
+"""Beside a profile, where `autopar plan` looks for it."""
+
+
+def check_update(
+    plan: Path, output: Path | None, overwrite: bool, read: tuple[Path, ...], others: tuple[Path, ...]
+) -> None:
+    """Refuse, before anything starts, a profile that could not be updated or written.
+
+    Args:
+        plan: the plan's file.
+        output: where the profile goes; by default over the one that the plan records.
+        overwrite: whether files may be replaced, that one and its cluster's too.
+        read: what the command reads.
+        others: what else it writes.
+
+    Raises:
+        UsageError: the plan records no profile, or a file exists.
+        FileError: what the plan records is gone, or no longer what it was.
+    """
+    planned, target = Plan.load(plan), _target(plan, output)
+    if planned.times_of is not None:
+        raise UsageError(
+            f"--update-profile: in {plan} times of {planned.times_of} stand for other devices (--times-of), whose own "
+            "a run measures; leave it out, and profile there"
+        )
+    read_inputs(plan)
+    # The profile and the cluster may be written over by what they become; the plan and the model may not.
+    replaced = [plan.parent / each.path for each in (planned.profile, planned.cluster) if each is not None]
+    inputs = tuple(path for path in read if path not in replaced)
+    check_output(target, None, overwrite=overwrite, inputs=inputs, others=others)
+    check_output(target.parent / CLUSTER, None, overwrite=overwrite, inputs=inputs, others=(*others, target))
+
+
+def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:
+    """Write the profile, and the cluster where messages were measured; return the files."""
+    from autopar.recalibration import recalibrated
+
+    target = _target(plan, output)
+    planned, profile, cluster = read_inputs(plan)
+    made, links = recalibrated(planned, profile, cluster, outcome)
+    made.model_copy(update={"model": rebased(profile.model, _target(plan, None), target)}).save(target)
+    if links == cluster:
+        return (target,)
+    links.save(target.parent / CLUSTER)
+    return target, target.parent / CLUSTER
+
+
+def _target(plan: Path, output: Path | None) -> Path:
+    if output is not None:
+        return output
+    profile = Plan.load(plan).profile
+    if profile is None:
+        raise UsageError(f"--update-profile: {plan} records no profile; `autopar plan` writes plans that do")
+    return plan.parent / profile.path

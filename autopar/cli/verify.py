@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.screen import screen
+from autopar.cli.output import screen
 from autopar.errors import TrainingError
 
 
@@ -28,11 +28,11 @@ def command(
     """
     from autopar import api
     from autopar.cli.progress import phases
-    from autopar.report.verified import render
+    from autopar.report.run import render_verification
 
     with phases() as progress:
         found = api.verify(plan, steps=steps, timeout_s=timeout_s, progress=progress)
-    render(found, screen())
+    render_verification(found, screen())
     if as_json:
         sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")
     worst = next((each for each in found.differences if not each.equal), None)

@@ -1,20 +1,68 @@
-"""The file border: strict reading and atomic writing of autopar's JSON documents."""
+"""The file border: strict reading and atomic writing of autopar's JSON documents.
+
+Units: sizes and bandwidths as they are typed on the command line, in names of clusters and in their files.
+
+Atomic: a file that is written is there whole, or not at all, whatever fails meanwhile.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
+import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.atomic import new_file
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Give a file to write, which takes the place of ``path`` when the block ends.
+
+    Until then it has a name in the same folder that nobody can guess. What ``path`` was before stays if anything fails;
+    where it was a link, the link is replaced, and what it leads to stays. Who may read the file is up to the umask. A
+    file that is not ``durable`` may be lost with the host's power.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".autopar-{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(temporary, flags, 0o666)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's new names outlive a loss of power, where its file system can; the file is there in any case."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
@@ -335,3 +383,54 @@ def first_fault(error: ValidationError, content: object) -> str:
     if first["type"] not in ("fault", "json_invalid", "missing", "extra_forbidden"):
         message += f", found {shown(first['input'])}"
     return f"{at[:LONGEST_PATH]}: {message[: LONGEST_MESSAGE + SHOWN]}"
+
+
+_BINARY = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BITS = {"KBPS": 10**3, "MBPS": 10**6, "GBPS": 10**9, "TBPS": 10**12}
+_NUMBER = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Read bytes: a number with B, KiB .. TiB (powers of 1024) or KB .. TB (powers of 1000).
+
+    >>> parse_bytes("16GiB", "--memory"), parse_bytes("1.5 kb", "--memory"), parse_bytes("300", "--memory")
+    (17179869184, 1500, 300)
+
+    Raises:
+        UsageError: it is not a size, or none at all.
+    """
+    return int(_parse(text, flag, {**_DECIMAL, **_BINARY}, "16GiB"))
+
+
+def parse_bandwidth(text: str, flag: str) -> float:
+    """Read bytes per second: a size followed by /s, or bits per second as networks are sold.
+
+    >>> parse_bandwidth("25GB/s", "--bandwidth"), parse_bandwidth("200Gbps", "--bandwidth")
+    (25000000000.0, 25000000000.0)
+
+    Raises:
+        UsageError: it is not a bandwidth.
+    """
+    if text.strip().casefold().endswith("bps"):
+        return _parse(text.strip(), flag, _BITS, "200Gbps") / 8
+    if not text.strip().endswith("/s"):
+        raise UsageError(f"{flag} {text[:80]!r}: write bytes or bits per second, such as 25GB/s or 200Gbps")
+    return _parse(text.strip().removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
+
+
+def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    factor = units.get((match["unit"] or "B").upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"{flag} {text[:80]!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}"
+        )
+    value = float(match["number"]) * factor
+    if not 1 <= value < 2**63:
+        raise UsageError(f"{flag} {text[:80]!r}: must be at least 1 and below 2**63")
+    return value
+
+
+def _names(units: dict[str, int]) -> list[str]:
+    return [unit.replace("IB", "iB").replace("BPS", "bps") for unit in units]

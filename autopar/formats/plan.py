@@ -1,8 +1,16 @@
-"""Plan: which layers run where, in which order."""
+"""Plan: which layers run where, in which order.
+
+Layout: which stages share devices.
+
+A group of devices holds one stage, or several that a schedule runs in turn: its chunks. Groups are numbered in the
+order of their first stages.
+
+Predicted: what a plan says of itself: its step, what bounds it, and what stood beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -17,12 +25,168 @@ from autopar.formats.document import (
     Document,
     Index,
     Name,
+    Provenance,
     Record,
+    Seconds,
     fault,
 )
-from autopar.formats.layout import Layout, chunks_of, group_of, groups_of, layout_of
-from autopar.formats.predicted import Alternative, Predicted
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
+
+Layout = Literal["line", "loop", "vee"]
+LAYOUTS: dict[str, Layout] = {"interleaved": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
+"""By schedule; others have a group for every stage (``line``)."""
+
+
+def layout_of(schedule: str) -> Layout:
+    """Return how a schedule lays its stages out."""
+    return LAYOUTS.get(schedule, "line")
+
+
+def chunks_of(layout: Layout) -> int | None:
+    """Return how many stages a group holds; None where it is as many as one likes.
+
+    >>> chunks_of("line"), chunks_of("loop"), chunks_of("vee")
+    (1, None, 2)
+    """
+    return {"line": 1, "loop": None, "vee": 2}[layout]
+
+
+def group_of(layout: Layout, stage: int, groups: int) -> int:
+    """Return the group of devices that holds a stage.
+
+    Stages go round the groups (``loop``), or to and fro (``vee``).
+
+    >>> [group_of("loop", stage, 3) for stage in range(6)], [group_of("vee", stage, 3) for stage in range(6)]
+    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
+    """
+    turn, at = divmod(stage, groups)
+    return groups - 1 - at if layout == "vee" and turn % 2 else at
+
+
+def groups_of(devices: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of every group, given the devices of every stage.
+
+    >>> groups_of([(0, 1), (2,), (2,), (0, 1)])
+    ((0, 3), (1, 2))
+    """
+    found: dict[Hashable, list[int]] = {}
+    for stage, each in enumerate(devices):
+        found.setdefault(each, []).append(stage)
+    return tuple(map(tuple, found.values()))
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
+
+
+class Price(Record):
+    """What a step costs on the devices that are used, in the cluster's currency."""
+
+    per_hour: float = Field(gt=0)
+    per_step: float = Field(ge=0)
+    per_million_samples: float = Field(ge=0)
+    lower_bound_per_step: float = Field(ge=0)
+    """No plan that was searched, on any of the devices and within the deadline, costs less."""
+    deadline_s: Seconds | None = None
+    """No step was to take longer; null: however long it takes."""
+
+
+class Bounds(Record):
+    """Lower bounds of the step of every plan that was searched, each knowing more than the one before.
+
+    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Predicted`.
+    """
+
+    work_s: Seconds
+    """Every device computes without pause."""
+    contiguous_s: Seconds
+    """Consecutive layers in stages; links cost nothing, and memory has no limit."""
+    linked_s: Seconds
+    """With transfers and the synchronisation of gradients."""
+
+
+class BoundPart(Record):
+    """A part of the plan's own lower bound; the largest is what binds."""
+
+    term: Term
+    """``compute``: all that a stage computes in a step; ``round trip``: of a micro-batch from the stage to the last one
+    and back, as often as those in flight leave to wait for; ``link``: the messages across the boundary behind the
+    stage; ``filling``: the first micro-batch's way to the stage and the last one's way back; ``synchronisation``: of
+    the stage's gradients, as far as no backward hides it; ``update``: its optimizer's step; ``overhead``: of the step.
+    """
+    stage: Index
+    seconds: Seconds
+    full: bool = False
+    """Of a round trip: whether the stage's memory holds no more micro-batches in flight."""
+
+
+class Shares(Record):
+    """Shares of the ranks' time in a step; they sum to 1."""
+
+    computing: Fraction
+    """Forwards, backwards and updates."""
+    messages: Fraction
+    """Waiting for a message that is under way."""
+    reduction: Fraction
+    """Waiting for the reduction of gradients."""
+    idle: Fraction
+    """The rest: waiting for what others compute, and the step's overhead."""
+
+
+class Predicted(Record):
+    """What the simulator says of the plan."""
+
+    step_s: Seconds
+    """Of an asynchronous pipeline (``weight_policy`` ``stash``): seconds per mini-batch, once it is filled."""
+    lower_bound_s: Seconds
+    """No plan that was searched, under any searched schedule, takes less; 0 where nothing is proved of it. If the
+    objective is the price, what it may cost at least, in seconds of the plan's devices."""
+    objective_s: Seconds | None = None
+    """What ``pipedream`` (per mini-batch) or ``piper`` (per micro-batch) minimises, by its own formulas."""
+    price: Price | None = None
+    """If the objective is the price."""
+    bubble: float = Field(ge=0, le=1)
+    """Share of the ranks' time in a step in which they compute nothing."""
+    peak_bytes: tuple[Bytes, ...]
+    """Per stage, of its largest replica."""
+    limit_bytes: tuple[Bytes, ...] = ()
+    """Per stage, the memory of its smallest device; empty where unknown."""
+    forward_s: tuple[Seconds, ...] = ()
+    backward_s: tuple[Seconds, ...] = ()
+    """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
+    compute: tuple[Provenance, ...] = ()
+    """Per stage, where these times come from; empty where unknown."""
+    communication: Provenance | None = None
+    """Where the times of messages and reductions come from; none where nothing is communicated."""
+    bounds: Bounds | None = None
+    """Weaker bounds than ``lower_bound_s``; none where unknown."""
+    binding: tuple[BoundPart, ...] = ()
+    """What the plan's own bound is the sum of, largest first; empty where unknown."""
+    shares: Shares | None = None
+    """None where no timeline was predicted."""
+
+
+class Alternative(Record):
+    """Another plan that was considered: its predicted step time, or why it cannot be."""
+
+    name: Name
+    step_s: Seconds | None = None
+    infeasible: Name | None = None
+    price_per_step: Annotated[float, Field(ge=0)] | None = None
+    """What the step costs, if the objective is the price."""
+    stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
+    """In the form that ``autopar plan --stages`` takes."""
+    micro_batches: Count | None = None
+    schedule: Name | None = None
+    excluded: Name | None = None
+    """The option that excludes it; none where it could have been chosen."""
+
+    @model_validator(mode="after")
+    def _one_outcome(self) -> Self:
+        if (self.step_s is None) == (self.infeasible is None):
+            fault("step_s", "exactly one of step_s and infeasible must be given")
+        return self
+
 
 Division = Literal["split", "round-robin"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]

@@ -1,8 +1,14 @@
-"""Report: what a training run did, and how close the prediction was."""
+"""Report: what a training run did, and how close the prediction was.
+
+Compared: one planner's plan in a comparison.
+
+Verified: how a plan's ranks and the plain loop compare.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -115,3 +121,107 @@ class Report(Document):
     """``model_flops`` over what the devices' peak makes of a median step."""
     initial_weights: Name
     notes: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """One device of a virtual worker."""
+
+    layers: str
+    """Positions in the profile, such as ``0-5``."""
+    device: int
+    """Index into the cluster's devices."""
+    type: str
+    """Of the device, as the profile names it."""
+    in_flight: int
+    stage_s: float
+    """Of one micro-batch: forward, backward, and receiving its activations and gradients."""
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class VirtualWorker:
+    """A pipeline with one device a stage."""
+
+    stages: tuple[VirtualStage, ...]
+    samples_per_s: float
+    """That its slowest stage, and the micro-batches in flight, let through when it waits for no other worker."""
+
+
+@dataclass(frozen=True)
+class VirtualWorkers:
+    """HetPipe's partition of a cluster: pipelines that cut the layers each in its own way, and share the data."""
+
+    policy: str
+    """How devices were dealt: ``NP``, ``ED`` or ``HD``."""
+    in_flight: int
+    """Micro-batches in a worker's pipeline at once."""
+    workers: tuple[VirtualWorker, ...]
+    samples_per_s: float
+    """Of all together, the quicker ones waiting for the slowest; without reducing gradients."""
+
+
+class Compared(NamedTuple):
+    """A plan by what tells it from others; of one that does not fit, what it would need."""
+
+    name: str
+    """Whose plan it is."""
+    stages: str | None = None
+    """In the form that ``autopar plan --stages`` takes; none of virtual workers that cut differently."""
+    micro_batches: int | None = None
+    schedule: str | None = None
+    step_s: float | None = None
+    """None where it cannot be run."""
+    peak_bytes: int | None = None
+    """Of the stage that needs most."""
+    infeasible: str | None = None
+    """Why it cannot be run."""
+    virtual_workers: VirtualWorkers | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference between what the ranks and what the plain loop made of one kind."""
+
+    what: str
+    """``losses``, ``gradients``, ``parameters`` or ``buffers``."""
+    compared: int
+    """How many tensors, on all ranks that hold them, or losses."""
+    largest: float | None
+    """In the unit of ``allowed``; None where it is no number: one side has no value, or none that is finite."""
+    where: str
+    """The tensor and the rank, or the step."""
+    allowed: float
+    unit: str
+    """What differences are divided by."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs by more than is allowed."""
+        return self.largest is not None and self.largest <= self.allowed
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What ``autopar verify`` found."""
+
+    steps: int
+    ranks: int
+    computed: str
+    """The type that both computed in, such as ``float64``."""
+    rounding: str
+    """Where the allowed differences are from."""
+    differences: tuple[Difference, ...]
+    by_choice: tuple[str, ...] = ()
+    """What the plan lets differ from training without replicas."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether the ranks trained what the plain loop trained."""
+        return all(each.equal for each in self.differences)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return all of it as JSON-able data."""
+        differences = [{**asdict(each), "equal": each.equal} for each in self.differences]
+        return {"equal": self.equal, **asdict(self), "differences": differences}

@@ -1,20 +1,30 @@
-"""Timeline: when every action ran, predicted or measured; written as a Chrome trace."""
+"""Timeline: when every action ran, predicted or measured; written as a Chrome trace.
+
+Own times: how long every action takes by itself, apart from what it waits for.
+
+Spent: where the time of every rank went, read from a timeline of all of them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, shown, write_text
 from autopar.formats.program import (
     BACKWARD,
+    BACKWARDS,
     FORWARD,
     INPUT_BACKWARD,
+    KINDS,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -25,6 +35,7 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
     Action,
 )
+from autopar.formats.report import KindTimes
 
 Origin = Literal["simulated", "measured"]
 LONGEST_US = 1e18
@@ -180,3 +191,181 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LONGEST_US:
         raise FileError(f"{at}.{key}: expected microseconds, found {shown(value)}")
     return float(value)
+
+
+_COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
+_PLAIN = {
+    FORWARD: _COMPUTE,
+    **dict.fromkeys(BACKWARDS, _COMPUTE),
+    UPDATE: _UPDATE,
+    REDUCE: _REDUCE,
+    REDUCE_TIED: _REDUCE,
+}
+_SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
+_Span = tuple[float, float, int]
+
+
+class Spent(NamedTuple):
+    """Seconds of one rank's step; together they are the step.
+
+    Where two things go on at once, the one that is named first counts: what a backward hides costs nothing.
+    """
+
+    compute_s: float = 0.0
+    """Forwards and backwards, with what they recompute."""
+    update_s: float = 0.0
+    """The optimizer's step, with what ranks tell each other there."""
+    reduce_s: float = 0.0
+    """Blocked in a reduction of gradients, until all of its ranks have come and it is done."""
+    waiting_s: float = 0.0
+    """Blocked in a receive before the peer began to send."""
+    transfer_s: float = 0.0
+    """Blocked in a receive after that; and, as measured, handing a message over. A simulated send occupies no rank."""
+    idle_s: float = 0.0
+    """The rest: loading mini-batches, and what ranks do between actions."""
+
+
+def spent(timeline: Timeline) -> list[Spent]:
+    """Return where the time of every rank went in a step."""
+    return spent_within([timeline], 0.0, timeline.end_s)
+
+
+def spent_within(steps: Sequence[Timeline], start_s: float, end_s: float) -> list[Spent]:
+    """Return where the time of every rank went between two moments.
+
+    Args:
+        steps: timelines on one clock of all steps that have to do with that time; some ranks begin a step while others
+            still end the one before.
+        start_s: the earlier moment.
+        end_s: the later one.
+    """
+    spans: list[list[_Span]] = [[] for _ in range(max(step.rank_count() for step in steps))]
+    for step in steps:
+        for rank, start, end, what in _spans(step):
+            start, end = max(start, start_s), min(end, end_s)
+            if start < end:
+                spans[rank].append((start, end, what))
+    found = []
+    for compute_s, update_s, reduce_s, waiting_s, transfer_s in map(_swept, spans):
+        idle_s = max(0.0, end_s - start_s - (compute_s + update_s + reduce_s + waiting_s + transfer_s))
+        found.append(Spent(compute_s, update_s, reduce_s, waiting_s, transfer_s, idle_s))
+    return found
+
+
+def sending_of(event: Event) -> tuple[int, Action]:
+    """Return the sending rank and the send of a receive."""
+    action = event.action
+    kind = _SENT_AS[action.kind]
+    return action.peer, Action(kind, action.peer_stage, action.micro_batch, event.rank, action.stage, action.version)
+
+
+def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
+    """Yield (rank, start, end, what it was spent on) of a step's events; a receive is parted where its send began."""
+    sends = (SEND, SEND_GRADIENT)
+    begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in sends}
+    for event in step:
+        rank, action, start, end = event
+        if action.kind in _PLAIN:
+            yield rank, start, end, _PLAIN[action.kind]
+        elif action.kind in _SENT_AS:
+            middle = min(max(begun.get(sending_of(event), math.inf), start), end)
+            yield rank, start, middle, _WAITING
+            yield rank, middle, end, _TRANSFER
+        elif step.origin == "measured":
+            yield rank, start, end, _TRANSFER
+
+
+def _swept(spans: Sequence[_Span]) -> list[float]:
+    """Return the seconds of every kind of span; of those at one moment, the lowest kind counts."""
+    edges = sorted(edge for start, end, what in spans for edge in ((start, 1, what), (end, -1, what)))
+    open_now, total, before = [0] * 5, [0.0] * 5, 0.0
+    for at, change, what in edges:
+        first = next((kind for kind in range(5) if open_now[kind]), None)
+        if first is not None:
+            total[first] += at - before
+        before = at
+        open_now[what] += change
+    return total
+
+
+OwnTimes = Mapping[tuple[int, Action], float]
+"""Seconds by rank and action; a message has those from its send to its arrival, under the send."""
+
+
+def own_times(timeline: Timeline) -> dict[tuple[int, Action], float]:
+    """Return how long every action of a timeline takes by itself.
+
+    A computation and an update take as long as they last. A reduction takes from when the last of its ranks has come.
+    A measured message takes from its send to its receive's end, and is left out where that does not tell: where the
+    receiver was not waiting yet, or the message before it was still under way.
+    """
+    found: dict[tuple[int, Action], float] = {}
+    come: dict[tuple[str, int], float] = {}
+    for event in timeline:
+        if event.action.kind in (REDUCE, REDUCE_TIED):
+            key = _meeting(event.action)
+            come[key] = max(come.get(key, event.start_s), event.start_s)
+    for event in timeline:
+        kind = event.action.kind
+        if kind in (REDUCE, REDUCE_TIED):
+            found[event.rank, event.action] = max(0.0, event.end_s - come[_meeting(event.action)])
+        elif kind in (SEND, SEND_GRADIENT):
+            if timeline.origin == "simulated":
+                found[event.rank, event.action] = event.end_s - event.start_s
+        elif kind not in (RECEIVE, RECEIVE_GRADIENT):
+            found[event.rank, event.action] = event.end_s - event.start_s
+    return found if timeline.origin == "simulated" else found | _messages(timeline)
+
+
+def medians(steps: Iterable[OwnTimes]) -> dict[tuple[int, Action], float]:
+    """Return the median of every action over several steps."""
+    found: dict[tuple[int, Action], list[float]] = defaultdict(list)
+    for step in steps:
+        for key, seconds in step.items():
+            found[key].append(seconds)
+    return {key: median(values) for key, values in found.items()}
+
+
+def compared(measured: OwnTimes, predicted: OwnTimes) -> tuple[KindTimes, ...]:
+    """Return measured over predicted by kind of action, of the actions that both know and that take time."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for key, predicted_s in predicted.items():
+        if key in measured and predicted_s > 0:
+            pairs[key[1].kind].append((measured[key], predicted_s))
+    return tuple(
+        KindTimes(
+            kind=kind,  # type: ignore[arg-type]  # checked there
+            actions=len(pairs[kind]),
+            measured_s=median(measured_s for measured_s, _ in pairs[kind]),
+            predicted_s=median(predicted_s for _, predicted_s in pairs[kind]),
+            ratio=median(measured_s / predicted_s for measured_s, predicted_s in pairs[kind]),
+        )
+        for kind in KINDS
+        if kind in pairs
+    )
+
+
+def _meeting(action: Action) -> tuple[str, int]:
+    """Return what all ranks of one reduction have in common."""
+    return action.kind, action.micro_batch if action.kind == REDUCE_TIED else action.stage
+
+
+def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
+    """Return the seconds of those messages of a measured timeline whose receivers were waiting for them alone."""
+    sends = {(event.rank, event.action): event for event in timeline if event.action.kind in (SEND, SEND_GRADIENT)}
+    receives = {sending_of(event): event for event in timeline if event.action.kind in (RECEIVE, RECEIVE_GRADIENT)}
+    found: dict[tuple[int, Action], float] = {}
+    arrived: dict[tuple[int, int], float] = {}
+    for key, send in sorted(sends.items(), key=lambda item: item[1].start_s):
+        receive = receives.get(key)
+        if receive is None:
+            continue
+        pair = send.rank, receive.rank
+        if _clean(send, receive, arrived.get(pair, 0.0)):
+            found[key] = receive.end_s - send.start_s
+        arrived[pair] = max(arrived.get(pair, 0.0), receive.end_s)
+    return found
+
+
+def _clean(send: Event, receive: Event, before_s: float) -> bool:
+    return receive.start_s <= send.start_s <= receive.end_s and before_s <= send.start_s

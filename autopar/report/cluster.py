@@ -1,6 +1,8 @@
 """Cluster as tables: devices, links, and the curves that were measured over them.
 
 Bandwidths are those of nccl-tests: ``algbw`` is bytes over seconds, ``busbw`` what of it crosses a rank's link.
+
+Known GPUs as a table, with the sources of their numbers.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from autopar.hardware.collectives import moved
-from autopar.report.quantity import bandwidth, duration, size
-from autopar.report.table import Table, say
+from autopar.report.table import Table, bandwidth, duration, say, size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
 
     from autopar.formats.cluster import Cluster, Curve, Link
+    from autopar.hardware.gpus import Gpu
 
 
 _Make = tuple[str, int, float | None]
@@ -153,3 +157,23 @@ def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:
         return "", ""
     rate = curve.sizes[at] / curve.seconds[at]
     return bandwidth(rate), bandwidth(rate * moved(curve.kind, curve.ranks))
+
+
+def render_gpus(gpus: Iterable[Gpu], console: Console) -> None:
+    """Print what is known of GPUs, and below it where that is from."""
+    columns = ("name", ">fp32", ">bf16", ">fp16", ">memory", ">its rate", ">NVLink", ">PCIe", ">NCCL bus")
+    table = Table("GPUs (dense TFLOP/s, GB, and GB/s in one direction)", columns)
+    listed = list(gpus)
+    for gpu in listed:
+        flops = (gpu.fp32_flops_per_s, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s)
+        links = (gpu.memory_bytes_per_s, gpu.nvlink_bytes_per_s, gpu.pcie_bytes_per_s, gpu.collective_bytes_per_s)
+        numbers = (*(_in(1e12, each) for each in flops), *(_in(1e9, each) for each in (gpu.memory_bytes, *links)))
+        table.add_row(gpu.name, *numbers)
+    console.print(table)
+    say(console, "Sources", "bold")
+    for gpu in listed:
+        say(console, f"{gpu.name}: {gpu.source}")
+
+
+def _in(unit: float, value: float | None) -> str:
+    return f"{value / unit:.4g}" if value else "-"

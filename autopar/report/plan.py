@@ -1,20 +1,89 @@
-"""Plan as tables: its stages, what is predicted, and the alternatives."""
+"""Plan as tables: its stages, what is predicted, and the alternatives.
+
+Bounds as text: how a plan's step is bounded, what binds it, and what the ranks' time goes to.
+
+Compared plans as a table.
+
+A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
-from autopar.report.bounds import binding_text, bound_rows, share_text
-from autopar.report.quantity import duration, figure, percentage, size
-from autopar.report.table import Table, as_text, fill, say
+from autopar.formats.plan import BoundPart, Price
+from autopar.formats.report import Compared, VirtualWorkers
+from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
 
     from autopar.formats.plan import Plan, Stage
-from autopar.formats.predicted import Price
+
+
+def bound_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return the stack of bounds, weakest first, and the gap of the step to the last of them."""
+    predicted, bounds = plan.predicted, plan.predicted.bounds
+    last = "lower bound"
+    rows = []
+    if bounds is not None:
+        rows = [("bound of any plan: work alone", bounds.work_s)]
+        if len(plan.groups[0]) > 1:
+            # The others are of plans with one stage on every device.
+            found = [(name, duration(seconds)) for name, seconds in rows]
+            return [*found, ("gap to it", percentage(predicted.step_s / bounds.work_s - 1))] if bounds.work_s else found
+        rows += [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
+        last = "+ memory: their lower bound"
+    rows.append((last, predicted.lower_bound_s))
+    found = [(name, duration(seconds)) for name, seconds in rows]
+    if predicted.lower_bound_s > 0:
+        found.append(("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1)))
+    return found
+
+
+def binding_text(plan: Plan) -> str:
+    """Return what binds a plan, by its own bound; empty where unknown."""
+    parts = plan.predicted.binding
+    if not parts:
+        return ""
+    own_s = sum(part.seconds for part in parts)
+    found = f"{_term(plan, parts[0])}: {duration(parts[0].seconds)} of its own bound of {duration(own_s)}"
+    if len(parts) > 1:
+        found += f"; then {_term(plan, parts[1])}: {duration(parts[1].seconds)}"
+    return found
+
+
+def _term(plan: Plan, part: BoundPart) -> str:
+    stage, depth = part.stage, plan.stages[part.stage].warmup
+    return {
+        "compute": f"computing on stage {stage}",
+        "round trip": f"round trips of stage {stage} with {depth} in flight"
+        + (", more than which its memory does not hold" if part.full else ""),
+        "link": f"messages between stages {stage} and {stage + 1}",
+        "filling": f"filling and draining the pipeline around stage {stage}",
+        "synchronisation": f"gradient synchronisation of stage {stage}",
+        "update": f"the update of stage {stage}",
+        "overhead": "the step's overhead",
+    }[part.term]
+
+
+def share_text(plan: Plan) -> str:
+    """Return what the ranks' time goes to; empty where unknown."""
+    shares = plan.predicted.shares
+    if shares is None:
+        return ""
+    named = {
+        "computing": shares.computing,
+        "waiting for messages": shares.messages,
+        "for gradients to be reduced": shares.reduction,
+        "idle": shares.idle,
+    }
+    return ", ".join(f"{name} {percentage(share)}" for name, share in named.items())
+
 
 MOST_STAGES = 48
 """Of an alternative, in full."""
@@ -191,3 +260,112 @@ def _alternatives(plan: Plan) -> Table:
 
 def _against(value: float, planned: float) -> str:
     return percentage(value / planned - 1, signed=True) if planned > 0 else ""
+
+
+_ESTIMATE = (
+    "note: no plan says virtual workers that cut differently; their step is that of each one's own simulated pipeline, "
+    "and the reduction of gradients behind it"
+)
+
+
+def render_comparison(rows: Sequence[Compared], own_step_s: float, console: Console) -> None:
+    """Print the plans of a comparison against the one that takes ``own_step_s``."""
+    columns = (
+        "planner",
+        ">step",
+        ">over autopar",
+        "schedule",
+        ">micro-batches",
+        ">peak memory",
+        "stages, or why not",
+    )
+    table = Table("Planners", columns)
+    for row in rows:
+        count = "" if row.micro_batches is None else str(row.micro_batches)
+        peak = "" if row.peak_bytes is None else size(row.peak_bytes)
+        ending = (
+            row.schedule or "",
+            count,
+            peak,
+            row.infeasible or few_stages(row.stages or "cut differently, see below"),
+        )
+        table.add_row(row.name, *_times(row, own_step_s), *ending)
+    console.print(table)
+    for row in rows:
+        if row.virtual_workers is not None:
+            console.print(_workers(row.name, row.virtual_workers))
+            if row.stages is None:
+                say(console, _ESTIMATE)
+
+
+def _workers(name: str, found: VirtualWorkers) -> Table:
+    """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
+    each = f"{found.in_flight} micro-batch{'es' if found.in_flight > 1 else ''} in flight"
+    title = (
+        f"{name}'s virtual workers ({found.policy}, {each}, {figure(found.samples_per_s)} samples per second at most)"
+    )
+    columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in flight", ">stage time", ">peak memory")
+    table = Table(title, columns)
+    groups: dict[object, list[int]] = {}
+    for index, worker in enumerate(found.workers):
+        groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
+    for members in groups.values():
+        for at, stage in enumerate(found.workers[members[0]].stages):
+            devices = ", ".join(str(found.workers[member].stages[at].device) for member in members)
+            first = (
+                (", ".join(map(str, members)), figure(found.workers[members[0]].samples_per_s)) if not at else ("", "")
+            )
+            times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
+            table.add_row(*first, str(at), stage.layers, f"{devices} ({stage.type})", *times)
+    return table
+
+
+def _times(row: Compared, own_step_s: float) -> tuple[str, str]:
+    if row.step_s is None:
+        return "", ""
+    over = percentage(row.step_s / own_step_s - 1, signed=True) if own_step_s > 0 and row.name != "autopar" else ""
+    return duration(row.step_s), over
+
+
+_USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
+
+
+def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:
+    """Print every stage's predicted peak beside the bytes that it was found to hold."""
+    columns = (">stage", ">predicted", ">rehearsed", ">predicted over rehearsed", ">device memory")
+    table = Table("Memory (largest replica of each stage)", columns)
+    limits = plan.predicted.limit_bytes
+    for index, (peak, held) in enumerate(zip(plan.predicted.peak_bytes, held_bytes, strict=True)):
+        error = percentage(peak / held - 1, signed=True) if held else ""
+        table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
+    console.print(table)
+
+
+def draw_memory(plan: Plan, memory_bytes: Sequence[int]) -> Figure:
+    """Return bars of each stage's peak; ``memory_bytes`` holds every device's memory in cluster order."""
+    from matplotlib.figure import Figure
+
+    limits = [min(memory_bytes[device] for device in stage.devices) for stage in plan.stages]
+    figure = Figure(figsize=(8, 0.6 + 0.4 * len(limits)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(limits))
+    axes.barh(places, limits, color=_FREE, height=0.62, label="device memory")
+    axes.barh(places, plan.predicted.peak_bytes, color=_USED, height=0.62, label="predicted peak")
+    for place, (peak, limit) in enumerate(zip(plan.predicted.peak_bytes, limits, strict=True)):
+        share = f" ({peak / limit:.1%})" if limit else ""
+        axes.annotate(
+            f"{size(peak)} of {size(limit)}{share}",
+            (max(limits), place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            size=8,
+            color=_INK,
+        )
+    axes.set_yticks(places, [f"stage {index}" for index in places])
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.tick_params(length=0, labelsize=8, colors=_INK)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
-from autopar.report.quantity import duration, percentage, size
-from autopar.report.table import Table, say
+from autopar.report.table import Table, duration, percentage, say, size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,7 +2,7 @@
 
 One file per schedule; :data:`SCHEDULES` names them all. A schedule orders the forwards and backwards of one rank, and
 names the in-flight depths it may be run with; :func:`autopar.schedules.expand.expand` adds the messages, the reductions
-and the update. Which stages share devices is :mod:`autopar.formats.layout`'s.
+and the update. Which stages share devices is :mod:`autopar.formats.plan`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
-from autopar.schedules.place import Computation, Place
+from autopar.schedules.order import Computation, Place
 
 __all__ = ["SCHEDULES", "Schedule"]
 

@@ -1,4 +1,7 @@
-"""Expand: a plan and its schedule become every rank's list of actions."""
+"""Expand: a plan and its schedule become every rank's list of actions.
+
+Forwards: the part of a plan's program that evaluates, without backwards and update.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from autopar.formats.layout import layout_of
-from autopar.formats.plan import Plan, turns
+from autopar.formats.plan import Plan, layout_of, turns
 from autopar.formats.program import (
     FORWARD,
     RECEIVE,
@@ -23,8 +25,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules import SCHEDULES
-from autopar.schedules.place import Place
-from autopar.schedules.queue import Entry, in_order
+from autopar.schedules.order import Entry, Place, in_order
 from autopar.schedules.route import Routes
 
 
@@ -240,3 +241,19 @@ def closing_of(plan: Plan, chunks: tuple[int, ...]) -> Iterator[Entry]:
 def _spread(plan: Plan, stages: tuple[int, ...]) -> bool:
     """Whether stages are on several ranks."""
     return plan.stages[stages[0]].replicas > 1 or len({plan.stages[stage].devices for stage in stages}) > 1
+
+
+FORWARDS = (FORWARD, SEND, RECEIVE)
+"""Kinds of actions that evaluate."""
+
+
+def expand_forwards(plan: Plan) -> Program:
+    """Return the program of an evaluation: of every rank the forwards, in the schedule's order, and their messages.
+
+    An order of both forwards and backwards that ends is one of the forwards alone that ends.
+    """
+    return Program(
+        tuple(
+            RankProgram.of(Action(*entry) for entry in entries if entry[0] in FORWARDS) for entries in entries_of(plan)
+        )
+    )

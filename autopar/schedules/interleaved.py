@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.place import Computation, Place, depths
+from autopar.schedules.order import Computation, Place, depths
 
 
 def order(place: Place) -> Iterator[Computation]:

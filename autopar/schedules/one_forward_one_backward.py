@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.place import Computation, Place
+from autopar.schedules.order import Computation, Place
 
 
 def order(place: Place) -> Iterator[Computation]:

@@ -5,10 +5,10 @@ Where backwards have halves, a whole one takes two slots.
 
 from __future__ import annotations
 
-from autopar.formats.layout import layout_of
+from autopar.formats.plan import layout_of
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules import SCHEDULES
-from autopar.schedules.place import Computation, places
+from autopar.schedules.order import Computation, places
 
 
 def draw(schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None) -> str:

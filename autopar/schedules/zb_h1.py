@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from autopar.formats.program import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules import one_forward_one_backward
-from autopar.schedules.pattern import joined
-from autopar.schedules.place import Computation, Place
+from autopar.schedules.order import Computation, Place, joined
 
 
 def order(place: Place) -> Iterator[Computation]:

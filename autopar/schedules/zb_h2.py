@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.schedules import one_forward_one_backward, zb_h1
-from autopar.schedules.place import Computation, Place
+from autopar.schedules.order import Computation, Place
 
 
 def order(place: Place) -> Iterator[Computation]:

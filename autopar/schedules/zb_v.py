@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.schedules.pattern import joined, numbered
-from autopar.schedules.place import Computation, Place, depths
+from autopar.schedules.order import Computation, Place, depths, joined, numbered
 
 
 def order(place: Place) -> Iterator[Computation]:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.formats.layout import chunks_of, group_of, layout_of
-from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage
+from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
-from autopar.planner.estimate import estimated_cluster
+from autopar.planner.costs.kinds import estimated_cluster
 from autopar.schedules import SCHEDULES
 
 __all__ = ["Ask", "draw_ask", "edited", "planned"]

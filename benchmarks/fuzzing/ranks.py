@@ -20,12 +20,12 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.data.loader import ShareLoader
+from autopar.runtime.data import ShareLoader
 from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.update.update import Update
+from autopar.runtime.update import Update
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 

@@ -13,10 +13,10 @@ import torch
 from autopar.capture.huggingface import PREFIX, read_configured
 from autopar.capture.source import code_of_file
 from autopar.formats.document import read_text
-from autopar.formats.kind import kind_of
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
+from autopar.formats.references import kind_of
 from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import read_cluster

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
-from autopar.planner.remedies import advice
+from autopar.planner.infeasible import advice
 from reproductions.piper_moves import PiperMoves, in_flight
 from reproductions.piper_options import Task
 from reproductions.piper_stages import PiperStages, Stage

@@ -7,17 +7,15 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Division, Plan, Predicted, Stage
 from autopar.formats.profile import Profile
-from autopar.planner.assemble import assemble, crossings, shared
+from autopar.planner.assemble import assemble, crossings, heading, shared
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.model import CostModel
-from autopar.planner.heading import heading
-from autopar.planner.objectives.stash import StashCosts, depths
+from autopar.planner.infeasible import size
+from autopar.planner.objectives.throughput import StashCosts, depths
 from autopar.planner.objectives.written import stash_plan
 from autopar.planner.options import PlanOptions
-from autopar.planner.shortfall import size
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
 from reproductions.piper import PiperPlan, PiperStage, piper_plan

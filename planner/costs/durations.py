@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from autopar.formats.cluster import Level
-from autopar.planner.candidate import Candidate
-from autopar.planner.chunks import chunked, groups, halves
+from autopar.planner.candidate import Candidate, chunked, groups, halves
+from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.moments import backwards
 from autopar.schedules.route import Routes
 
 

@@ -1,4 +1,7 @@
-"""Kinds: which of a profile's kinds of devices has the times of each type of a cluster's."""
+"""Kinds: which of a profile's kinds of devices has the times of each type of a cluster's.
+
+Estimate: a cluster to plan for where none was measured.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.cluster import Cluster, Device
+from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import DeviceCosts, DeviceKind, Profile, is_model
 from autopar.hardware.gpus import is_known, known_as
 
@@ -170,4 +173,22 @@ def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str)
         "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
         f"profiles with `autopar import profiles`, or plan with `times_of={_typed(kinds, 0)!r}` to let its times stand "
         "for them"
+    )
+
+
+# Round numbers of ordinary machines: loopback between two processes, PCIe between two accelerators.
+_LINKS = {"cpu": (1e-4, 1e9), "cuda": (2e-5, 12e9)}
+
+
+def estimated_cluster(profile: Profile, devices: int) -> Cluster:
+    """Return a node with devices like the profile's, its link a guess that the plan's notes mention."""
+    kind = profile.device.type
+    name = profile.device.name if profile.others else kind
+    latency_s, bytes_per_s = _LINKS.get(kind, _LINKS["cpu"])
+    return Cluster(
+        name="estimated",
+        backend="nccl" if kind == "cuda" else "gloo",
+        devices=(Device(type=name, memory_bytes=profile.device.memory_bytes),) * devices,
+        links=(Link(level="node", latency_s=latency_s, bytes_per_s=bytes_per_s),),
+        notes=("no cluster was measured: link and device numbers are estimated; `autopar profile` measures them",),
     )

@@ -1,12 +1,23 @@
-"""LayerCosts: what was measured of the layers, at any number of rows."""
+"""LayerCosts: what was measured of the layers, at any number of rows.
+
+Levels: sets of layers to recompute, each a part of the next.
+
+Sums: seconds of all layers before a position, with what recomputation and sharding add to them.
+
+Share limits: how many samples of a micro-batch layers take at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple, overload
 
+from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.profile import Cost, Layer
+from autopar.formats.plan import SCATTERING, Shard
+from autopar.formats.profile import Cost, Layer, Profile
+from autopar.planner.costs.links import Collective, LinkModel
 
 
 def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
@@ -143,3 +154,282 @@ def _measured_s(cost: Cost, kind: str) -> float:
 def _up(value: float) -> int:
     # A hair of float error must not add a byte to a size that was measured exactly.
     return -int(-(value - 1e-6) // 1)
+
+
+class Levels:
+    """Sets of the first so many layers of an order, from none to all.
+
+    >>> levels = Levels([4, 2, 3])
+    >>> len(levels), sorted(levels[2]), levels.within(2, 3, 5)
+    (4, [2, 4], (4,))
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        """Take the layers in the order in which they join."""
+        self._order = tuple(order)
+        self._rank = {layer: rank for rank, layer in enumerate(self._order)}
+        self._sets: dict[int, frozenset[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._order) + 1
+
+    def __getitem__(self, level: int) -> frozenset[int]:
+        level = range(len(self))[level]
+        if level not in self._sets:
+            self._sets[level] = frozenset(self._order[:level])
+        return self._sets[level]
+
+    def within(self, level: int, first: int, stop: int) -> tuple[int, ...]:
+        """Return the layers of a level that a stage holds, ascending."""
+        return tuple(layer for layer in range(first, stop) if self._rank.get(layer, level) < level)
+
+    def rank(self, layer: int) -> int | None:
+        """Return where in the order a layer stands; None where it is never recomputed."""
+        return self._rank.get(layer)
+
+    def ranks(self, first: int, stop: int) -> list[int]:
+        """Return where in the order a stage's layers stand, ascending."""
+        return sorted(self._rank[layer] for layer in range(first, stop) if layer in self._rank)
+
+
+class Span(NamedTuple):
+    """How many of its own layers a stage may recompute, the first ones of the order: from ``low`` to ``high``."""
+
+    levels: Levels
+    low: int = 0
+    high: int | None = None
+    """None: all."""
+
+    def within(self, first: int, stop: int) -> Sets:
+        """Return the sets of layers, the fewest first.
+
+        >>> list(Span(Levels([4, 2, 3])).within(3, 5)), list(Span(Levels([4, 2, 3]), 1, 1).within(3, 5))
+        ([(), (4,), (3, 4)], [(4,)])
+        """
+        bounds = [0, *(rank + 1 for rank in self.levels.ranks(first, stop))]
+        high = len(bounds) - 1 if self.high is None else min(self.high, len(bounds) - 1)
+        return Sets(self.levels, bounds[min(self.low, high) : high + 1], first, stop)
+
+
+class Sets(Sequence[tuple[int, ...]]):
+    """Sets of a stage's layers, made when they are asked for: of a long stage there are many."""
+
+    def __init__(self, levels: Levels, bounds: Sequence[int], first: int, stop: int) -> None:
+        self._levels, self._bounds, self._first, self._stop = levels, bounds, first, stop
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        if isinstance(index, slice):
+            return [self._levels.within(each, self._first, self._stop) for each in self._bounds[index]]
+        return self._levels.within(self._bounds[index], self._first, self._stop)
+
+
+Slower = Mapping[Level, tuple[float, float]]
+"""By level, how many times as long computing, and communicating, take while the other goes on."""
+
+
+class StageSums:
+    """Sums of forwards and backwards of stages, by kind of device."""
+
+    def __init__(
+        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, slower: Slower, *, waits: bool
+    ) -> None:
+        """Take what is known of the layers.
+
+        Args:
+            costs: times, by kind of device.
+            layers: their bytes.
+            links: prices of gathering and scattering.
+            slower: as far as the cluster says.
+            waits: whether a device gathers and scatters between its computations, and not beside them.
+        """
+        self._costs, self._layers, self._links = costs, layers, links
+        self._slower, self.waits = slower, waits
+        self._sums: dict[object, list[float]] = {}
+
+    def forward(
+        self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
+    ) -> list[float]:
+        """Return, for every position, the seconds of the forwards of all layers before it.
+
+        Where parameters are sharded, a layer's are gathered while the layer before computes.
+        """
+        if shard != "parameters":
+            return self._costs[kind].forward_sums(rows)
+        key = ("forward", rows, ranks, level, kind)
+        if key not in self._sums:
+            moved = self.gathers(ranks, level, kind)
+            self._sums[key] = self._hidden(self._costs[kind].forward_sums(rows), moved, level)
+        return self._sums[key]
+
+    def backward(
+        self,
+        rows: float,
+        adding: float,
+        recompute: frozenset[int] = frozenset(),
+        shard: Shard = "none",
+        ranks: int = 1,
+        level: Level = "node",
+        kind: int = 0,
+    ) -> list[float]:
+        """Return, for every position, the seconds of the backwards of all layers before it.
+
+        ``adding`` is the share of backwards that add to gradients, of sharded ones each rank to its part. Layers of
+        ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while another
+        layer computes, unless the device waits for that.
+        """
+        communicating = shard in SCATTERING
+        adding = adding / ranks if communicating else adding
+        if not recompute and not communicating:
+            return self._costs[kind].backward_sums(rows, adding)
+        where = (shard, ranks, level) if communicating else ()
+        key = ("backward", rows, adding, recompute, *where, kind)
+        if key not in self._sums:
+            layers = self._costs[kind]
+            sums = layers.backward_sums(rows, adding)
+            sums = _with_recomputation(sums, layers, rows, recompute)
+            if communicating:
+                moved = self.scatters(ranks, level, kind)
+                if shard == "parameters":
+                    moved = [one + other for one, other in zip(moved, self.gathers(ranks, level, kind), strict=True)]
+                sums = self._hidden(sums, moved, level)
+            self._sums[key] = sums
+        return self._sums[key]
+
+    def halves(
+        self,
+        rows: float,
+        adding: float,
+        recompute: frozenset[int] = frozenset(),
+        shard: Shard = "none",
+        ranks: int = 1,
+        level: Level = "node",
+        kind: int = 0,
+    ) -> tuple[list[float], list[float]]:
+        """Return :meth:`backward` of backwards in two halves: of the inputs', and of the weights'.
+
+        The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
+        sharded ones are reduced of.
+        """
+        layers = self._costs[kind]
+        adding = adding / ranks if shard in SCATTERING else adding
+        first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)
+        first = _with_recomputation(first, layers, rows, recompute)
+        if shard == "parameters":
+            first = self._hidden(first, self.gathers(ranks, level, kind), level)
+        if shard in SCATTERING:
+            second = self._hidden(second, self.scatters(ranks, level, kind), level)
+        return first, second
+
+    def _hidden(self, sums: Sequence[float], moved: Sequence[float], level: Level) -> list[float]:
+        """Sums over layers that communicate while they compute."""
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
+        return list(accumulate(both, initial=0.0))
+
+    def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
+        """Return what computing and communicating take that begin together.
+
+        Each is slowed by the other while it lasts.
+        """
+        if self.waits:
+            return computing_s + moving_s
+        slower = self._slower.get(level)
+        if slower is None:
+            return max(computing_s, moving_s)
+        computing, moving = slower[0] * computing_s, slower[1] * moving_s
+        if computing >= moving:
+            both = computing_s + moving * (1 - 1 / slower[0])
+        else:
+            both = moving_s + computing * (1 - 1 / slower[1])
+        return min(both, computing_s + moving_s)
+
+    def gathers(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
+        """Return the seconds of gathering every layer's parameters."""
+        return self._moved("all_gather", ranks, level, kind)
+
+    def scatters(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
+        """Return the seconds of reducing every layer's gradients, each rank to its part."""
+        return self._moved("reduce_scatter", ranks, level, kind)
+
+    def in_turn_s(self, operation: Collective, first: int, stop: int, ranks: int, level: Level, kind: int = 0) -> float:
+        """Return the seconds of gathering or scattering layers ``first:stop`` one by one."""
+        key = ("in turn", operation, ranks, level, kind)
+        if key not in self._sums:
+            self._sums[key] = list(accumulate(self._moved(operation, ranks, level, kind), initial=0.0))
+        return self._sums[key][stop] - self._sums[key][first]
+
+    def _moved(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
+        key = (operation, ranks, level, kind)
+        if key not in self._sums:
+            found = []
+            for layer, own in zip(self._layers, self._costs[kind].layers, strict=True):
+                size = layer.parameters_bytes if operation == "all_gather" else layer.trainable_bytes
+                copies_s = self._copies_s(operation, own, size, ranks, level)
+                found.append(self._links.collective_s(operation, size, ranks, level) + copies_s)
+            self._sums[key] = found
+        return self._sums[key]
+
+    def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
+        """Return what copying a layer into and out of buffers takes a device that waits for it.
+
+        Curves that were measured have it. Else, adding to gradients tells: it reads two numbers and writes one, where a
+        copy reads and writes one. What is gathered is copied whole, and each rank's part before.
+        """
+        if ranks < 2 or not self.waits or not layer.trainable_bytes or self._links.copied(operation, level):
+            return 0.0
+        copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
+        return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
+
+
+def _with_recomputation(sums: list[float], layers: LayerCosts, rows: float, recompute: frozenset[int]) -> list[float]:
+    """Sums over layers, some of which run forward again."""
+    if not recompute:
+        return sums
+    again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+    return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
+
+
+class ShareLimit(NamedTuple):
+    """What some layers take."""
+
+    least: int
+    most: float
+    layers: tuple[int, ...]
+    """Ascending."""
+    text: str
+    """The limit, of the first of them."""
+
+    def admits(self, shares: Sequence[float]) -> bool:
+        """Whether replicas of these shares may hold the layers."""
+        return self.least <= min(shares) and max(shares) <= self.most
+
+    def held(self, first: int, stop: int) -> bool:
+        """Whether any of the layers is among ``first:stop``."""
+        return any(first <= layer < stop for layer in self.layers)
+
+
+def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
+    """Return the limits of a profile's layers, each once."""
+    found: dict[tuple[int, float], list[int]] = {}
+    for index, layer in enumerate(profile.layers):
+        most = float("inf") if layer.most_samples is None else layer.most_samples
+        if (layer.least_samples, most) != (1, float("inf")):
+            found.setdefault((layer.least_samples, most), []).append(index)
+    return tuple(
+        ShareLimit(least, most, tuple(layers), _text(profile.layers[layers[0]].name, least, most))
+        for (least, most), layers in found.items()
+    )
+
+
+def _text(name: str, least: int, most: float) -> str:
+    if most == float("inf"):
+        return f"layer {name} takes at least {least} samples of a micro-batch at once"
+    return f"layer {name} takes {least} to {most} samples of a micro-batch at once"

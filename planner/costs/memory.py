@@ -11,11 +11,9 @@ import numpy as np
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
-from autopar.planner.costs.activations import Activations, Swept, rows_bytes
-from autopar.planner.costs.areas import Area, Areas, Counts, windowed
+from autopar.planner.costs.activations import Activations, Area, Areas, Counts, Repeats, Swept, rows_bytes, windowed
 from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.repeats import Repeats
 
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""

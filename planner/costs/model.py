@@ -12,21 +12,16 @@ from autopar.formats.cluster import Cluster, Device, Level
 from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import devices_of
-from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.chunks import plain
+from autopar.planner.candidate import Candidate, Placed, plain
 from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.in_flight import held_of, rank_peaks
 from autopar.planner.costs.kinds import kinds_of
-from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.levels import Levels
-from autopar.planner.costs.links import Collective, LinkModel
+from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
+from autopar.planner.costs.links import Collective, LinkModel, Sharing
 from autopar.planner.costs.memory import MemoryModel
-from autopar.planner.costs.moments import held_of, rank_peaks
-from autopar.planner.costs.sharing import Sharing
-from autopar.planner.costs.sums import StageSums
 from autopar.planner.options import PlanOptions
-from autopar.planner.share_limits import share_limits
-from autopar.schedules.buckets import buckets as grouped
 from autopar.schedules.route import Route, shares_of
+from autopar.schedules.route import buckets as grouped
 
 UNLIMITED_BYTES = 2**62
 MOST_KEPT = 2**18

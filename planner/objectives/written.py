@@ -8,19 +8,15 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Objective, Plan
-from autopar.formats.predicted import Alternative, Predicted
+from autopar.formats.plan import Alternative, Division, Objective, Plan, Predicted
 from autopar.formats.profile import Profile
-from autopar.planner import provenance
-from autopar.planner.assemble import crossings, shared, stage_record
+from autopar.planner import assemble as provenance
+from autopar.planner.assemble import crossings, heading, shared, stage_record
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.heading import heading
-from autopar.planner.objectives.stash import StashCosts
-from autopar.planner.objectives.throughput import quickest
+from autopar.planner.infeasible import advice, any_plan_fits, pipelined, size
+from autopar.planner.objectives.throughput import StashCosts, quickest
 from autopar.planner.options import PlanOptions
-from autopar.planner.remedies import advice, any_plan_fits, pipelined
-from autopar.planner.shortfall import size
 
 
 def throughput_plan(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autopar.formats.compared import VirtualWorkers
+from autopar.formats.report import VirtualWorkers
 from autopar.planner.alternatives import Reference
 from autopar.planner.candidate import Candidate
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.proposal import Proposal
+from autopar.planner.peers.prices import Prices, Proposal
 from autopar.planner.peers.trial import LITTLE_WORK, MOST_WORK, counts_of, planned_counts, trial
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator

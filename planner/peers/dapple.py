@@ -5,24 +5,228 @@ the latency of the best plan whose stages hold the first j layers on m devices g
 stage on all other devices. From it, the last stage is split behind layer j', its first part on m' devices as each
 policy takes them:
 
-    TPL(j', m + m', g + g') = L          (of section 4.1; see :mod:`autopar.planner.peers.latency`)
+    TPL(j', m + m', g + g') = L          (of section 4.1; see :mod:`autopar.planner.peers.dapple`)
     TPL = min over j, m, g of TPL(j, m, g)
 
 Every (j, g) keeps its best plan only, and sets g that differ in nodes of the same size count as one. A plan uses all
 devices; pure data parallelism, j = 0, is one of them.
+
+Latency: DAPPLE's estimate of a step, from the stage that is idle least.
+
+Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", 2021, sections 4.1 and 4.3. A stage
+s is one of the model's or the link between two, with forward F_s, backward B_s (of a link: its transfers) and reduction
+AR_s (of a link: 0). With M micro-batches and the pivot stage Q:
+
+    L  = Tw + Ts + Te
+    Tw = sum of F_s for s <= Q                         until the pivot's first forward is done
+    Ts = (M - 1) (F_Q + B_Q)                           the pivot's steady phase, without bubbles
+    Te = max over s of AR_s + (sum of B_s .. B_Q for s <= Q, less the sum of B_(Q+1) .. B_(s-1) for s > Q)
+
+Te counts from the start of the pivot's last backward to the end of every stage's reduction, which begins when the
+stage's own last backward ends: behind the pivot, that is before the pivot's. The pivot is found from the last stage
+on: s takes Q's place if (M - 1) (F_s + B_s) > (M - 1) (F_Q + B_Q) + sum of F + B of the stages between them.
+
+Seconds: forwards, backwards and reductions of stages and links, of many pipelines at once.
+
+Groups: the devices of a stage, as far as prices depend on them, and those that the next stage may take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from autopar.planner.peers.groups import Alike, Choice, Free, Groups, Positions, alike, choose, group_of, reachable
-from autopar.planner.peers.latency import latency_s
-from autopar.planner.peers.prices import Array, Prices
-from autopar.planner.peers.proposal import Proposal
-from autopar.planner.peers.seconds import Seconds, StageSeconds, chained
+from autopar.planner.peers.prices import Array, Prices, Proposal
+from autopar.planner.placement.pool import choices
+
+
+def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> npt.NDArray[np.int64]:
+    """Return the pivot stage of pipelines whose stages' seconds are ``[stage, pipeline]``.
+
+    >>> pivots(np.array([[1.0], [3.0], [1.0]]), np.array([[1.0], [3.0], [1.0]]), 4)
+    array([1])
+    """
+    both = forward_s + backward_s
+    steady = (micro_batches - 1) * both
+    before = np.concatenate((np.zeros((1, both.shape[1])), np.cumsum(both, axis=0)))
+    pivot = np.full(both.shape[1], len(both) - 1)
+    # What lies between s and Q is before[Q] - before[s + 1].
+    least = steady[-1] + before[-2]
+    for stage in range(len(both) - 2, -1, -1):
+        takes = steady[stage] + before[stage + 1] > least
+        pivot[takes] = stage
+        least = np.where(takes, steady[stage] + before[stage], least)
+    return pivot
+
+
+def latency_s(forward_s: Array, backward_s: Array, reduce_s: Array, micro_batches: int) -> Array:
+    """Return L of pipelines whose stages' seconds are ``[stage, pipeline]``.
+
+    >>> one = np.ones((3, 1))
+    >>> latency_s(one, one, 0 * one, 4)
+    array([12.])
+    """
+    pivot = pivots(forward_s, backward_s, micro_batches)
+    at = (pivot, np.arange(len(pivot)))
+    back = np.cumsum(backward_s, axis=0)
+    warmup_s = np.cumsum(forward_s, axis=0)[at]
+    steady_s = (micro_batches - 1) * (forward_s + backward_s)[at]
+    # Both cases of Te are the difference of two sums from the first stage on.
+    ending_s = back[at] + (reduce_s - (back - backward_s)).max(axis=0)
+    return np.asarray(warmup_s + steady_s + ending_s)
+
+
+Positions = npt.NDArray[np.int64]
+
+Free = tuple[int, ...]
+"""How many devices of every node."""
+
+Alike = tuple[tuple[int, int], ...]
+"""(size, devices left) of every node, ascending."""
+
+SEVERAL = -1
+
+
+class Groups(NamedTuple):
+    """Devices of stages, as columns ``[group, 1]``."""
+
+    widths: Positions
+    nodes: Positions
+    """The node that all devices of a group are in, or ``SEVERAL``."""
+
+    @property
+    def levels(self) -> Positions:
+        """Return 0 for groups within a node, else 1."""
+        return np.where(self.nodes == SEVERAL, 1, 0)
+
+    def levels_to(self, others: Groups) -> Positions:
+        """Return the levels of the slowest links to other groups."""
+        return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
+
+    def at(self, index: int) -> Groups:
+        """Return one of the groups."""
+        return Groups(*(each[index : index + 1] for each in self))
+
+
+class Choice(NamedTuple):
+    """What the next stage may take of what is free, and what is then left for the last one."""
+
+    left: list[Free]
+    states: list[Alike]
+    """What is left, see :func:`alike`."""
+    groups: Groups
+    rest: Groups
+
+
+def group_of(counts: Sequence[Free]) -> Groups:
+    """Return groups of so many devices of every node.
+
+    >>> groups = group_of([(2, 0), (2, 1), (1, 0)])
+    >>> groups.levels.tolist(), groups.levels_to(groups.at(0)).tolist()
+    ([[0], [1], [0]], [[0], [1], [0]])
+    """
+    used = [[node for node, count in enumerate(each) if count] for each in counts]
+    widths = np.array([[sum(each)] for each in counts], dtype=np.int64).reshape(-1, 1)
+    nodes = [[nodes[0] if len(nodes) == 1 else SEVERAL] for nodes in used]
+    return Groups(widths, np.array(nodes, dtype=np.int64).reshape(-1, 1))
+
+
+def choose(free: Free, sizes: Sequence[int], rows: int) -> Choice:
+    """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
+    taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
+    left = [tuple(one - other for one, other in zip(free, each, strict=True)) for each in taken]
+    return Choice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
+
+
+def alike(free: Free, sizes: Sequence[int]) -> Alike:
+    """Return what is left of nodes without telling nodes of one size apart: their links are the same.
+
+    >>> alike((1, 2, 3), (4, 4, 4)) == alike((3, 2, 1), (4, 4, 4)), alike((1, 2), (2, 4)) == alike((2, 1), (2, 4))
+    (True, False)
+    """
+    return tuple(sorted(zip(sizes, free, strict=True)))
+
+
+def reachable(sizes: Free, most: int) -> int:
+    """Return how many states of the nodes, see :func:`alike`, the policies lead to; counting ends above ``most``.
+
+    >>> reachable((4,), 100), reachable((2, 2), 100)
+    (4, 5)
+    """
+    seen, waiting = {alike(sizes, sizes)}, [sizes]
+    while waiting and len(seen) <= most:
+        free = waiting.pop()
+        for count in range(1, sum(free)):
+            for taken in choices(free, sizes, count):
+                left = tuple(one - other for one, other in zip(free, taken, strict=True))
+                state = alike(left, sizes)
+                if state not in seen:
+                    seen.add(state)
+                    waiting.append(left)
+    return len(seen)
+
+
+NEVER_S = 1e9
+"""Of replicas of a layer that may have one only; finite, so that differences of sums stay numbers."""
+
+
+class Seconds(NamedTuple):
+    """Of consecutive stages and links, each ``[stage, group of devices, cut]``."""
+
+    forward_s: Array
+    backward_s: Array
+    reduce_s: Array
+
+
+def chained(parts: Sequence[Seconds]) -> Seconds:
+    """Return all stages and links in a row; groups and cuts are broadcast.
+
+    >>> chained([Seconds(*np.ones((3, 1, 1, 1))), Seconds(*np.ones((3, 2, 4, 5)))]).forward_s.shape
+    (3, 4, 5)
+    """
+    shape = np.broadcast_shapes(*(part.forward_s.shape[1:] for part in parts))
+    joined = np.empty((3, sum(len(part.forward_s) for part in parts), *shape))
+    at = 0
+    for part in parts:
+        for kind, values in enumerate(part):
+            joined[kind, at : at + len(values)] = values
+        at += len(part.forward_s)
+    return Seconds(*joined)
+
+
+class StageSeconds:
+    """Prices of stages and links by width, level and cut."""
+
+    def __init__(self, prices: Prices) -> None:
+        widths = range(1, prices.device_count + 1)
+        levels = ["node", prices.outer] if len(prices.servers) > 1 else [prices.outer]
+        # Width 0 does not occur; its row makes widths indices.
+        self._forward = np.stack([prices.forward_s(max(1, width)) for width in (0, *widths)])
+        self._backward = np.stack([prices.backward_s(max(1, width)) for width in (0, *widths)])
+        self._forth = np.stack([[prices.forth_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
+        self._back = np.stack([[prices.back_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
+        self._rates = np.array(
+            [[prices.reduce_rate(max(1, width), level) for width in (0, *widths)] for level in levels]
+        )
+        self._weights, self._single = prices.weights_bytes, prices.single
+
+    def stage(self, groups: Groups, first: Positions, stop: Positions) -> Seconds:
+        """Return a stage of layers ``first:stop`` on every group."""
+        widths = groups.widths
+        forward = self._forward[widths, stop] - self._forward[widths, first]
+        forward = forward + np.where(widths > 1, NEVER_S, 0.0) * (self._single[stop] > self._single[first])
+        backward = self._backward[widths, stop] - self._backward[widths, first]
+        reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
+        return Seconds(forward[None], backward[None], reduce[None])
+
+    def link(self, ahead: Groups, behind: Groups, cut: Positions) -> Seconds:
+        """Return the links between groups at a cut; the finer of two divisions makes the messages."""
+        at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
+        return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))
+
 
 OVERHEAD = 150_000
 """What numpy's calls for one (j, g) take, in the time of array elements."""

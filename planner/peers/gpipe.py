@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.peers.prices import Array, Prices
-from autopar.planner.peers.proposal import Proposal, in_order
+from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
 
 
 def propose(prices: Prices) -> list[Proposal]:

@@ -1,6 +1,6 @@
 """Partition: the layers of one virtual worker on its devices, so that the slowest stage is fastest.
 
-Park et al., 2020 (:mod:`autopar.planner.peers.allocation`), state this as an integer program: of all orders of the
+Park et al., 2020 (:mod:`autopar.planner.peers.hetpipe`), state this as an integer program: of all orders of the
 devices and all cuts, those whose stages fit the memory, at the micro-batches that each has in flight, and of these the
 one with the least of the longest stage, whose time is its computing and the receiving of its activations and gradients.
 Here it is a dynamic program over (devices taken, the last of them, the one that follows, layers placed):

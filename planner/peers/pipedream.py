@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.peers.prices import Array, Prices
-from autopar.planner.peers.proposal import Proposal, in_order
+from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
 
 Indices = npt.NDArray[np.int64]
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Placed, divisors
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.proposal import Proposal
+from autopar.planner.infeasible import explain
+from autopar.planner.peers.prices import Prices, Proposal
 from autopar.planner.search.judge import Best
 from autopar.planner.share_limits import crossed_limit
-from autopar.planner.shortfall import explain
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 

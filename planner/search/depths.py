@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from autopar.planner.bounds.chain import link_terms, round_trips
 from autopar.planner.candidate import Candidate, Family, Placed, with_depths
-from autopar.planner.costs.levels import Span
+from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.room import LEAD
+from autopar.planner.search.depth_limits import LEAD
 
 MANY_SETS = 32
 MANY_STAGES = 32

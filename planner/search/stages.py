@@ -18,19 +18,16 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
-from autopar.planner.candidate import Family
-from autopar.planner.chunks import halves
+from autopar.planner.candidate import Family, halves
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs.areas import Area, Areas, Counts
+from autopar.planner.costs.activations import Area, Areas, Counts
 from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.choices import Choice, Fineness, choices
-from autopar.planner.search.queues import Queues, queues
-from autopar.planner.search.room import Room
-from autopar.planner.search.ways import Way, lengths_of, ways_of
+from autopar.planner.search.depth_limits import Room
+from autopar.planner.search.variants import Choice, Fineness, Queues, Way, choices, lengths_of, queues, ways_of
 from autopar.planner.share_limits import limits_met
 
 MOST_BYTES = 8 * 2**30

@@ -3,29 +3,170 @@
 For the layers from ``first`` on, placed on the devices that a state of the pool leaves, a table holds the
 component-wise minimum of the terms of all stages that fit: as :func:`autopar.planner.bounds.chain.fold` never falls
 when one of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
+
+States: how stages move through the states of the pool.
+
+Capped: the stages that a plan of fewer seconds than a cap may have, and how many devices it needs at least.
+
+Prefix: the first stages of a plan, as a function from the terms of what follows to the seconds of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
-from autopar.planner.costs.areas import Counts
+from autopar.planner.costs.activations import Counts
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.caps import Capped
 from autopar.planner.search.stages import Next, StageTables
-from autopar.planner.search.states import Group, States
+
+SLACK = 1e-9
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Capped:
+    """Stage tables without the stages that alone take longer than ``cap_s``, a step's."""
+
+    def __init__(self, stages: StageTables, cap_s: float = float("inf")) -> None:
+        self.cap_s = cap_s
+        self._stages = stages
+        self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
+        self._next: dict[int, tuple[Next, Numbers]] = {}
+        self.fewest = self._fewest() if np.isfinite(cap_s) else np.zeros((2, stages.layers + 1))
+        """Fewest devices of the layers before, and of those from on, every position."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether there are as many devices as the stages need, each for itself."""
+        return bool(self.fewest[1, 0] <= len(self._stages.pool.remaining(0)))
+
+    def next(self, first: int) -> Next:
+        """Return the stages that may begin with a layer."""
+        return self._stages.next(first) if not np.isfinite(self.cap_s) else self._kept(first)[0]
+
+    def at(self, first: int, place: Counts) -> Next:
+        """Return those of the stages that may meet the cap where they stand; ``place`` by way."""
+        following = self.next(first)
+        if not np.isfinite(self.cap_s):
+            return following
+        alone_s = self._kept(first)[1][place[following.way], np.arange(len(following.way))]
+        return following.some(np.flatnonzero(alone_s <= self.limit_s))
+
+    def _kept(self, first: int) -> tuple[Next, Numbers]:
+        """The stages, and the seconds of a step of nothing else."""
+        if first not in self._next:
+            alone_s = self._stages.alone_s(first)
+            some = np.flatnonzero(alone_s.min(axis=0, initial=np.inf) <= self.limit_s)
+            self._next[first] = self._stages.next(first).some(some), alone_s[:, some]
+        return self._next[first]
+
+    def _fewest(self) -> Numbers:
+        layers, widths = self._stages.layers, self._narrowest()
+        found = np.full((2, layers + 1), np.inf)
+        found[0, 0] = found[1, layers] = 0
+        for first in range(layers):
+            own = widths[first, : layers - first]
+            behind = found[0, first + 1 : first + 1 + len(own)]
+            np.minimum(behind, found[0, first] + own, out=behind)
+        for first in reversed(range(layers)):
+            own = widths[first, : layers - first]
+            found[1, first] = (found[1, first + 1 : first + 1 + len(own)] + own).min()
+        return found
+
+    def _narrowest(self) -> Numbers:
+        """Fewest devices of a stage that meets the cap, ``[first, length - 1]``."""
+        spans, lengths = self._stages.spans, self._stages.lengths
+        meets = np.flatnonzero(spans.alone_s <= self.limit_s)
+        found = np.full((self._stages.layers, len(lengths)), np.inf)
+        np.minimum.at(found, (spans.first[meets], spans.column[meets]), spans.width[meets])
+        return found[:, np.searchsorted(lengths, np.arange(1, self._stages.longest + 1), side="right") - 1]
+
+
+class Group(NamedTuple):
+    """States in which every way finds places that are alike."""
+
+    states: Counts
+    place: Counts
+    """By way."""
+    near: Counts
+
+
+class States:
+    """The states that every way leads to, and what it finds there."""
+
+    def __init__(self, stages: StageTables) -> None:
+        pool = stages.pool
+        self.none = pool.states
+        """A state that cannot be."""
+        self.after = np.stack([move.after for move in stages.moves])
+        """``[way, state]``."""
+        self.left = pool.devices_left()
+        """Devices."""
+        nears = len(stages.nears)
+        self.codes = np.stack([move.place * nears + move.near for move in stages.moves])
+        """Where a way stands: its place, and the levels to the next stage, ``[way, state]``."""
+        self.groups = self._grouped(nears)
+
+    def group_of(self, state: int) -> Group:
+        """Return the group that a state is in."""
+        return self.groups[int(self._group[state])]
+
+    def behind(self, ways: Counts, states: Counts) -> Counts:
+        """Return the states that some ways lead to from some states, ``[way, state]``."""
+        return np.take(np.take(self.after, states, axis=1), ways, axis=0)
+
+    def standing(self, ways: Counts, states: Counts, count: int) -> Counts:
+        """Return where some ways stand in some states, ``[way, state]``.
+
+        These are positions in an array of ``count`` numbers, one per way in ``ways``, for every code.
+        """
+        found = np.take(np.take(self.codes, states, axis=1), ways, axis=0)
+        found *= count
+        found += np.arange(count)[:, None]
+        return found
+
+    def within(self, group: Group, first: int, capped: Capped) -> Counts:
+        """Return the states of a group in which the layers before may have met a cap, and others still may."""
+        before, behind = capped.fewest[:, first]
+        left = self.left[group.states]
+        found: Counts = group.states[(before <= self.left[0] - left) & (behind <= left)]
+        return found
+
+    def _grouped(self, nears: int) -> list[Group]:
+        codes = self.codes.copy()
+        # Where a way is impossible, its place does not matter: the state behind it cannot be.
+        codes[self.after == self.none] = -1
+        columns, index = np.unique(codes, axis=1, return_inverse=True)
+        merged: list[Counts] = []
+        target = np.zeros(columns.shape[1], dtype=np.int64)
+        for at in np.argsort((columns < 0).sum(axis=0), kind="stable"):
+            column = columns[:, at]
+            alike = (known for known, other in enumerate(merged) if _agree(column, other))
+            target[at] = known = next(alike, len(merged))
+            if known == len(merged):
+                merged.append(column)
+            merged[known] = np.maximum(column, merged[known])
+        self._group = target[index.ravel()]
+        return [
+            Group(np.flatnonzero(self._group == at), *np.divmod(np.maximum(each, 0), nears))
+            for at, each in enumerate(merged)
+        ]
+
+
+def _agree(column: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return bool(((column == other) | (column < 0) | (other < 0)).all())
+
 
 MOST_ELEMENTS = 20_000_000
 """Of the arrays that make a family's tables; about a tenth of a second for so many."""
 
 ROUNDING = 1e-4
 """Of rounded tables; hundreds of sums err by less."""
-
-Numbers = npt.NDArray[np.float64]
 
 
 class SuffixTables:
@@ -162,3 +303,79 @@ class SuffixTables:
     def _distinguished(self, least: int) -> int:
         tables, devices = self.stages, len(self.stages.pool.remaining(0))
         return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // max(1, tables.size)))
+
+
+_NONE = float("-inf")
+
+
+class Prefix(NamedTuple):
+    """The largest of a number, of a term of what follows and a number, and of lines over its round trip.
+
+    :func:`autopar.planner.bounds.chain.fold` is made of sums and maxima, so that folding any number of stages is again
+    of this form.
+    """
+
+    constant_s: float = 0.0
+    backward_s: float = _NONE
+    """Added to the term U of what follows."""
+    done_s: float = _NONE
+    """Added to its term V."""
+    lines: tuple[tuple[float, float], ...] = ()
+    """(slope, seconds) over its term R, those only that are the largest somewhere."""
+
+    def step_s(self, behind: Terms) -> Value:
+        """Return the seconds of the step of this prefix before the stages ``behind``; scalars and arrays alike."""
+        found = np.maximum(self.constant_s, behind.step_s)
+        if self.backward_s > _NONE:
+            found = np.maximum(found, self.backward_s + behind.backward_s)
+        if self.done_s > _NONE:
+            found = np.maximum(found, self.done_s + behind.done_s)
+        for slope, seconds in self.lines:
+            found = np.maximum(found, slope * behind.trip_s + seconds)
+        return found
+
+    def then(self, stage: StageTerms, link: LinkTerms) -> Prefix:
+        """Return this prefix with one more stage behind it, and the boundary behind that."""
+        # The step is the term V of the first stage, or that of a stage behind a boundary that nothing crosses.
+        done_s = max(self.done_s, 0.0)
+        backward_s = max(self.backward_s, done_s + float(stage.closing_s))
+        own = float(stage.forward_s + stage.backward_s)
+        forth_s, back_s = float(link.forth_s), float(link.back_s)
+        rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
+        constant_s = max(self.constant_s, backward_s + float(stage.work_s))
+        then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
+        if not link.back:
+            fixed = (
+                backward_s + rate * own,
+                backward_s + own + beside,
+                *(slope * own + seconds for slope, seconds in self.lines),
+            )
+            return Prefix(max(constant_s, *fixed), _NONE, then_done_s)
+        queued = max(float(link.forth_work_s) + back_s, forth_s + float(link.back_work_s))
+        lines = [(slope, slope * around + seconds) for slope, seconds in self.lines]
+        lines += [(rate, rate * around + backward_s), (1.0, max(own + queued, around + beside) + backward_s)]
+        return Prefix(constant_s, backward_s + around, then_done_s, _largest(lines))
+
+
+NOTHING = Prefix()
+
+
+def _largest(lines: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return those lines that are the largest at some round trip from 0 on, by slope, ascending.
+
+    >>> _largest([(1.0, 5.0), (2.0, 1.0), (1.0, 4.0), (1.5, 2.0)])
+    ((1.0, 5.0), (2.0, 1.0))
+    """
+    hull: list[tuple[float, float]] = []
+    for slope, seconds in sorted(lines):
+        while hull and hull[-1][1] <= seconds:
+            hull.pop()
+        while len(hull) > 1 and _hidden(hull[-2], hull[-1], (slope, seconds)):
+            hull.pop()
+        hull.append((slope, seconds))
+    return tuple(hull)
+
+
+def _hidden(flat: tuple[float, float], middle: tuple[float, float], steep: tuple[float, float]) -> bool:
+    """Whether a line is nowhere above both of its neighbours."""
+    return (flat[1] - middle[1]) * (steep[0] - flat[0]) >= (flat[1] - steep[1]) * (middle[0] - flat[0])

@@ -6,10 +6,21 @@ from heapq import heappop, heappush
 from math import inf
 
 from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.sharing import Traffic
-from autopar.planner.simulator.lanes import Lane, Lanes, Part, Passage, Queue
-from autopar.planner.simulator.rows import RECEIVES, REDUCE_CODE, TIED_CODE, Meeting, Rows, meetings
-from autopar.planner.simulator.views import views
+from autopar.planner.costs.links import Traffic
+from autopar.planner.simulator.rows import (
+    RECEIVES,
+    REDUCE_CODE,
+    TIED_CODE,
+    Lane,
+    Lanes,
+    Meeting,
+    Part,
+    Passage,
+    Queue,
+    Rows,
+    meetings,
+    views,
+)
 
 Span = tuple[float, float]
 

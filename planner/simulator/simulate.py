@@ -9,15 +9,12 @@ from typing import NamedTuple
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
-from autopar.planner.candidate import Candidate
-from autopar.planner.chunks import chunked, groups, plain
+from autopar.planner.candidate import Candidate, chunked, groups, plain
 from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.links import Sharing, Traffic
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.sharing import Sharing, Traffic
-from autopar.planner.simulator.awaited import awaited
-from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.beats import awaited, beats_of, march
 from autopar.planner.simulator.contention import Contended
-from autopar.planner.simulator.lanes import Lanes
 from autopar.planner.simulator.rows import (
     BACKWARD_CODE,
     FORWARD_CODE,
@@ -29,6 +26,7 @@ from autopar.planner.simulator.rows import (
     TIED_CODE,
     UPDATE_CODE,
     WEIGHT_CODE,
+    Lanes,
     Rows,
     compile_rows,
     meetings,

@@ -25,8 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autopar.errors import FileError
-from autopar.formats.atomic import new_file
-from autopar.formats.document import SHOWN, parse_json, read_text, write_text
+from autopar.formats.document import SHOWN, new_file, parse_json, read_text, write_text
 from autopar.runtime.messages.transport import sendable
 
 Shape = tuple[tuple[int, ...], str]

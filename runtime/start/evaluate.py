@@ -17,17 +17,15 @@ from autopar.capture.meta import materialize
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
-from autopar.runtime.data.loader import split_rows
+from autopar.runtime.data import split_rows
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.stage.layers import crossings, seed_generator, seed_of
-from autopar.runtime.stage.precision import autocast_of, crossing_specs
+from autopar.runtime.stage.layers import autocast_of, crossing_specs, crossings, seed_generator, seed_of
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import check_shares
 from autopar.schedules.check import check
-from autopar.schedules.expand import rank_of, stages_of
-from autopar.schedules.forwards import FORWARDS, expand_forwards
+from autopar.schedules.expand import FORWARDS, expand_forwards, rank_of, stages_of
 from autopar.schedules.route import even_shares
 
 Results = dict[int, list[torch.Tensor]]

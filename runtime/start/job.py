@@ -17,25 +17,22 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
-from autopar.runtime.data.loader import Batch, Batches, Loader, ShareLoader
-from autopar.runtime.execute.execute import Executor, StepRecord
-from autopar.runtime.execute.times import clock_of
-from autopar.runtime.gradients.buffers import ReplicatedBuffers
-from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
-from autopar.runtime.gradients.reducer import Reducer, reducer_of
-from autopar.runtime.gradients.scale import LossScale
+from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
+from autopar.runtime.execute import Executor, StepRecord
+from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
+from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers, reducer_of
 from autopar.runtime.messages.copies import copies_of
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.compile import compiled, warm_up
-from autopar.runtime.stage.layers import seed_generator
+from autopar.runtime.stage.layers import autocast_of, crossing_specs, seed_generator
 from autopar.runtime.stage.parameters import Held, Twins, Weights, divided, hold
-from autopar.runtime.stage.precision import autocast_of, crossing_specs
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.workspace import check_shares
-from autopar.runtime.update.update import Update
+from autopar.runtime.times import clock_of
+from autopar.runtime.update import Update
 from autopar.schedules.expand import stages_of
 
 if TYPE_CHECKING:

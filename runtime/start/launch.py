@@ -23,7 +23,7 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import Describe, Doing, RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.runtime.data.loader import sample_count, steps_of_epoch
+from autopar.runtime.data import sample_count, steps_of_epoch
 from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.result.weights import publish
 from autopar.runtime.settings import (
@@ -38,9 +38,8 @@ from autopar.runtime.settings import (
 from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
 from autopar.runtime.start.worker import TrainArguments, load_for, train
 from autopar.runtime.start.workspace import Workspace
-from autopar.schedules.check import check
+from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
-from autopar.schedules.saved import read_program
 
 MOST_PATIENCE_S = 1e9
 """Thirty years; torch's groups count milliseconds, and cannot wait without end."""

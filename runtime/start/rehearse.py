@@ -22,14 +22,14 @@ from autopar.ending import unwinding_aborts
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, untold
-from autopar.runtime.data.loader import Batch, Loader
-from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.data import Batch, Loader
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossTally
 from autopar.runtime.messages.transport import Pending, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import fitted
-from autopar.runtime.update.update import Update
+from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, mine, rank_of, stages_of
 

@@ -34,7 +34,7 @@ from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
-from autopar.runtime.data.loader import Batch, Loader, check_inputs, split_rows
+from autopar.runtime.data import Batch, Loader, check_inputs, split_rows
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.result import weights
@@ -43,7 +43,7 @@ from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.start.workspace import fitted
-from autopar.runtime.update.stepping import check_together, whole_settings
+from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
 _KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}

@@ -25,7 +25,7 @@ from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan
-from autopar.formats.verified import Difference, Verified
+from autopar.formats.report import Difference, Verified
 from autopar.progress import Progress, untold
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch

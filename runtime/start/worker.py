@@ -28,17 +28,16 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
-from autopar.runtime.execute.execute import StepRecord
-from autopar.runtime.execute.times import LayerTimes, clock_of
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.result import weights
-from autopar.runtime.result.memory import ForwardFlops, PeakMemory, peak_of
-from autopar.runtime.result.outcome import RankResult, StepResults
+from autopar.runtime.result.outcome import ForwardFlops, PeakMemory, RankResult, StepResults, peak_of
 from autopar.runtime.result.weights import StoredFile
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import holders, write_stages
 from autopar.runtime.start.workspace import Workspace
+from autopar.runtime.times import LayerTimes, clock_of
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 

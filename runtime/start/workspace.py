@@ -27,9 +27,8 @@ from autopar.capture.store import load_graph, merged, save_graph
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.result import weights
-from autopar.runtime.stage.layers import crossings
-from autopar.runtime.stage.precision import crossing_specs
-from autopar.runtime.update.stepping import check_together, whole_settings
+from autopar.runtime.stage.layers import crossing_specs, crossings
+from autopar.runtime.update import check_together, whole_settings
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
+from autopar.formats.document import parse_bandwidth, parse_bytes
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
-from autopar.formats.units import parse_bandwidth, parse_bytes
+from autopar.schedules.check import read_program
 from autopar.schedules.expand import expand
-from autopar.schedules.saved import read_program
 from instances import gpt_profile, local_cluster
 
 Run = Callable[..., tuple[int, str, str]]

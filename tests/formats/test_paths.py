@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.paths import named_file, trusting
+from autopar.formats.references import named_file, trusting
 
 
 @pytest.fixture

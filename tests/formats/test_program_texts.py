@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.predicted import Alternative, Predicted
+from autopar.formats.plan import Alternative, Crossing, Plan, Predicted, SharedParameter, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Timeline

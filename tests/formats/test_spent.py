@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from autopar.formats.own_times import compared, medians, own_times
 from autopar.formats.program import Action
-from autopar.formats.spent import Spent, spent, spent_within
-from autopar.formats.timeline import Origin, Timeline
+from autopar.formats.timeline import Origin, Spent, Timeline, compared, medians, own_times, spent, spent_within
 
 
 def timeline(origin: Origin, *rows: str) -> Timeline:

@@ -15,7 +15,7 @@ import typer
 
 import autopar
 from autopar.cli import app
-from autopar.cli.flags import ARGUMENTS, as_flags
+from autopar.cli.arguments import ARGUMENTS, as_flags
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.examples import __path__ as examples
 from autopar.formats.plan import Plan

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from autopar.cli import app, progress
-from autopar.cli.screen import quietly, screen
+from autopar.cli.output import quietly, screen
 from instances import gpt_profile, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,8 @@ from autopar.planner.candidate import Candidate, Placed, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PLANNED, PlanOptions
-from autopar.planner.placement.grouping import groups_of
-from autopar.planner.placement.reserve import Group
+from autopar.planner.placement.places import groups_of
+from autopar.planner.placement.pool import Group
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
@@ -41,7 +41,7 @@ class _Free(NamedTuple):
     """The devices that are left while stages take theirs."""
 
     groups: tuple[tuple[int, Group], ...]
-    """Kind and devices of all groups of :func:`autopar.planner.placement.grouping.groups_of`."""
+    """Kind and devices of all groups of :func:`autopar.planner.placement.places.groups_of`."""
     left: tuple[int, ...]
     """By group."""
     begun: tuple[int, ...] = ()

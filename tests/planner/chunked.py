@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from autopar.formats.layout import group_of, layout_of
+from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
-from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.chunks import chunk_counts, plain
+from autopar.planner.candidate import Candidate, Placed, chunk_counts, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES

@@ -10,8 +10,8 @@ from autopar.formats.cluster import Overlap
 from autopar.planner import PlanOptions
 from autopar.planner import assemble as assembling
 from autopar.planner.assemble import assemble
+from autopar.planner.costs.links import Sharing
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.sharing import Sharing
 from autopar.schedules.expand import action_count, expand
 from drawn import random_candidate
 from instances import random_cluster, random_profile

@@ -8,8 +8,7 @@ import pytest
 
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.durations import Durations
-from autopar.planner.simulator.awaited import awaited
-from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.beats import awaited, beats_of, march
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import run, skeleton
 from drawn import long_candidate

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from autopar.planner.bounds.binding import binding
 from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.ranks import binding
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions

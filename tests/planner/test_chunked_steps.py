@@ -10,11 +10,11 @@ import pytest
 from autopar.formats.cluster import Overlap
 from autopar.formats.plan import Plan
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.rank_bounds import least_s
+from autopar.planner.bounds.ranks import least_s
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import durations
+from autopar.planner.costs.links import Sharing, Traffic
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.sharing import Sharing, Traffic
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules.expand import expand, messages, stages_of

@@ -10,8 +10,7 @@ import pytest
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
 from autopar.hardware.topology import Topology
-from autopar.planner.costs.links import LinkModel
-from autopar.planner.costs.sharing import Sharing
+from autopar.planner.costs.links import LinkModel, Sharing
 from hierarchies import hierarchy
 
 

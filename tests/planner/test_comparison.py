@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions, plan
-from autopar.planner.comparison import compare
+from autopar.planner.compare import compare
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20

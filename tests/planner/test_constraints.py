@@ -12,15 +12,15 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from autopar.planner.alternatives import neighbours
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.closest import closest
-from autopar.planner.comparison import compare
+from autopar.planner.compare import compare
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.neighbours import neighbours
 from autopar.planner.search.best_first import search
-from autopar.planner.search.improve import climbed
 from autopar.planner.search.judge import Best
+from autopar.planner.search.local import climbed
 from autopar.planner.simulator.simulate import Simulator
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
-from autopar.formats.own_times import own_times
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
+from autopar.formats.timeline import own_times
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.profiler.recalibrate import corrected, regathered, relinked, ungathered
 from instances import cost, profile_of

@@ -12,14 +12,14 @@ from autopar.formats.profile import Layer, Line, Profile, Tensor, Tied
 from autopar.planner import plan
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import Candidate, Placed, families
+from autopar.planner.costs.in_flight import held_of
 from autopar.planner.costs.layers import LayerCosts, at_rows
 from autopar.planner.costs.links import LinkModel
 from autopar.planner.costs.memory import Held
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.moments import held_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules.buckets import bucket_limit_bytes, buckets
+from autopar.schedules.route import bucket_limit_bytes, buckets
 from instances import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 MIB = 2**20

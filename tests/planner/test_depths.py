@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Family, Placed
-from autopar.planner.costs.levels import Levels, Span
+from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.depths import depth_choices
 from instances import random_cluster, random_profile

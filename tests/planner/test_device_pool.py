@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.placement.pool import Pool
-from autopar.planner.placement.reserve import Chain, Group, by_policies, every_way, listed
+from autopar.planner.placement.pool import Chain, Group, Pool, by_policies, every_way, listed
 
 
 def _groups(sizes: tuple[int, ...]) -> list[Group]:

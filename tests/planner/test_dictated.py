@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place
-from autopar.planner.dictated import parse
+from autopar.planner.constraints import parse
 
 NAMES = ["wte", "h.0", "h.1", "h.2", "ln-f", "head"]
 

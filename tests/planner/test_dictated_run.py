@@ -11,8 +11,8 @@ import pytest
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
+from autopar.planner.repricing import DictatedRun
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 from instances import gpt_profile, local_cluster, random_cluster, random_profile

@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import UsageError
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
-from autopar.planner.comparison import compare
+from autopar.planner.compare import compare
 from instances import gpt_profile, local_cluster
 
 

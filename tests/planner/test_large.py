@@ -13,13 +13,12 @@ from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.grouping import pool_of
+from autopar.planner.placement.places import pool_of
 from autopar.planner.search.best_first import Searched, search
-from autopar.planner.search.caps import Capped
-from autopar.planner.search.choices import FINE, ROUGH, Fineness
 from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import SuffixTables
+from autopar.planner.search.tables import Capped, SuffixTables
+from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust

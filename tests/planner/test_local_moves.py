@@ -15,9 +15,8 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.climb import Climb
-from autopar.planner.search.improve import climbed, started, widths_by_time
 from autopar.planner.search.judge import Best, equal_widths
+from autopar.planner.search.local import Climb, climbed, started, widths_by_time
 from autopar.planner.search.moves import (
     SINGLE,
     Layout,

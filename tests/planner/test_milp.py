@@ -18,9 +18,8 @@ from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.milp.linear import Linear
-from autopar.planner.milp.programmed import Programmed, programmed
-from autopar.planner.milp.solver import SOLVERS, Failed, Solution, Solver
+from autopar.planner.milp.program import Linear
+from autopar.planner.milp.solve import SOLVERS, Failed, Programmed, Solution, Solver, programmed
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
@@ -307,6 +306,6 @@ def test_a_solver_that_cannot_be_executed_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_stages_than_a_program_takes_are_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.planner.milp.arcs.MOST_ARCS", 10)
+    monkeypatch.setattr("autopar.planner.milp.program.MOST_ARCS", 10)
     made = plan(gpt_profile(blocks=4), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
     assert "stages to choose from; the plan is that of `solver='dp'`" in made.notes[0]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autopar.formats.plan import Plan
-from autopar.formats.predicted import Alternative
+from autopar.formats.plan import Alternative, Plan
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import Best

@@ -12,10 +12,10 @@ from autopar.formats.profile import Profile
 from autopar.planner import plan
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
-from autopar.planner.comparison import compare
+from autopar.planner.compare import compare
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.grouping import groups_of
+from autopar.planner.placement.places import groups_of
 from autopar.planner.search.best_first import Searched, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
@@ -117,7 +117,7 @@ def test_a_search_of_fewer_placements_finds_a_plan_of_theirs_and_never_less_than
         profile, cluster, options = _instance(seed)
         exact, _ = _search(profile, cluster, options)
         with monkeypatch.context() as patch:
-            patch.setattr("autopar.planner.placement.grouping._MOST_WORK_WHEN_EXACT", most * len(profile.layers) ** 2)
+            patch.setattr("autopar.planner.placement.places._MOST_WORK_WHEN_EXACT", most * len(profile.layers) ** 2)
             best, searched = _search(profile, cluster, options)
         if exact.found is None or best.found is None:
             assert best.found is None
@@ -183,6 +183,6 @@ def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkey
         assert astray == any("start rank i on the i-th device" in note for note in found.notes)
         apart += astray
     assert apart > 0
-    monkeypatch.setattr("autopar.planner.placement.grouping._MOST_WORK", 0)
+    monkeypatch.setattr("autopar.planner.placement.places._MOST_WORK", 0)
     hasty = plan(profile, cluster, replace(options, gap=0.02))
     assert any("not all placements on nodes were searched" in note for note in hasty.notes)

@@ -18,7 +18,7 @@ from autopar.planner.search import stages
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
-from autopar.schedules.holding import in_flight
+from autopar.schedules.order import in_flight
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 from oracles.exhaustive import everything, fastest_s
 

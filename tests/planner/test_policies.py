@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from autopar.planner.peers.groups import choose, reachable
-from autopar.planner.placement.policies import choices
+from autopar.planner.peers.dapple import choose, reachable
+from autopar.planner.placement.pool import choices
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, fold, fold_chain
-from autopar.planner.search.prefix import NOTHING, Prefix
+from autopar.planner.search.tables import NOTHING, Prefix
 
 
 def _stage(rng: random.Random) -> StageTerms:

@@ -10,8 +10,8 @@ import pytest
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
+from autopar.formats.document import parse_bytes
 from autopar.formats.profile import Profile
-from autopar.formats.units import parse_bytes
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import families
 from autopar.planner.closest import closest

@@ -12,10 +12,10 @@ from autopar.errors import InfeasibleError
 from autopar.formats.profile import Layer, Profile, Tensor, Tied
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs import activations
+from autopar.planner.costs.activations import Repeats
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import Held, MemoryModel
-from autopar.planner.costs.repeats import Repeats
 from instances import random_cluster, random_profile
 
 

@@ -13,13 +13,11 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.candidate import families
-from autopar.planner.chunks import chunked
+from autopar.planner.candidate import chunked, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.scheduled import bounds_of
-from autopar.planner.shapes import Shape
+from autopar.planner.search.moves import Shape
+from autopar.planner.search.other_schedules import Trials, bounds_of
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.trials import Trials
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from chunked import OTHERS, halved, random_chunked, random_costs

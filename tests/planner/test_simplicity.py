@@ -9,10 +9,10 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan
+from autopar.planner.alternatives import simplicity, straddling
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
-from autopar.planner.simplicity import simplicity, straddling
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 

@@ -11,9 +11,9 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.bounds.chain import bound
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
+from autopar.planner.search.best_first import least_bound_s, stacked
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.stack import least_bound_s, stacked
 from drawn import random_candidate
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust

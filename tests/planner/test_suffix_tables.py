@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.bounds.chain import bound
-from autopar.planner.bounds.work import work_s
+from autopar.planner.bounds.chain import bound, work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.grouping import pool_of
+from autopar.planner.placement.places import pool_of
 from autopar.planner.search.tables import StageTables, SuffixTables
 from hierarchies import hierarchy
 from instances import random_cluster, random_profile

@@ -17,8 +17,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import plan, simulate
 from autopar.planner.candidate import Candidate, Placed
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.stash import StashCosts, depths
-from autopar.planner.objectives.throughput import quickest
+from autopar.planner.objectives.throughput import StashCosts, depths, quickest
 from autopar.planner.options import PlanOptions
 from autopar.runtime.settings import check_scope
 from autopar.schedules.route import routes

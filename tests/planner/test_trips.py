@@ -8,11 +8,11 @@ from autopar.planner.bounds.chain import bound, round_trips
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.grouping import pool_of
-from autopar.planner.search.choices import FINE
+from autopar.planner.placement.places import pool_of
+from autopar.planner.search.round_trips import Trips
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.states import States
-from autopar.planner.search.trips import Trips
+from autopar.planner.search.tables import States
+from autopar.planner.search.variants import FINE
 from instances import random_cluster, random_profile
 from oracles.exhaustive import everything
 

@@ -17,8 +17,8 @@ from autopar.estimates import calibrated, estimated
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner.costs.model import CostModel
-from autopar.planner.dictated_run import DictatedRun
 from autopar.planner.options import PlanOptions
+from autopar.planner.repricing import DictatedRun
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
 from autopar.profiler.estimate import Workload, estimate, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants

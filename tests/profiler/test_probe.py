@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.hardware.machines import message_sizes
+from autopar.hardware.clusters import message_sizes
 from autopar.planner.costs.links import LinkModel
 from autopar.profiler.links import measure_links, measured_cluster
 from autopar.profiler.operations import slowdowns

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Crossing, Plan, Predicted, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,

@@ -9,10 +9,8 @@ import pytest
 from played import small_plan
 
 from autopar.errors import FileError
-from autopar.formats.plan import Plan
-from autopar.formats.predicted import BoundPart, Bounds, Shares, Term
-from autopar.report.bounds import binding_text, bound_rows, share_text
-from autopar.report.plan import explained
+from autopar.formats.plan import BoundPart, Bounds, Plan, Shares, Term
+from autopar.report.plan import binding_text, bound_rows, explained, share_text
 
 
 def _plan(*parts: BoundPart) -> Plan:

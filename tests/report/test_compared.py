@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from autopar.formats.compared import Compared, VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.report.compared import render
+from autopar.formats.report import Compared, VirtualStage, VirtualWorker, VirtualWorkers
+from autopar.report.plan import render_comparison
 
 
 def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
@@ -27,7 +27,7 @@ def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows(
         Compared("GPipe", infeasible="too large"),
     ]
     written = io.StringIO()
-    render(rows, 0.5, Console(file=written, width=160))
+    render_comparison(rows, 0.5, Console(file=written, width=160))
     lines = [" ".join(line.split()) for line in written.getvalue().splitlines()]
     assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
     assert "GPipe too large" in lines

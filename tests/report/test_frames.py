@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from played import small_plan
 
-from autopar.formats.predicted import Alternative
+from autopar.formats.plan import Alternative
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
-from autopar.report import frames, memory
+from autopar.report import frames
+from autopar.report import plan as memory
 
 
 def _layer(name: str, seconds: float) -> Layer:
@@ -76,5 +77,5 @@ def test_stages_and_alternatives_hold_what_the_plan_says() -> None:
 
 
 def test_the_memory_picture_compares_each_stage_with_its_smallest_device() -> None:
-    figure = memory.draw(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
+    figure = memory.draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]

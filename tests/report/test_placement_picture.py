@@ -11,7 +11,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report.placement import draw
+from autopar.report.pictures import draw_placement
 from instances import gpt_profile
 
 H100 = {"type": "cuda", "name": "H100-SXM"}
@@ -25,7 +25,7 @@ def _profile() -> Profile:
 def _drawn(made: Plan, cluster: Cluster) -> tuple[list[tuple[float, ...]], set[str]]:
     """Return the colour of every device's square, in their order, and all texts of the map."""
     timeline = simulate(made, _profile(), cluster)
-    _, places = draw(made, cluster, timeline).axes
+    _, places = draw_placement(made, cluster, timeline).axes
     squares = next(each for each in places.collections if len(each.get_offsets()) == len(cluster.devices))
     texts = {text.get_text() for text in places.texts} | {places.get_title(loc="left")}
     return [tuple(colour) for colour in squares.get_facecolor()], texts
@@ -62,7 +62,7 @@ def test_the_map_stands_above_the_same_step() -> None:
     cluster = cluster_named("2x4xH100:100Gbps")
     made = autopar.plan(_profile(), cluster, gpus=8, min_stages=2)
     timeline = made.timeline()
-    both, alone = draw(made, cluster, timeline), timeline.plot()
+    both, alone = draw_placement(made, cluster, timeline), timeline.plot()
     step, places = both.axes
     (only,) = alone.axes
     assert isinstance(timeline, Timeline)

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from autopar.formats.document import Provenance
 from autopar.formats.profile import Cost, DeviceKind, Layer, Line, ModelSource, Noise, Profile, Saved, Tensor
-from autopar.report.bars import draw
 from autopar.report.page import page
+from autopar.report.pictures import draw_profile
 from autopar.report.profile import render
 
 MIB = 2**20
@@ -115,7 +115,7 @@ def test_tables_are_whole_on_a_narrow_terminal(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 60, 200])
 def test_bars_stand_for_every_layer_and_names_stay_apart(count: int) -> None:
-    figure = draw(_profile(count))
+    figure = draw_profile(_profile(count))
     time, saved, parameters, crossing = figure.axes
     assert [len(axes.patches) for axes in (time, saved, parameters)] == [2 * count, 2 * count, count]
     last = time.patches[-1]
@@ -154,7 +154,9 @@ class _Outline(HTMLParser):
 
 def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
     profile = _profile(3)
-    pages = [page("<model> & more", lambda console: render(profile, console), [draw(profile)]) for _ in range(2)]
+    pages = [
+        page("<model> & more", lambda console: render(profile, console), [draw_profile(profile)]) for _ in range(2)
+    ]
     assert pages[0] == pages[1]
     outline = _Outline()
     outline.feed(pages[0])
@@ -171,7 +173,7 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:
     text = _profile(2).dumps().replace("model.transformer.decoder.layers.0", r"$\\frac{$")
     profile = Profile.parse(text, Path("profile.json"))
     model = profile.model.model_copy(update={"source": "$\\frac{$.py"})
-    figure = draw(profile.model_copy(update={"model": model}))
+    figure = draw_profile(profile.model_copy(update={"model": model}))
     content = io.BytesIO()
     figure.savefig(content, format="png")
     (title,) = figure.texts

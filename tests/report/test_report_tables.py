@@ -10,13 +10,13 @@ from played import small_plan
 from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
-from autopar.formats.predicted import Alternative
+from autopar.formats.plan import Alternative
 from autopar.formats.report import KindTimes, RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
 from autopar.report import plan as plan_tables
-from autopar.report import program as program_tables
-from autopar.report import report as report_tables
-from autopar.report.quantity import bandwidth, duration, size
+from autopar.report import run as program_tables
+from autopar.report import run as report_tables
+from autopar.report.table import bandwidth, duration, size
 from autopar.schedules.expand import expand
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -125,7 +125,7 @@ def test_a_report_table_states_loss_error_and_ranks() -> None:
 
 def test_a_program_table_holds_every_rank_in_order() -> None:
     stream = io.StringIO()
-    program_tables.render(expand(small_plan((1, 1), 2)), Console(file=stream, width=200))
+    program_tables.render_program(expand(small_plan((1, 1), 2)), Console(file=stream, width=200))
     assert "F0@0 S0@0>1@1 F1@0" in stream.getvalue()
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
-from autopar.report.timeline import draw, draw_over, render
+from autopar.report.pictures import draw_over, draw_timeline, render
 
 SHAPES = [
     ((1,), 1, "gpipe"),
@@ -36,14 +36,14 @@ def _texts(figure: Figure) -> list[str]:
 @pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
 def test_every_event_is_drawn_once(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
     timeline = play(small_plan(widths, micro_batches, schedule))
-    assert _bars(draw(timeline)) == len(timeline) + timeline.rank_count()
+    assert _bars(draw_timeline(timeline)) == len(timeline) + timeline.rank_count()
 
 
 def test_blocks_lie_at_their_times_in_milliseconds() -> None:
     timeline = play(small_plan((1, 1), 2, "gpipe"))
     expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
     found = set()
-    for collection in draw(timeline).axes[0].collections:
+    for collection in draw_timeline(timeline).axes[0].collections:
         for path in collection.get_paths():
             extent = path.get_extents()
             found.add((round(extent.x0, 6), round(extent.x1, 6)))
@@ -52,8 +52,8 @@ def test_blocks_lie_at_their_times_in_milliseconds() -> None:
 
 def test_numbers_are_written_where_they_fit_and_left_out_where_not() -> None:
     few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
-    assert {"0", "1", "2", "3"} <= set(_texts(draw(few)))
-    assert "63" not in _texts(draw(many))
+    assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
+    assert "63" not in _texts(draw_timeline(many))
 
 
 @pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
@@ -79,14 +79,14 @@ def test_the_title_states_the_error_of_the_prediction() -> None:
 
 
 def test_an_empty_timeline_can_be_drawn() -> None:
-    assert _bars(draw(Timeline("measured"))) == 0
+    assert _bars(draw_timeline(Timeline("measured"))) == 0
 
 
 def test_the_same_timeline_gives_the_same_bytes() -> None:
     pictures = []
     for _ in range(2):
         content = io.BytesIO()
-        draw(play(small_plan((2, 1), 4))).savefig(content, format="png")
+        draw_timeline(play(small_plan((2, 1), 4))).savefig(content, format="png")
         pictures.append(content.getvalue())
     assert pictures[0] == pictures[1]
 
@@ -102,7 +102,7 @@ def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None
     timeline = Timeline("simulated")
     for rank in range(1024):
         timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
-    figure = draw(timeline)
+    figure = draw_timeline(timeline)
     width, height = figure.get_size_inches() * figure.dpi
     assert max(width, height) < 2**15
     assert _bars(figure) == 2 * 1024

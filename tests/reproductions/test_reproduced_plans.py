@@ -21,7 +21,7 @@ from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.stash import StashCosts
+from autopar.planner.objectives.throughput import StashCosts
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import explained
 from autopar.runtime.settings import check_scope

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.layout import chunks_of, group_of, layout_of
-from autopar.formats.plan import Plan, Shard, Stage, shards_of
+from autopar.formats.plan import Plan, Shard, Stage, chunks_of, group_of, layout_of, shards_of
 from autopar.schedules import SCHEDULES
 
 __all__ = ["plans_of", "truth_of"]

@@ -23,8 +23,8 @@ from autopar.capture.storages import StorageTracker
 from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.runtime.execute.execute import StepRecord
-from autopar.runtime.gradients.scale import all_finite
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.gradients.loss import all_finite
 from autopar.runtime.messages.staging import StagedTransport, connect
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.sharded import whole
@@ -115,7 +115,7 @@ def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None
         if context.rank:
             train(context, cast(TrainArguments, arguments))
         else:
-            with patch("autopar.runtime.update.update.all_finite", late):
+            with patch("autopar.runtime.update.all_finite", late):
                 train(context, cast(TrainArguments, arguments))
 
 

@@ -16,13 +16,13 @@ from threads import train_in_threads
 
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
-from autopar.runtime.data.loader import Prefetch
-from autopar.runtime.execute import times as clocks
-from autopar.runtime.execute.execute import Executor, StepRecord
-from autopar.runtime.execute.times import CudaClock, HostClock
+from autopar.runtime import times as clocks
+from autopar.runtime.data import Prefetch
+from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import Laps
+from autopar.runtime.times import CudaClock, HostClock
 
 
 @pytest.mark.parametrize("parts", [[[0.5], [0.25], [2.0]], [[3.0, 2.0], [1.0, 0.0]], []])

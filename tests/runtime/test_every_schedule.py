@@ -6,7 +6,7 @@ import pytest
 from dictated import dictate
 from test_random_plans import captured, equals_plain
 
-from autopar.formats.layout import chunks_of, layout_of
+from autopar.formats.plan import chunks_of, layout_of
 from autopar.schedules import SCHEDULES
 
 

@@ -15,7 +15,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
-from autopar.runtime.execute import execute
+from autopar.runtime import execute
 from autopar.runtime.messages.transport import Pending
 from autopar.runtime.stage.stage import Flight, Stage
 from autopar.runtime.start.job import Job

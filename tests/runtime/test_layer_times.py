@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from autopar.formats.program import Action, RankProgram
-from autopar.runtime.execute.times import LayerTimes
-from autopar.runtime.result.memory import ForwardFlops, peak_of
+from autopar.runtime.result.outcome import ForwardFlops, peak_of
+from autopar.runtime.times import LayerTimes
 
 
 class CountingClock:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.formats.own_times import compared
-from autopar.formats.plan import Crossing, Plan, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Crossing, Plan, Predicted, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
+from autopar.formats.timeline import compared
 from autopar.recalibration import planned_times
 from autopar.runtime.result.outcome import RankResult, outcome_of
 from autopar.schedules import SCHEDULES

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from test_sharded import MODELS, Case, _case
 from threads import train_in_threads
 
-from autopar.formats.layout import chunks_of, layout_of
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
 from autopar.ranks.pool import RankPool
 from autopar.schedules import SCHEDULES
 

@@ -9,7 +9,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.estimate import estimated_cluster
+from autopar.planner.costs.kinds import estimated_cluster
 from autopar.profiler import ProfileOptions, profile
 from autopar.runtime.start.rehearse import rehearse
 

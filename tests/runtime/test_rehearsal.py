@@ -17,8 +17,8 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.cli.rehearse import command
 from autopar.errors import TrainingError
-from autopar.formats.paths import trusting
 from autopar.formats.plan import Shard
+from autopar.formats.references import trusting
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.rehearse import rehearse, rehearse_model
 from autopar.runtime.start.workspace import Workspace

@@ -7,8 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from autopar.formats.plan import Crossing, Plan, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Crossing, Plan, Predicted, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,

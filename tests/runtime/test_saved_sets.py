@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from autopar.errors import FileError
-from autopar.formats import atomic
+from autopar.formats import document as atomic
 from autopar.formats.document import write_text
 from autopar.runtime.result import weights
 from autopar.runtime.start.saving import new_set, set_of

@@ -12,9 +12,8 @@ from test_random_plans import captured, equals_plain, plans
 
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Program, RankProgram
-from autopar.schedules.check import ProgramError
+from autopar.schedules.check import ProgramError, check_reductions
 from autopar.schedules.expand import expand
-from autopar.schedules.saved import check_reductions
 
 
 def split(program: Program, seed: int, share: float = 1.0) -> Program:

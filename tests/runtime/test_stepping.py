@@ -23,7 +23,7 @@ from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result.weights import names, read
 from autopar.runtime.start.launch import RunOptions, run
-from autopar.runtime.update.stepping import check_settings, left_out, whole_settings
+from autopar.runtime.update import check_settings, left_out, whole_settings
 
 FILE = Path(__file__).parent / "models" / "grouped.py"
 STEPS = 3

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.source import UserModel, load
-from autopar.runtime.data.loader import sample_order
+from autopar.runtime.data import sample_order
 
 pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
 

@@ -17,8 +17,8 @@ from torch import nn
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import ModelError, TrainingError, UsageError
-from autopar.runtime.execute.execute import StepRecord
-from autopar.runtime.gradients.scale import LossScale
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.gradients.loss import LossScale
 from autopar.runtime.settings import TrainSettings
 
 MODELS = Path(__file__).parent / "models"

@@ -21,7 +21,7 @@ from autopar.capture.plain import PlainRun
 from autopar.capture.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.verified import Verified
+from autopar.formats.report import Verified
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify

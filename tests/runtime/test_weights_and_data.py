@@ -18,7 +18,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, ModelError, TrainingError
-from autopar.runtime.data.loader import ShareLoader, sample_order
+from autopar.runtime.data import ShareLoader, sample_order
 from autopar.runtime.result import weights
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.saving import folder_of, make_folder

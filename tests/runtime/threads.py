@@ -18,13 +18,13 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
-from autopar.runtime.data.loader import ShareLoader
-from autopar.runtime.execute.execute import StepRecord
+from autopar.runtime.data import ShareLoader
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.job import DEFAULTS, Job
-from autopar.runtime.update.update import Update
+from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from harness.in_process import Exchange, InProcessTransport

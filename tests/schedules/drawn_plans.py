@@ -7,9 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Crossing, Plan, Predicted, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares

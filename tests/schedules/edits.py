@@ -6,9 +6,8 @@ import random
 
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program, RankProgram
-from autopar.schedules.check import ProgramError, check
+from autopar.schedules.check import ProgramError, check, check_bounds
 from autopar.schedules.expand import expand
-from autopar.schedules.saved import check_bounds
 
 
 def edited(plan: Plan, seed: int, attempts: int = 40) -> Program:

@@ -6,15 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.formats.layout import group_of, layout_of
-from autopar.formats.plan import Crossing, Plan, Stage
-from autopar.formats.predicted import Predicted
+from autopar.formats.plan import Crossing, Plan, Predicted, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Program, RankProgram
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check
-from autopar.schedules.expand import expand
-from autopar.schedules.forwards import FORWARDS, expand_forwards
+from autopar.schedules.expand import FORWARDS, expand, expand_forwards
 from autopar.schedules.route import even_shares
 
 CHUNKS = {"line": 1, "loop": 3, "vee": 2}

@@ -10,13 +10,12 @@ from drawn_plans import LINES, chain, crossing, make, plans
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.formats.layout import layout_of
-from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.plan import Plan, SharedParameter, layout_of
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand, rank_of, stages_of
-from autopar.schedules.holding import in_flight
+from autopar.schedules.order import in_flight
 from autopar.schedules.route import even_shares, routes
 from autopar.schedules.timetable import draw
 

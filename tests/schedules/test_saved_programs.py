@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from autopar.errors import FileError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import RankProgram
+from autopar.schedules.check import check_bounds, read_program
 from autopar.schedules.expand import expand
-from autopar.schedules.holding import holdings, in_flight
-from autopar.schedules.saved import check_bounds, read_program
+from autopar.schedules.order import holdings, in_flight
 
 Edit = Callable[[list[str]], list[str]]
 

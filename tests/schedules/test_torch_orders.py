@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from timed import Times, orders, timed
 
-from autopar.formats.layout import group_of, layout_of
+from autopar.formats.plan import group_of, layout_of
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from timed import Times, orders, timed
 
-from autopar.schedules.holding import holdings, in_flight
+from autopar.schedules.order import holdings, in_flight
 from autopar.schedules.timetable import timetable
 
 CASES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.formats.layout import layout_of
+from autopar.formats.plan import layout_of
 from autopar.schedules import SCHEDULES
-from autopar.schedules.place import Computation, places
+from autopar.schedules.order import Computation, places
 
 
 class Times(NamedTuple):

@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise
 
-from autopar.planner.peers.blocks import blocks
+from autopar.planner.peers.torchgpipe import blocks
 
 
 def _drawn(rng: random.Random) -> list[float]:

@@ -10,9 +10,9 @@ from priced import prices_of
 
 from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
-from autopar.planner.peers.latency import latency_s
+from autopar.planner.peers.dapple import latency_s
 from autopar.planner.peers.prices import Prices
-from autopar.planner.placement.policies import choices
+from autopar.planner.placement.pool import choices
 
 Stages = list[tuple[int, tuple[int, ...]]]
 """(end, devices of every node) of every stage."""

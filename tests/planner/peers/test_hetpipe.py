@@ -14,11 +14,10 @@ from autopar.planner.costs.memory import Held
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
-from autopar.planner.peers.allocation import allocations
+from autopar.planner.peers.hetpipe import Worker, Workers, allocations, bound_s, candidate_of, peaks, step_s
 from autopar.planner.peers.partition import Partitioner, Pipelined, depths, makeup_of
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import counts_of
-from autopar.planner.peers.workers import Worker, Workers, bound_s, candidate_of, peaks, step_s
 from autopar.planner.simulator.simulate import Simulator
 
 MIB = 2**20

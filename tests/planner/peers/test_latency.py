@@ -14,7 +14,7 @@ from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.peers.latency import latency_s, pivots
+from autopar.planner.peers.dapple import latency_s, pivots
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.one_forward_one_backward import warmups
 from oracles.exhaustive import everything

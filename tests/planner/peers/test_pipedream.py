@@ -10,8 +10,7 @@ from priced import prices_of
 
 from autopar.formats.cluster import Level
 from autopar.planner.peers import pipedream
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.proposal import Proposal
+from autopar.planner.peers.prices import Prices, Proposal
 
 Pipeline = list[tuple[int, int, int]]
 

@@ -9,8 +9,7 @@ import pytest
 from priced import prices_of
 
 from autopar.planner.peers import torchgpipe
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.proposal import Proposal
+from autopar.planner.peers.prices import Prices, Proposal
 
 
 def _times(prices: Prices) -> list[float]:

@@ -1,0 +1,509 @@
+"""Gantt pictures of timelines: one row per rank, computation above, messages in thin strips below.
+
+Of a rank with several stages, the later ones are lighter.
+
+Picture of a plan: the cluster's devices with their stages, above the step that is predicted.
+
+Bars of a profile: time, activations and parameters along the model, and what a cut behind each layer would send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.formats.timeline import Event, Timeline, spent, track_of
+from autopar.report.profile import title_of
+from autopar.report.table import Table, duration, fill, percentage, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.plan import Plan
+    from autopar.formats.profile import Profile
+    from autopar.formats.timeline import Timeline
+
+
+INK = "#2b2f36"
+FAINT = "#d9dce1"
+_LANE = "#f4f5f7"
+_COLOURS = {
+    FORWARD: "#4f86c6",
+    BACKWARD: "#f0a63c",
+    INPUT_BACKWARD: "#e5803f",
+    WEIGHT_BACKWARD: "#c8b24a",
+    UPDATE: "#8b93a1",
+    "send": "#3a9d7c",
+    "receive": "#9a6fb8",
+    "reduce": "#d1495b",
+}
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_BACKWARD: "backward, input half",
+    WEIGHT_BACKWARD: "backward, weight half",
+    UPDATE: "update",
+}
+_SPENT = ((FORWARD,), BACKWARDS, (UPDATE,))
+"""Kinds whose times make a column of the table."""
+_STRIPS = ("send", "receive", "reduce")
+
+# Heights in units of one timeline's row: the lane of computation, then three strips, then air.
+_COMPUTE, _STRIP, _GAP = 0.66, 0.07, 0.02
+_LANE_HEIGHT = _COMPUTE + len(_STRIPS) * (_STRIP + _GAP)
+_GROUP_AIR = 0.3
+_OVER = 0.03
+_LEGIBLE = 5.0  # points
+_LEAST_WIDTH = 1.2  # points
+_DIGIT = 0.64  # width of a digit over the font's size
+_POINTS = 72
+_TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
+_MOST_INCHES = 100.0
+"""Of all rows together: rows of a thousand ranks are only as high as this leaves."""
+
+
+class _Row(NamedTuple):
+    """One timeline's events of one rank, and where they are drawn."""
+
+    rank: int
+    label: str
+    top: float
+    events: list[Event]
+    end_s: float
+    """When the whole timeline ends: the step time."""
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A figure's measures: points per unit of each axis decide whether a number fits in its block."""
+
+    figure: Figure
+    axes: Axes
+    points_per_s: float
+    points_per_row: float
+
+
+def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0) -> Figure:
+    """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
+    rows = _rows([timeline], [""])
+    sheet = _sheet(rows, timeline.end_s, head, head_inches)
+    for row in rows:
+        _draw_row(sheet, row)
+    kind = "Predicted" if timeline.origin == "simulated" else "Measured"
+    bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
+    return _finish(sheet, rows, f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}")
+
+
+def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
+    """Return a picture with every rank's measured row directly over its predicted row, on one time axis."""
+    rows = _rows([measured, predicted], ["measured", "predicted"])
+    sheet = _sheet(rows, max(measured.end_s, predicted.end_s))
+    for row in rows:
+        _draw_row(sheet, row)
+    title = f"Measured step: {_milliseconds(measured.end_s)} ms, predicted: {_milliseconds(predicted.end_s)} ms"
+    if measured.end_s > 0:
+        title += f" ({predicted.end_s / measured.end_s - 1:+.1%})"
+    return _finish(sheet, rows, title)
+
+
+def render(timeline: Timeline, console: Console) -> None:
+    """Print what every rank does with the step."""
+    columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
+    table = Table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
+    rows = []
+    for row, where in zip(_rows([timeline], [""]), spent(timeline), strict=True):
+        computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
+        blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.idle_s
+        times = [duration(seconds) for seconds in (*computed, *blocked)]
+        rows.append((str(row.rank), _listed(row.events), *times))
+    fill(table, rows)
+    console.print(table)
+    say(console, f"bubble: {percentage(timeline.bubble())} of the ranks' time")
+
+
+def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:
+    """Lay the timelines' rows out rank by rank, from top to bottom."""
+    ranks = max(timeline.rank_count() for timeline in timelines)
+    events: list[list[list[Event]]] = [[[] for _ in range(ranks)] for _ in timelines]
+    for index, timeline in enumerate(timelines):
+        for event in timeline:
+            events[index][event.rank].append(event)
+    pitch = len(timelines) + _GROUP_AIR
+    ends_s = [timeline.end_s for timeline in timelines]
+    return [
+        _Row(rank, label, rank * pitch + index, events[index][rank], ends_s[index])
+        for rank in range(ranks)
+        for index, label in enumerate(labels)
+    ]
+
+
+def _sheet(
+    rows: list[_Row], end_s: float, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0
+) -> _Sheet:
+    from matplotlib.figure import Figure
+
+    busiest = max((sum(track_of(event.action.kind) == "compute" for event in row.events) for row in rows), default=0)
+    width = min(12.0 + max(0, busiest - 64) * 0.06, 20.0)
+    height = rows[-1].top + 1 if rows else 1.0
+    row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8, _MOST_INCHES / height)
+    longest = max((len(f"stage {_listed(row.events)}") for row in rows), default=0)
+    left = max(0.8, 0.1 + _LETTER_INCHES * longest) + (0.7 if any(row.label for row in rows) else 0.0)
+    right, above, below = 0.3, 0.5, 0.85
+    inches = height * row_inches
+    above += 0.0 if head is None else head_inches + _TITLE_INCHES
+    total = inches + above + below
+    figure = Figure(figsize=(width, total), dpi=150)
+    plot = (width - left - right) / width
+    axes = figure.add_axes((left / width, below / total, plot, inches / total))
+    span_s = end_s * 1.02 or 1.0
+    if head is not None:
+        head(figure.add_axes((left / width, 1 - (head_inches + _TITLE_INCHES) / total, plot, head_inches / total)))
+    axes.set_xlim(0, span_s * 1e3)
+    axes.set_ylim(height - (1 - _LANE_HEIGHT) / 2, -(1 - _LANE_HEIGHT) / 2)
+    return _Sheet(figure, axes, (width - left - right) * _POINTS / span_s, row_inches * _POINTS)
+
+
+def _draw_row(sheet: _Sheet, row: _Row) -> None:
+    end_ms = sheet.axes.get_xlim()[1]
+    sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
+    stages = _stages(row.events)
+    for kind in _NAMES:
+        for chunk, stage in enumerate(stages):
+            blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
+            _bars(sheet, blocks, row.top, _COMPUTE, _shade(_COLOURS[kind], chunk / len(stages)), edge="white")
+            if kind != UPDATE:
+                _numbers(sheet, blocks, row.top, "white" if kind == FORWARD and chunk == 0 else INK)
+    for index, track in enumerate(_STRIPS):
+        strip = [event for event in row.events if track_of(event.action.kind) == track]
+        top = row.top + _COMPUTE + _GAP + index * (_STRIP + _GAP)
+        _bars(sheet, strip, top, _STRIP, _COLOURS[track])
+    end = row.end_s * 1e3
+    sheet.axes.plot([end, end], [row.top - _OVER, row.top + _LANE_HEIGHT + _OVER], color=INK, linewidth=1.4, zorder=4)
+
+
+def _shade(colour: str, share: float) -> str:
+    """Return a colour that is lightened by a share: the later of a rank's stages are lighter.
+
+    >>> _shade("#4f86c6", 0.0), _shade("#4f86c6", 0.5)
+    ('#4f86c6', '#a7c2e2')
+    """
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{int(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _bars(sheet: _Sheet, events: list[Event], top: float, height: float, colour: str, edge: str = "none") -> None:
+    # A message may take less than a pixel, and would then be drawn or not by chance.
+    least_s = 0.0 if edge != "none" else _LEAST_WIDTH / sheet.points_per_s
+    spans = [(event.start_s * 1e3, max(event.end_s - event.start_s, least_s) * 1e3) for event in events]
+    # Edges part neighbours, but must not swallow blocks that are only a few points wide.
+    narrowest = min((event.end_s - event.start_s for event in events), default=0.0) * sheet.points_per_s
+    line = min(0.8, narrowest / 8)
+    sheet.axes.broken_barh(spans, (top, height), facecolors=colour, edgecolors=edge, linewidth=line, zorder=2)
+
+
+def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> None:
+    """Write micro-batch numbers into the blocks of a row, all in one size; leave them out where none is legible."""
+    texts = [str(event.action.micro_batch) for event in events]
+    widths = sorted((event.end_s - event.start_s) * sheet.points_per_s for event in events)
+    if not widths:
+        return
+    fitting = widths[len(widths) // 10] / (_DIGIT * (max(map(len, texts)) + 0.5))
+    size = min(9.0, 0.6 * _COMPUTE * sheet.points_per_row, fitting)
+    if size < _LEGIBLE:
+        return
+    for text, event in zip(texts, events, strict=True):
+        middle = (event.start_s + event.end_s) / 2 * 1e3
+        at = (middle, top + _COMPUTE / 2)
+        sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
+
+
+def _finish(sheet: _Sheet, rows: list[_Row], title: str) -> Figure:
+    from matplotlib.patches import Patch
+
+    axes = sheet.axes
+    axes.set_title(title, loc="left", size=11, color=INK, pad=10)
+    axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
+    axes.tick_params(axis="x", colors=INK, labelsize=8)
+    axes.grid(axis="x", color=FAINT, linewidth=0.6, zorder=1)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    _label_rows(sheet, rows)
+    handles = [Patch(color=_COLOURS[key], label=_NAMES.get(key, key)) for key in _drawn(rows)]
+    sheet.figure.legend(
+        handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
+    )
+    return sheet.figure
+
+
+def _label_rows(sheet: _Sheet, rows: list[_Row]) -> None:
+    sheet.axes.set_yticks([])
+    size = min(9.0, 0.34 * sheet.points_per_row)
+    for row in rows:
+        _margin(sheet, -8, row.top + _COMPUTE / 2, row.label, size)
+    pairs = max(1, len({row.label for row in rows}))
+    for index in range(0, len(rows), pairs):
+        group = rows[index : index + pairs]
+        stages = _listed([event for row in group for event in row.events])
+        middle = (group[0].top + group[-1].top + _COMPUTE) / 2
+        _margin(sheet, -64 if group[0].label else -8, middle, f"rank {group[0].rank}\nstage {stages}", size)
+
+
+def _margin(sheet: _Sheet, offset: float, middle: float, text: str, size: float) -> None:
+    sheet.axes.annotate(
+        text,
+        xy=(0, middle),
+        xycoords=("axes fraction", "data"),
+        xytext=(offset, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        size=size,
+        color=INK,
+        annotation_clip=False,
+    )
+
+
+def _drawn(rows: Iterable[_Row]) -> list[str]:
+    kinds = {event.action.kind for row in rows for event in row.events}
+    present = kinds | {track_of(kind) for kind in kinds}
+    return [key for key in _COLOURS if key in present]
+
+
+def _stages(events: list[Event]) -> list[int]:
+    return sorted({event.action.stage for event in events})
+
+
+def _listed(events: list[Event]) -> str:
+    return ", ".join(map(str, _stages(events)))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+_IDLE = "#f4f5f7"
+_IN_A_ROW = 8
+"""Nodes beside each other."""
+_AIR = 0.7
+"""Between nodes; devices are one apart."""
+_INCHES, _MOST_WIDE, _MOST_HIGH = 0.5, 9.0, 4.0
+"""Of a device, and of all of them."""
+MOST_NUMBERED, MOST_ARROWS = 256, 32
+"""Devices whose stages are written on them, and stages between which arrows are drawn."""
+
+
+class _Map(NamedTuple):
+    """Where devices are drawn."""
+
+    at: dict[int, tuple[float, float]]
+    boxes: dict[str, tuple[float, float, float, float]]
+    """By the text below it, a node's left, top, width and height."""
+
+    @property
+    def width(self) -> float:
+        """Of all nodes."""
+        return max(left + width for left, _, width, _ in self.boxes.values()) + _AIR
+
+    @property
+    def height(self) -> float:
+        """Of all nodes, with the texts below."""
+        return max(top + height for _, top, _, height in self.boxes.values()) + _AIR
+
+
+def draw_placement(plan: Plan, cluster: Cluster, timeline: Timeline) -> Figure:
+    """Return a picture of a plan's stages on a cluster, and of the step that is predicted."""
+    places = _places(cluster)
+    inches = min(_INCHES, _MOST_HIGH / places.height, _MOST_WIDE / places.width)
+    head = partial(_draw_places, plan, cluster, places, inches)
+    return draw_timeline(timeline, head, inches * places.height)
+
+
+def _places(cluster: Cluster) -> _Map:
+    nodes: dict[tuple[int, int], list[int]] = {}
+    for index, device in enumerate(cluster.devices):
+        nodes.setdefault((device.rack, device.node), []).append(index)
+    racks = len({rack for rack, _ in nodes}) > 1
+    # As many in a row of a node as lets all nodes be about as wide as the picture.
+    columns = max(2, min(8, 32 // min(_IN_A_ROW, len(nodes))))
+    at: dict[int, tuple[float, float]] = {}
+    boxes: dict[str, tuple[float, float, float, float]] = {}
+    wide = float(min(columns, max(map(len, nodes.values()))))
+    high = float(-(-max(map(len, nodes.values())) // columns))
+    for number, ((rack, node), devices) in enumerate(nodes.items()):
+        left, top = number % _IN_A_ROW * (wide + _AIR), number // _IN_A_ROW * (high + 2 * _AIR)
+        for place, index in enumerate(devices):
+            at[index] = left + place % columns + 0.5, top + place // columns + 0.5
+        kinds = ", ".join(dict.fromkeys(cluster.devices[index].type for index in devices))
+        name = f"node {node}: {kinds}"
+        boxes[f"rack {rack}, {name}" if racks else name] = left, top, wide, high
+    return _Map(at, boxes)
+
+
+def _draw_places(plan: Plan, cluster: Cluster, places: _Map, inches: float, axes: Axes) -> None:
+    import networkx as nx
+    from matplotlib import colormaps
+    from matplotlib.patches import FancyBboxPatch
+
+    stages: dict[int, list[int]] = {device: [] for device in places.at}
+    for index, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            stages[device].append(index)
+    axes.set(xlim=(-0.1, places.width), ylim=(places.height, -_AIR), aspect="equal", anchor="W")
+    axes.axis("off")
+    for text, (left, top, width, height) in places.boxes.items():
+        edge = FancyBboxPatch((left, top), width, height, "round,pad=0.08", facecolor="none", edgecolor=FAINT)
+        axes.add_patch(edge)
+        axes.text(left, top + height + 0.2, text, size=7, color=INK, va="top")
+    graph = nx.DiGraph()
+    graph.add_nodes_from(places.at)
+    if len(plan.stages) <= MOST_ARROWS:
+        ends = ((one.devices[-1], other.devices[0]) for one, other in pairwise(plan.stages))
+        # Stages that come round to the first devices again are known by their numbers.
+        graph.add_edges_from((one, other) for one, other in ends if one < other)
+    points = 0.8 * 72 * inches
+    colours = [colormaps["tab20"](own[0] % 20) if own else _IDLE for own in stages.values()]
+    shapes = {"node_size": points**2, "node_shape": "s"}
+    nx.draw_networkx_nodes(graph, places.at, ax=axes, node_color=colours, edgecolors=FAINT, **shapes)
+    nx.draw_networkx_edges(
+        graph, places.at, ax=axes, edge_color=INK, width=0.8, arrowsize=8, connectionstyle="arc3,rad=-0.25", **shapes
+    )
+    if len(stages) <= MOST_NUMBERED:
+        labels = {device: ",".join(map(str, own)) for device, own in stages.items() if own}
+        size = min(8.0, points / 2, 1.5 * points / max(map(len, labels.values()), default=1))
+        nx.draw_networkx_labels(graph, places.at, labels, ax=axes, font_size=size, font_color=INK)
+    used = sum(map(bool, stages.values()))
+    axes.set_title(f"{len(plan.stages)} stages on {used} of {len(cluster.devices)} devices", loc="left", size=11)
+
+
+_FORWARD, _BACKWARD, _SAVED, _PEAK, _PARAMETERS, _CROSSING = (
+    "#4f86c6",
+    "#f0a63c",
+    "#3a9d7c",
+    "#d8ece5",
+    "#9a6fb8",
+    "#d1495b",
+)
+_MOST_NAMES, _LONGEST_NAME = 60, 29
+_LEAST_PLACES = 8
+"""Bars of a model with fewer layers stay as narrow as these."""
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class _Part(NamedTuple):
+    """One colour of a panel: a number per layer, drawn on top of the parts before it, or in front of them."""
+
+    label: str
+    colour: str
+    values: Sequence[float]
+    stacked: bool = False
+
+
+def draw_profile(profile: Profile) -> Figure:
+    """Return four panels over the same axis of layers: time, activations, parameters, bytes across boundaries."""
+    from matplotlib.figure import Figure
+
+    count = len(profile.layers)
+    costs = [layer.costs[-1] for layer in profile.layers]
+    rows = costs[0].micro_batch
+    figure = Figure(figsize=(min(max(8.0, 2.5 + 0.16 * count), 20.0), 8.2), dpi=150, layout="constrained")
+    time, saved, parameters, crossing = figure.subplots(4, 1, sharex=True, height_ratios=(3, 2, 2, 1.4))
+    _panel(
+        time,
+        "ms",
+        [
+            _Part("forward", _FORWARD, [cost.forward_s * 1e3 for cost in costs]),
+            _Part("backward", _BACKWARD, [cost.backward_s * 1e3 for cost in costs], stacked=True),
+        ],
+    )
+    _bytes_panel(
+        saved,
+        [
+            _Part("peak of forward and backward", _PEAK, [cost.peak_bytes for cost in costs]),
+            _Part("saved activations", _SAVED, [cost.saved_bytes for cost in costs]),
+        ],
+    )
+    _bytes_panel(parameters, [_Part("parameters", _PARAMETERS, [layer.parameters_bytes for layer in profile.layers])])
+    _boundaries(crossing, [each * rows for each in profile.crossing_bytes()[:-1]])
+    _name_layers(crossing, [layer.name for layer in profile.layers])
+    figure.align_ylabels()
+    known = ", ".join(dict.fromkeys(cost.provenance for cost in costs))
+    title = f"{title_of(profile)}\nmicro-batch of {rows}, times {known}"
+    figure.suptitle(title, size=10, color=INK, x=0.01, ha="left", parse_math=False)
+    return figure
+
+
+def _bytes_panel(axes: Axes, parts: Sequence[_Part]) -> None:
+    unit, factor = _unit([value for part in parts for value in part.values])
+    _panel(axes, unit, [part._replace(values=[value / factor for value in part.values]) for part in parts])
+
+
+def _unit(values: Sequence[float]) -> tuple[str, int]:
+    largest = max(values, default=0)
+    return next(((unit, factor) for unit, factor in _UNITS if largest >= factor), ("bytes", 1))
+
+
+def _panel(axes: Axes, unit: str, parts: Sequence[_Part]) -> None:
+    count = len(parts[0].values)
+    below = [0.0] * count
+    for part in parts:
+        bottom = below if part.stacked else [0.0] * count
+        axes.bar(range(count), part.values, bottom=bottom, width=0.8, color=part.colour, label=part.label, zorder=2)
+        below = [base + value for base, value in zip(bottom, part.values, strict=True)]
+    _finish_bars(axes, unit)
+
+
+def _boundaries(axes: Axes, values: Sequence[float]) -> None:
+    """Draw what crosses where it crosses: between two layers."""
+    unit, factor = _unit(values)
+    places = [index + 0.5 for index in range(len(values))]
+    heights = [value / factor for value in values]
+    label = "bytes that a cut here would send"
+    if heights:
+        axes.vlines(places, 0, heights, color=_CROSSING, linewidth=1.2, zorder=2)
+        axes.plot(places, heights, "o", color=_CROSSING, markersize=3, label=label, zorder=3)
+    else:
+        axes.plot([], [], "o", color=_CROSSING, markersize=3, label="one layer: no boundary")
+        axes.set_yticks([])
+    _finish_bars(axes, unit if heights else "")
+
+
+def _finish_bars(axes: Axes, unit: str) -> None:
+    axes.set_ylabel(unit, size=9, color=INK)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6, zorder=0)
+    axes.tick_params(colors=INK, labelsize=8, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    # Above the panel, where no bar can be in the way.
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1, ncols=2, frameon=False, fontsize=8)
+
+
+def _name_layers(axes: Axes, names: Sequence[str]) -> None:
+    """Name every layer, or every so many that names stay legible."""
+    every = -(-len(names) // _MOST_NAMES)
+    places = list(range(0, len(names), every))
+    # Names are no formulas, whatever is in them.
+    labels = [_short(names[place]) for place in places]
+    axes.set_xticks(places, labels, rotation=90, size=7, parse_math=False)
+    air = max(0.0, (_LEAST_PLACES - len(names)) / 2)
+    axes.set_xlim(-0.6 - air, len(names) - 0.4 + air)
+
+
+def _short(name: str) -> str:
+    """Return a name's end, which tells layers apart, where the whole would leave no room for the bars.
+
+    >>> _short("head"), _short("model.decoder.transformer.layers.12")
+    ('head', '...oder.transformer.layers.12')
+    """
+    return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"

@@ -1,0 +1,179 @@
+"""Report of a training run as tables: the loss, prediction against measurement, and where every rank's step went.
+
+A verification as a table.
+
+Program as a table: every rank's actions in order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    UPDATE,
+    WEIGHT_BACKWARD,
+)
+from autopar.formats.report import Difference, Verified
+from autopar.report.table import Table, duration, figure, fill, percentage, say, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.program import Program
+    from autopar.formats.report import Report
+
+
+_SHOWN_LOSSES = 8
+_SPENT = ("compute", "update", "reduce", "waiting", "transfer", "idle")
+_KINDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_BACKWARD: "input half of a backward",
+    WEIGHT_BACKWARD: "weight half of a backward",
+    SEND: "message forth",
+    SEND_GRADIENT: "message back",
+    REDUCE: "reduction",
+    REDUCE_TIED: "reduction of a shared parameter",
+    UPDATE: "update",
+}
+_COMPARABLE = {
+    "resident": "a process grows by more than tensors: by what allocators and libraries keep",
+    "allocated": "the prediction has the device's context in it, the allocator's figure has not",
+}
+
+
+def render(report: Report, console: Console) -> None:
+    """Print a report's loss, step times and ranks."""
+    where = f"{report.ranks} ranks on {report.device} with {report.backend}, torch {report.torch}"
+    say(console, f"{report.model}: {report.steps} steps by {where}")
+    console.print(_loss(report))
+    console.print(_times(report))
+    if report.kinds:
+        console.print(_kinds(report))
+    console.print(_ranks(report))
+    console.print(_memory(report))
+    say(console, f"initial weights: {report.initial_weights}")
+    for note in report.notes:
+        say(console, f"note: {note}")
+
+
+def _loss(report: Report) -> Table:
+    shown = _spread(len(report.loss), _SHOWN_LOSSES)
+    table = Table("Loss", ("step", *(f">{index + 1}" for index in shown)))
+    table.add_row("loss", *(figure(report.loss[index]) for index in shown))
+    if report.gradient_norm:
+        norms = (report.gradient_norm[index] for index in shown)
+        table.add_row("gradient norm", *("overflow" if norm is None else figure(norm) for norm in norms))
+    return table
+
+
+def _times(report: Report) -> Table:
+    table = Table("Prediction and measurement", ("", ""))
+    spread = f"(p10 {duration(report.step_s.p10)}, p90 {duration(report.step_s.p90)})"
+    table.add_row("measured step (median)", f"{duration(report.step_s.median)} {spread}")
+    if report.step_s.longest is not None and report.step_s.first is not None:
+        outer = f"{duration(report.step_s.first)}, {duration(report.step_s.longest)}"
+        table.add_row("first step (left out), longest of the others", outer)
+    table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
+    table.add_row("error", percentage(report.error, signed=True))
+    table.add_row("samples per second", figure(report.samples_per_s))
+    if report.flops_utilisation is not None:
+        table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
+    table.add_row("bubble", percentage(report.bubble))
+    return table
+
+
+def _known(report: Report) -> str:
+    """Return, in brackets, where the numbers came from that the prediction used."""
+    known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
+    parts = [f"{what} {each}" for what, each in known if each is not None]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _kinds(report: Report) -> Table:
+    heads = ("action", ">actions", ">measured", ">predicted", ">measured over predicted")
+    table = Table("Actions by themselves (medians)", heads)
+    for each in report.kinds:
+        times = duration(each.measured_s), duration(each.predicted_s)
+        table.add_row(f"{each.kind} {_KINDS[each.kind]}", str(each.actions), *times, f"{each.ratio:.3g} x")
+    return table
+
+
+def _ranks(report: Report) -> Table:
+    heads = (">rank", ">stage", ">replica", *(f">{name}" for name in _SPENT))
+    table = Table("Where the ranks' time went, in a step of median length", heads)
+    rows = []
+    for times in report.rank_times:
+        spent = [duration(getattr(times, f"{name}_s")) for name in _SPENT]
+        rows.append((str(times.rank), ", ".join(map(str, times.stages)), str(times.replica), *spent))
+    fill(table, rows)
+    return table
+
+
+def _memory(report: Report) -> Table:
+    """Return every rank's peak beside the predicted one, and its micro-batches in flight."""
+    heads = (">rank", f">peak ({report.peak_kind})", ">predicted", ">in flight", ">predicted")
+    table = Table("Memory", heads, _COMPARABLE[report.peak_kind] if report.predicted_peak_bytes else "")
+    rows = []
+    for times in report.rank_times:
+        peaks = [
+            peak[times.rank] for peak in (report.peak_bytes, report.predicted_peak_bytes) if times.rank < len(peak)
+        ]
+        flights = [", ".join(map(str, depths)) for depths in (times.in_flight, times.predicted_in_flight)]
+        rows.append((str(times.rank), *([size(peak) for peak in peaks] + ["", ""])[:2], *flights))
+    fill(table, rows)
+    return table
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most ``most`` indices below ``count``, evenly spread, first and last included.
+
+    >>> _spread(3, 8), _spread(21, 5)
+    ([0, 1, 2], [0, 5, 10, 15, 20])
+    """
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+def render_verification(found: Verified, console: Console) -> None:
+    """Print the largest difference of every kind beside what is allowed, and what differs by choice."""
+    steps = f"{found.steps} step{'s' if found.steps > 1 else ''} of {found.ranks} ranks"
+    title = f"{steps} and of the plain loop, in {found.computed}"
+    columns = ("", ">compared", ">largest difference", ">allowed", "where")
+    table = Table(title, columns)
+    for each in found.differences:
+        row = (each.what, str(each.compared), _number(each), f"{each.allowed:.2g}", each.where)
+        table.add_row(*row, style="" if each.equal else "bold red")
+    console.print(table)
+    units = "; ".join(f"{each.what} by {each.unit}" for each in found.differences)
+    say(console, f"differences are divided: {units}")
+    say(console, f"allowed: {found.rounding}")
+    for choice in found.by_choice:
+        say(console, f"by choice: {choice}")
+    for note in found.notes:
+        say(console, f"note: {note}")
+
+
+def _number(each: Difference) -> str:
+    return "no number" if each.largest is None else f"{each.largest:.2g}"
+
+
+_SHOWN_ACTIONS = 200
+
+
+def render_program(program: Program, console: Console) -> None:
+    """Print every rank's actions, the first of them where there are many."""
+    table = Table(f"Program of {len(program.ranks)} ranks", (">rank", ">actions", "in order"))
+    for rank, actions in enumerate(program.ranks):
+        shown = " ".join(str(actions[index]) for index in range(min(len(actions), _SHOWN_ACTIONS)))
+        left = len(actions) - _SHOWN_ACTIONS
+        table.add_row(str(rank), str(len(actions)), shown + (f" and {left} more" if left > 0 else ""))
+    console.print(table)

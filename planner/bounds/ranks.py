@@ -1,0 +1,248 @@
+"""Rank bounds: lower bounds where ranks run several stages, or backwards are in two halves (docs/planning.md).
+
+Let i be what others wait for of a backward (all of it, or its input half), w the weight half (0 of whole ones), and
+otherwise as in :mod:`autopar.planner.bounds.chain`. A backward's way through the stages takes i of each, so R, U and V
+hold with i in place of b, and w in a. Beside them, for every rank, with s its first stage and the sums over its stages:
+
+    way of a micro-batch's forward to s + M sum of (f + i + w) + the least of its stages' reductions + its update
+    way of a micro-batch's forward to s + M sum of (f + i) + way of a backward from s to k + w_k + a_k, of any k < s
+
+The first holds for a rank that computes without a pause. For the second: the last but weight halves that a rank
+computes is a backward of s, since those of its later stages come before one of s; it has the way to k yet to go.
+
+Binding: which terms a candidate's lower bound is the sum of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from autopar.formats.plan import BoundPart, Term
+from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, beside_s, fold, last, link_terms, stage_terms
+from autopar.planner.candidate import Candidate, Placed, groups, plain
+from autopar.planner.costs.in_flight import Backwards, backwards
+from autopar.planner.costs.model import CostModel
+
+
+class RankTerms(NamedTuple):
+    """What the bounds of a candidate are made of, by stage or boundary."""
+
+    stages: list[StageTerms]
+    """``backward_s``: what others wait for; ``closing_s``: of the whole rank, with the weight half."""
+    links: list[LinkTerms]
+    weight_s: list[float]
+    """Of one micro-batch, where all backwards are in halves."""
+    rest_s: list[float]
+    """All weight halves of a step."""
+    reduced_s: list[float]
+    """From a stage's last backward to the end of its reduction."""
+    update_s: list[float]
+    """Of the whole rank."""
+
+
+class RankBound(NamedTuple):
+    """A lower bound of a step, without what precedes it."""
+
+    filling_s: float
+    compute_s: float
+    synchronisation_s: float
+    update_s: float
+    stage: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.filling_s + self.compute_s + self.synchronisation_s + self.update_s
+
+
+def rank_terms(costs: CostModel, candidate: Candidate) -> RankTerms:
+    """Return the terms of stages that split micro-batches, those of the last replica."""
+    found = RankTerms([], [], [], [], [], [0.0] * len(candidate.stages))
+    for chunks in groups(candidate.stages):
+        update_s = sum(costs.update_s(candidate.stages[stage]) for stage in chunks)
+        for stage in chunks:
+            found.update_s[stage] = update_s
+    for placed, computed in zip(candidate.stages, backwards(candidate), strict=True):
+        _add_stage(costs, found, placed, candidate.micro_batches, computed)
+    found.links.extend(link_terms(costs, *ends, candidate) for ends in pairwise(candidate.stages))
+    return found
+
+
+def _add_stage(costs: CostModel, found: RankTerms, stage: Placed, count: int, computed: Backwards) -> None:
+    """Add a stage's terms; ``computed`` is how its backwards are."""
+    whole, split, ends_whole = computed
+    at, update_s = len(stage.devices) - 1, found.update_s[len(found.stages)]
+    forward_s, backward_s = costs.forward_s(stage, at), costs.backward_s(stage, at, count)
+    input_s, weight_s = costs.halves_s(stage, at, count) if split else (backward_s, 0.0)
+    way_s = min(input_s, backward_s) if whole else input_s
+    work_s = count * forward_s + whole * backward_s + split * input_s
+    late_s = 0.0 if whole else weight_s
+    reduced_s = costs.replica_exposed_s(stage, at, split=not ends_whole)
+    beside = float(beside_s(forward_s, way_s, count, stage.warmup))
+    closing_s = late_s + reduced_s + update_s
+    found.stages.append(StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside))
+    found.weight_s.append(late_s)
+    found.rest_s.append(split * weight_s)
+    found.reduced_s.append(reduced_s)
+
+
+def least_s(costs: CostModel, candidate: Candidate) -> float:
+    """Return a lower bound of a candidate's simulated seconds per step."""
+    terms = rank_terms(costs, candidate)
+    found = last(terms.stages[-1])
+    for stage, link in zip(terms.stages[-2::-1], terms.links[::-1], strict=True):
+        found = fold(stage, link, found)
+    own_s = max(each.seconds for each in rank_bounds(candidate, terms))
+    return costs.profile.step_overhead_s + max(float(found.step_s), own_s)
+
+
+def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
+    """Yield the bounds of all ranks."""
+    ahead_s = _ways_forth(terms)
+    for chunks in groups(candidate.stages):
+        start_s = min(ahead_s[stage] for stage in chunks)
+        work_s = sum(float(terms.stages[stage].work_s) for stage in chunks)
+        rest_s = sum(terms.rest_s[stage] for stage in chunks)
+        first, update_s = chunks[0], terms.update_s[chunks[0]]
+        yield RankBound(start_s, work_s + rest_s, min(terms.reduced_s[stage] for stage in chunks), update_s, first)
+        if not all(link.back for link in terms.links[first : chunks[-1]]):
+            continue
+        back_s = 0.0
+        for stage in reversed(range(first)):
+            link, own = terms.links[stage], terms.stages[stage]
+            if not link.back:
+                break
+            back_s += float(link.back_s) + float(own.backward_s)
+            compute_s = work_s + terms.weight_s[stage]
+            yield RankBound(start_s + back_s, compute_s, terms.reduced_s[stage], terms.update_s[stage], first)
+
+
+def _ways_forth(terms: RankTerms) -> list[float]:
+    """Return the least seconds before a stage's first forward; none behind a boundary that nothing crosses."""
+    found = [0.0]
+    for stage, link in zip(terms.stages, terms.links, strict=False):
+        found.append(found[-1] + float(stage.forward_s) + float(link.forth_s) if link.forth else 0.0)
+    return found
+
+
+_TERMS: tuple[Term, ...] = ("synchronisation", "update", "compute")
+
+
+class _Part(NamedTuple):
+    seconds: float
+    term: Term
+    stage: int
+
+
+class _Bound:
+    """The terms of a candidate's stages and boundaries, and of all its suffixes."""
+
+    def __init__(self, costs: CostModel, candidate: Candidate) -> None:
+        stages = candidate.stages
+        self.stages: list[StageTerms]
+        self.links: list[LinkTerms]
+        self.ranks: tuple[RankBound, ...] = ()
+        if plain(candidate.schedule):
+            self.stages = [stage_terms(costs, stage, candidate.micro_batches) for stage in stages]
+            self.links = [link_terms(costs, *ends, candidate) for ends in pairwise(stages)]
+            self.updates_s, self.weights_s = [costs.update_s(stage) for stage in stages], [0.0] * len(stages)
+        else:
+            terms = rank_terms(costs, candidate)
+            self.stages, self.links = terms.stages, terms.links
+            self.updates_s, self.weights_s = terms.update_s, terms.weight_s
+            self.ranks = tuple(rank_bounds(candidate, terms))
+        self.suffixes: list[Terms] = [last(self.stages[-1])]
+        for stage, link in zip(self.stages[-2::-1], self.links[::-1], strict=True):
+            self.suffixes.insert(0, fold(stage, link, self.suffixes[0]))
+
+    def done(self, index: int) -> list[_Part]:
+        """Return the parts of V(``index``)."""
+        stage, filling = self.stages[index], 0.0
+        first = index
+        while index < len(self.links) and self.links[index].forth:
+            later = float(stage.forward_s + self.links[index].forth_s)
+            if self.suffixes[index].backward_s + stage.closing_s >= later + self.suffixes[index + 1].done_s:
+                break
+            filling += later
+            index += 1
+            stage = self.stages[index]
+        update_s, weight_s = self.updates_s[index], self.weights_s[index]
+        parts = [
+            _Part(filling, "filling", first),
+            _Part(weight_s, "compute", index),
+            _Part(float(stage.closing_s) - update_s - weight_s, "synchronisation", index),
+            _Part(update_s, "update", index),
+        ]
+        return [*parts, *self.backward(index)]
+
+    def backward(self, index: int) -> list[_Part]:
+        """Return the parts of U(``index``)."""
+        first, filling = index, 0.0
+        while True:
+            stage, until = self.stages[index], float(self.suffixes[index].backward_s)
+            if stage.work_s >= until:
+                return [_Part(filling, "filling", first), _Part(float(stage.work_s), "compute", index)]
+            trip_s = float(stage.rate * self.suffixes[index].trip_s)
+            if trip_s >= until:
+                return [_Part(filling, "filling", first), _Part(trip_s, "round trip", index)]
+            # The first round trip fills the stages behind; what is in flight then is all that is computed meanwhile.
+            once_s = float(self.suffixes[index].trip_s)
+            if once_s + stage.beside_s >= until:
+                return [_Part(filling + once_s, "filling", first), _Part(float(stage.beside_s), "compute", index)]
+            link, own = self.links[index], float(stage.forward_s + stage.backward_s)
+            around = own + float(link.forth_s) + float(link.back_s)
+            if around + self.suffixes[index + 1].backward_s < until:
+                filling += own + float(self.suffixes[index + 1].trip_s)
+                queued = max(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
+                return [_Part(filling, "filling", first), _Part(float(queued), "link", index)]
+            filling += around
+            index += 1
+
+
+def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
+    """Return what the lower bound of a candidate is the sum of, largest first.
+
+    It is the chain of terms that its recursion takes; of several that are as large, the one of the earliest stage.
+    """
+    found = _Bound(costs, candidate)
+    own = max(found.ranks, key=lambda each: each.seconds, default=None)
+    if own is not None and own.seconds > found.suffixes[0].step_s:
+        seconds = (own.synchronisation_s, own.update_s, own.compute_s)
+        chain = [_Part(each, term, own.stage) for each, term in zip(seconds, _TERMS, strict=True)]
+        chain.append(_Part(own.filling_s, "filling", own.stage))
+    else:
+        start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
+        chain = found.done(start)
+    parts = _joined([_Part(costs.profile.step_overhead_s, "overhead", 0), *chain])
+    parts = sorted((part for part in parts if part.seconds > 0), key=lambda part: (-part.seconds, part.stage))
+    return tuple(
+        BoundPart(
+            term=part.term,
+            stage=part.stage,
+            seconds=part.seconds,
+            full=part.term == "round trip" and _full(costs, candidate, part.stage),
+        )
+        for part in parts
+    )
+
+
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """Return parts with one of every term and stage, and the filling that of the stage that the chain ends with."""
+    seconds: dict[tuple[Term, int], float] = {}
+    last = next(part.stage for part in reversed(parts) if part.term != "filling")
+    for part in parts:
+        key = (part.term, last if part.term == "filling" else part.stage)
+        seconds[key] = seconds.get(key, 0.0) + part.seconds
+    return [_Part(total, *key) for key, total in seconds.items()]
+
+
+def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:
+    """Whether a stage's memory holds no more micro-batches in flight."""
+    stages = list(candidate.stages)
+    stage = stages[index]
+    if stage.warmup >= stage.turns(0, candidate.micro_batches):
+        return False
+    stages[index] = stage._replace(warmup=stage.warmup + 1)
+    return costs.shortfall(candidate._replace(stages=tuple(stages)), index) > 0

@@ -1,0 +1,89 @@
+"""Comparison: autopar's plan beside those that its peers' planners would choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.formats.report import Compared
+from autopar.planner.alternatives import Reference, references
+from autopar.planner.assemble import candidate_of
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions, admitted
+from autopar.planner.peers import Peer, peers
+from autopar.planner.plan import plan
+from autopar.planner.search.other_schedules import otherwise
+from autopar.planner.share_limits import runnable
+from autopar.planner.simulator.simulate import Simulator
+from autopar.progress import Progress, untold
+
+
+class Comparison(NamedTuple):
+    """What :func:`compare` returns."""
+
+    rows: tuple[Compared, ...]
+    """Fastest first; plans that cannot be run last."""
+    plan: Plan
+    """autopar's own."""
+
+
+def compare(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold
+) -> Comparison:
+    """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
+
+    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
+    the layers differently are no plan. ``progress`` is told what is done.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    options = admitted(options or PlanOptions(), profile)
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs, progress=progress)
+    progress("trying usual plans", 0.0)
+    compared = references(simulator, runnable(costs, options), options)
+    rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
+    own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
+    progress("running its stages under other schedules", 0.9)
+    others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
+    every = [_own(own, costs), *others, *rows]
+    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+
+
+def _row(simulator: Simulator, peer: Peer) -> Compared:
+    candidate, workers = peer.candidate, peer.virtual_workers
+    if candidate is not None:
+        step_s = simulator.step_s(candidate) if peer.reason is None else None
+        row = _compared(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+        return row._replace(virtual_workers=workers)
+    if workers is None:
+        return Compared(peer.name, infeasible=peer.reason)
+    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
+    return Compared(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
+
+
+def _otherwise(costs: CostModel, each: Reference) -> Compared:
+    """Return a row of autopar's own stages under another schedule."""
+    name = f"autopar, as {each.name}"
+    if each.found is None:
+        return Compared(name, schedule=each.name, infeasible=each.reason)
+    step_s, candidate = each.found
+    return _compared(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
+
+
+def _own(own: Plan, costs: CostModel) -> Compared:
+    candidate = candidate_of(own, costs.profile)
+    return _compared("autopar", candidate, own.predicted.step_s, max(own.predicted.peak_bytes), None)
+
+
+def _compared(
+    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None
+) -> Compared:
+    return Compared(name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible)

@@ -1,0 +1,373 @@
+"""Shortfall: when nothing fits, the plan that comes closest, and what would make one fit.
+
+Remedies: options with which a plan would fit, each of them tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, islice
+from math import ceil, prod
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.plan import SHARDS
+from autopar.planner.candidate import Candidate, Family, divisors, families
+from autopar.planner.closest import Known, closest, oversized
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.options import PLANNED, PlanOptions, admitted
+
+Fits = Callable[[PlanOptions], bool]
+"""Whether a plan fits the memory of the same cluster with other options."""
+
+MOST_DEVICES = 512
+MOST_TIMES = 16
+"""As many times the devices are tried."""
+MOST_STATES = 2048
+"""Of the devices that are left, by kind."""
+MOST_DOUBLINGS = 8
+"""Of a batch."""
+_USUAL = PlanOptions()
+_LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks")
+"""Options without which there may be a plan."""
+
+
+def any_plan_fits(costs: CostModel, known: Known, options: PlanOptions) -> bool:
+    """Whether any plan fits the memory of the same cluster with other options."""
+    options = admitted(options, costs.profile)
+    other = CostModel(costs.profile, costs.cluster, options)
+    found = closest(other, families(other.batch, options), options, None, known, any_fits=True)
+    return found is not None and found[0] <= 0
+
+
+def advice(found: Sequence[str]) -> str:
+    """Return the end of an error: what would help, each of it tried, or that nothing was found."""
+    if not found:
+        return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
+    return f"a plan fits {', or '.join(found)}"
+
+
+def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> list[str]:
+    """Return changes of the options that let a plan fit, as they can be typed, those first that ask for least.
+
+    ``short`` is by how many bytes the closest plan does not fit. Of sharding the first level that helps is named, of
+    micro-batch counts the nearest, of devices the least number (at most 512), of batches the largest of its halves, of
+    memory the least. Where nothing but devices, batch or memory helps alone, recomputation and sharding are tried
+    together, and with more devices.
+    """
+    fits = partial(_fits, fits)
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
+    found += _more(costs, options, fits, alone=not found)
+    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
+    return [f"with {each}" for each in found]
+
+
+def scheduled(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
+    """Return :func:`remedies` for a schedule that is found by trying: of devices twice or four times as many.
+
+    Without a plan that comes closest (``short``), also the options without which there is one.
+    """
+    fits = partial(_fits, fits)
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
+    devices = len(costs.devices)
+    counts = (
+        [] if options.stages is not None else [count for count in (2 * devices, 4 * devices) if count <= MOST_DEVICES]
+    )
+    found += [_named(gpus=count) for count in _first(counts, "gpus", options, fits)]
+    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    if short is None:
+        every = [*(f"with {each}" for each in found), *_without(options, fits)]
+        return every or _ampler(costs, options, fits)
+    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
+    return [f"with {each}" for each in found]
+
+
+def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
+    """Return what lets an asynchronous pipeline fit, or a synchronous one in its place.
+
+    ``ample_bytes`` is the memory of a device with which one does; none if none does with any.
+    """
+    fits = partial(_fits, fits)
+    every: dict[str, Sequence[object]] = {
+        "recompute": ["auto"] if options.recompute == "none" else [],
+        "batch": _halves(costs.batch, options),
+        "objective": ["step"],
+    }
+    found = [_named(**{name: each}) for name, values in every.items() for each in _first(values, name, options, fits)]
+    count = _devices(costs, options, fits)
+    found += [] if count is None else [_named(gpus=count)]
+    if ample_bytes is None:
+        every_way = [*(f"with {each}" for each in found), *_without(options, fits)]
+        return every_way or _ampler(costs, options, fits)
+    text, typed_bytes = _typed(ample_bytes)
+    found += [_named(memory_bytes=text)] if fits(replace(options, memory_bytes=typed_bytes)) else []
+    return [f"with {each}" for each in found]
+
+
+def freed(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
+    fits = partial(_fits, fits)
+    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
+    if options.use_all:
+        fewer = reversed(range(max(1, options.min_stages), len(costs.devices)))
+        found += [_named(gpus=count) for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
+        larger = [costs.batch << step for step in range(1, MOST_DOUBLINGS)]
+        found += [_named(batch=batch) for batch in _first(larger, "batch", options, fits)]
+    every = [*(f"with {each}" for each in found), *_without(options, fits)]
+    return every or _ampler(costs, options, fits)
+
+
+def _fits(fits: Fits, options: PlanOptions) -> bool:
+    """Whether a plan fits; none does with options that contradict each other."""
+    try:
+        return fits(options)
+    except UsageError:
+        return False
+
+
+def _without(options: PlanOptions, fits: Fits) -> list[str]:
+    """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
+    return [f"without {_names(names)}" for names in _left_out(options, fits)]
+
+
+def _names(names: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def _named(**options: object) -> str:
+    """Return options as errors name them, with their values.
+
+    >>> _named(shard="auto", gpus=8)
+    "`shard='auto', gpus=8`"
+    """
+    return f"`{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
+
+
+def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
+    asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
+    for count in range(1, len(asked) + 1):
+        found = [names for names in combinations(asked, count) if fits(_leaving(options, names))]
+        if found:
+            return found
+    return []
+
+
+def _leaving(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
+    return replace(options, **{name: getattr(_USUAL, name) for name in names})
+
+
+def _ampler(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what helps together with more memory, where nothing does without."""
+    every: list[tuple[str, dict[str, object], PlanOptions]] = [
+        ("with", {"schedule": name}, replace(options, schedule=name)) for name in _schedules(options)
+    ]
+    ample = replace(options, memory_bytes=UNLIMITED_BYTES)
+    if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for *_, other in every):
+        left_out = _left_out(ample, fits)
+        every = [(f"without {_names(each)} and with", {}, _leaving(options, each)) for each in left_out]
+    return [
+        f"{words} {_named(**changes, memory_bytes=text)}"
+        for words, changes, other in every[:1]
+        for text in _memory(costs, other, fits, None)
+    ]
+
+
+def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
+    """Yield the options that help by themselves, but for devices, batch and memory."""
+    asked = options.micro_batches
+    counts: list[int] = []
+    if asked is not None:
+        counts = [count for count in divisors(costs.batch) if count != asked]
+        counts.sort(key=lambda count: (count < asked, abs(count - asked)))
+    level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
+    most = min(costs.layer_count, len(costs.devices))
+    every: dict[str, Sequence[object]] = {
+        "recompute": ["auto"] if options.recompute == "none" else [],
+        "shard": SHARDS[level:],
+        "micro_batches": counts,
+        "schedule": _schedules(options),
+        "chunks": range(2, options.chunks) if options.chunks is not None else [],
+        "max_stages": range(options.max_stages + 1, most + 1) if options.max_stages is not None else [],
+    }
+    for name, values in every.items():
+        for value in _first(values, name, options, fits):
+            yield name, value
+
+
+def _schedules(options: PlanOptions) -> list[str]:
+    """Return the schedule that may hold less; where stages or chunks are asked for, those of others are not."""
+    if options.schedule == "gpipe":
+        return ["1f1b"]
+    planned = options.schedule in ("auto", *PLANNED)
+    return [] if planned or options.chunks is not None or options.stages is not None else ["auto"]
+
+
+def _more(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
+    """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
+    both = replace(options, recompute="auto", shard="auto")
+    changes = _changes(options, both)
+    together = bool(alone and changes)
+    if together and fits(both):
+        return [_named(**changes)]
+    if options.stages is not None:
+        return []
+    count = _devices(costs, options, fits)
+    fewer = _devices(costs, both, fits) if together else None
+    found = [] if fewer is None or (count is not None and count <= fewer) else [_named(**changes, gpus=fewer)]
+    return found if count is None else [*found, _named(gpus=count)]
+
+
+def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits) -> list[object]:
+    """Return the first value of an option with which a plan fits, if there is one."""
+    changed = (value for value in values if fits(replace(options, **{name: value})))  # type: ignore[arg-type]
+    return [*islice(changed, 1)]
+
+
+def _changes(options: PlanOptions, other: PlanOptions) -> dict[str, object]:
+    names = [name for name in ("recompute", "shard") if getattr(options, name) != getattr(other, name)]
+    return {name: getattr(other, name) for name in names}
+
+
+def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
+    """Return the least number of devices with which a plan fits, none if that would be too many to try."""
+    least = len(costs.devices)
+    most = min(MOST_DEVICES, MOST_TIMES * least, costs.layer_count * costs.batch)
+    while most > least and _states(costs, most) > MOST_STATES:
+        most //= 2
+    # Few devices are tried quickly, and are mostly enough.
+    enough = min(most, 2 * least)
+    while enough < most and not fits(replace(options, gpus=enough)):
+        least, enough = enough, min(most, 2 * enough)
+    if enough <= least or (enough == most and not fits(replace(options, gpus=most))):
+        return None
+    most = enough
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(replace(options, gpus=middle)):
+            most = middle
+        else:
+            least = middle
+    return most
+
+
+def _states(costs: CostModel, devices: int) -> int:
+    more = -(-devices // len(costs.kind_of))
+    return prod(more * costs.kind_of.count(kind) + 1 for kind in set(costs.kind_of))
+
+
+def _halves(batch: int, options: PlanOptions) -> list[int]:
+    count = options.micro_batches or 1
+    return [batch >> step for step in range(1, batch.bit_length()) if (batch >> step) % count == 0]
+
+
+def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
+    """Return the least memory per device with which a plan fits, as it can be typed, near which ``short`` comes."""
+    reserved = {costs.kinds[kind].reserved_bytes for kind in costs.kind_of}
+    limits = set(costs.limits_bytes)
+    if short is not None and len(limits) == len(reserved) == 1:
+        needed = limits.pop() + reserved.pop() + short
+    elif options.stages is None:
+        # What chunks need in memory is not told beforehand, but near what `1f1b` does.
+        schedule = options.schedule if options.schedule in PLANNED else "auto"
+        ample = replace(options, memory_bytes=UNLIMITED_BYTES, schedule=schedule, chunks=None)
+        model = CostModel(costs.profile, costs.cluster, ample)
+        found = closest(model, families(model.batch, ample), ample)
+        if found is None:
+            return []
+        needed = UNLIMITED_BYTES + found[0]
+    else:
+        # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
+        needed = max(limits) + max(reserved) + (short or 0)
+    sizes = [_typed(factor * needed) for factor in (1, 2)]
+    return [text for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
+
+
+def _typed(count: int) -> tuple[str, int]:
+    """Return bytes as they can be typed, rounded up by little, and how many bytes that is.
+
+    >>> _typed(300), _typed(3 * 2**20 + 1), _typed(20 * 2**30 + 1)
+    (('300', 300), ('4MiB', 4194304), ('20481MiB', 21475885056))
+    """
+    if count < 2**20:
+        return str(count), count
+    mebibytes = ceil(count / 2**20)
+    return f"{mebibytes}MiB", mebibytes * 2**20
+
+
+MOST_STAGES = 8
+"""That are written out in an error."""
+
+
+def size(count: int) -> str:
+    """Return bytes for people.
+
+    >>> size(3 * 2**29), size(300)
+    ('1.50 GiB', '300 B')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count} B"
+
+
+def explain(costs: CostModel, candidate: Candidate) -> str:
+    """Return which stage of a candidate exceeds its memory, and by how much."""
+    shorts = costs.shortfalls(candidate)
+    index = max(range(len(shorts)), key=lambda at: (shorts[at], -at))
+    stage = candidate.stages[index]
+    names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
+    layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
+    limit = costs.limit_bytes(stage.devices)
+    return f"stage {index} ({layers}) needs {size(shorts[index])} more than {size(limit)} ({shorts[index]} bytes)"
+
+
+def infeasible(
+    costs: CostModel,
+    families: Sequence[Family],
+    options: PlanOptions,
+    known: tuple[int, Candidate] | None,
+    fits: Fits,
+) -> InfeasibleError:
+    """Return the error that names the stage, the least shortfall, and options with which a plan fits.
+
+    Args:
+        costs: prices.
+        families: whose plans all count; none where stages are dictated.
+        options: with which nothing fits.
+        known: the least shortfall that was met already.
+        fits: whether a plan fits with other options.
+    """
+    found = closest(costs, families, options)
+    if found is None or (known is not None and known[0] <= found[0]):
+        found = known
+    if found is None:
+        return InfeasibleError(f"{_unmet(costs, options)}; {advice(freed(costs, options, fits))}")
+    candidate = found[1]
+    layer = oversized(costs, families, options)
+    large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
+    count = len(candidate.stages)
+    stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
+    how = f"{stages} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
+    return InfeasibleError(
+        f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
+        f"{large}{advice(remedies(costs, options, fits, found[0]))}"
+    )
+
+
+def _unmet(costs: CostModel, options: PlanOptions) -> str:
+    """Return why no plan obeys the options, whatever the memory."""
+    devices = f"{len(costs.devices)} device{'s' if len(costs.devices) > 1 else ''}"
+    if options.max_stages is not None or options.forbid_cut or options.pin:
+        asked = "`max_stages`, `forbid_cut`, `pin` and `use_all` that were asked for"
+        return f"no plan for {devices} obeys all of {asked}"
+    if costs.single:
+        return f"no plan uses all {devices}: {next(iter(costs.single.values())).reason}"
+    if costs.share_limits:
+        return f"no plan obeys what layers take at once: {costs.share_limits[0].text}"
+    most = min(costs.layer_count, len(costs.devices))
+    return (
+        f"no plan uses all {devices}: {costs.layer_count} layers and a batch of {costs.batch} make at most {most} "
+        "stages with a sample for every replica"
+    )

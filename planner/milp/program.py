@@ -1,0 +1,491 @@
+"""Linear: the least bound of all paths as a mixed-integer linear program, as data; no solver is known here.
+
+With x one for the arcs of the path, and sums over the arcs that begin at layer p, or over what meets at cut q,
+
+    R(p) >= sum t x + R'(p+1)                       R'(q) >= R(q) + sum (c + c')
+    U(p) >= sum max(M t, M t / k) x                 U'(q) >= U(q) + sum (c + c')
+    U(p) >= sum t x + U'(p+1)                       G(q) >= R(q) + sum max(M c + c', c + M c'), G(q+1)
+    U(p) >= sum t x + G(p+1)
+    U(p) >= M R(p) / k                              where an arc with that k is taken
+    V(p) >= U(p) + sum a x, sum f x + V'(p+1)       V'(q) >= V(q) + sum c
+    T >= V(1)
+
+say the bound of docs/planning.md without asking at which layers there are cuts: where there is none, all sums are
+empty, and each quantity is that of the next cut, which the stage before takes into account anyway. Only M R / k, and
+cuts where no gradient or nothing at all passes, take a constant that is large enough to make a row hold by itself.
+Rows beyond these are implied by them for whole x, and bring the solver's relaxation near.
+
+Arcs: every stage that a plan of one family may hold, and what passes between any two, for the mixed-integer program.
+
+A plan is a path of arcs from no layer placed and no device taken to all layers placed. A node is (layers placed, state
+of the pool); so an arc's devices, and with them its levels, are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from autopar.formats.plan import SHARDS, Division, shards_of
+from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
+from autopar.planner.candidate import Candidate, Family, Placed, within
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.placement.pool import Pool
+from autopar.planner.search.variants import DIVISIONS
+
+MOST_ARCS = 20_000
+MOST_PRICED = 100_000
+"""Layers by devices that are looked at for them, many of which may not fit."""
+
+Node = tuple[int, int]
+"""Layers placed, state of the pool."""
+
+
+class Arc(NamedTuple):
+    """A stage with as much in flight as fits, and its terms."""
+
+    begin: Node
+    end: Node
+    stage: Placed
+    level: int
+    """Of :meth:`CostModel.recompute_levels`, what it recomputes."""
+    terms: StageTerms
+
+
+class Crossing(NamedTuple):
+    """Arcs before and behind one node between which the same travels, whichever of them meet."""
+
+    cut: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    terms: LinkTerms
+
+
+class Network(NamedTuple):
+    """All arcs of a family, and by node its crossings: each pair of arcs that meet is in one."""
+
+    family: Family
+    layers: int
+    arcs: tuple[Arc, ...]
+    crossings: tuple[tuple[Crossing, ...], ...]
+
+
+def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> range:
+    """Return which of so many levels of recomputation an option admits.
+
+    >>> asked_levels(3, "auto"), asked_levels(3, "none"), asked_levels(3, "full")
+    (range(0, 3), range(0, 1), range(2, 3))
+    """
+    return {"auto": range(count), "none": range(1), "full": range(count - 1, count)}[recompute]
+
+
+def network(
+    costs: CostModel, pool: Pool, family: Family, options: PlanOptions, constraints: Constraints
+) -> Network | None:
+    """Return the arcs that fit and are allowed, and their crossings; none if there are too many.
+
+    Memory is that of a stage by itself; what neighbours add to it is left to whoever decodes a path.
+    """
+    pricing = _Pricing(costs, pool, family, options)
+    found: list[Arc] = []
+    reached: list[set[int]] = [{0}, *(set[int]() for _ in range(costs.layer_count))]
+    priced = 0
+    for first in range(costs.layer_count):
+        for state in sorted(reached[first]):
+            priced += sum(pool.left(state, kind) for kind in pool.kinds) * (costs.layer_count - first)
+            if priced > MOST_PRICED:
+                return None
+            for arc in pricing.leaving((first, state), constraints):
+                stop, after = arc.end
+                if stop == costs.layer_count and options.use_all and after != pool.empty:
+                    continue
+                reached[stop].add(after)
+                found.append(arc)
+            if len(found) > MOST_ARCS:
+                return None
+    arcs = _ending(found, costs.layer_count)
+    return Network(family, costs.layer_count, arcs, tuple(_crossings(costs, family, arcs)))
+
+
+def _ending(arcs: Sequence[Arc], layers: int) -> tuple[Arc, ...]:
+    """Leave out arcs from which no path leads to the end."""
+    useful: set[Node] = {arc.end for arc in arcs if arc.end[0] == layers}
+    found = []
+    for arc in sorted(arcs, key=lambda each: each.begin, reverse=True):
+        if arc.end in useful:
+            useful.add(arc.begin)
+            found.append(arc)
+    return tuple(reversed(found))
+
+
+class _Pricing:
+    """Stages of one family, each priced once for all devices that are alike."""
+
+    def __init__(self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> None:
+        self.costs, self.pool, self.family = costs, pool, family
+        self.shards = options.shards
+        self.recompute = options.recompute
+        self.divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
+        self.known: dict[tuple[object, ...], list[tuple[Placed, int, StageTerms]]] = {}
+
+    def leaving(self, node: Node, constraints: Constraints) -> Iterator[Arc]:
+        """Yield the arcs from a node."""
+        first, state = node
+        for kind in self.pool.kinds:
+            every = range(first + 1, constraints.layers + 1)
+            for width in range(1, self.pool.left(state, kind) + 1):
+                for variant, after in self.pool.variants(state, kind, width):
+                    devices = self.pool.devices(state, kind, width, variant)
+                    for stop in every:
+                        for stage, level, terms in self._ways(first, stop, kind, devices, constraints):
+                            yield Arc(node, (stop, after), stage._replace(devices=devices), level, terms)
+
+    def _ways(
+        self, first: int, stop: int, kind: int, devices: tuple[int, ...], constraints: Constraints
+    ) -> list[tuple[Placed, int, StageTerms]]:
+        alike = tuple(self.costs.devices[device] for device in devices)
+        key = (first, stop, kind, alike)
+        if key not in self.known:
+            found = self.known[key] = []
+            for division in self.divisions:
+                shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
+                if not self._takes(len(devices), division) or not constraints.allows(first, stop, kind, shares):
+                    continue
+                for shard in shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1]:
+                    found += self._levels(Placed(first, stop, devices, shares, 1, (), shard, division), kind)
+        return self.known[key]
+
+    def _takes(self, width: int, division: Division) -> bool:
+        if division == "round-robin":
+            return 1 < width <= self.family.micro_batches
+        return self.costs.divisible or width <= self.family.micro_batch_size
+
+    def _levels(self, stage: Placed, kind: int) -> Iterator[tuple[Placed, int, StageTerms]]:
+        """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        deepest, before = 0, None
+        for level in asked_levels(len(levels), self.recompute):
+            recompute = within(levels[level], stage.first, stage.stop)
+            if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
+                continue
+            before = recompute
+            depth = self._depth(stage._replace(recompute=recompute))
+            if depth > deepest:
+                deepest = depth
+                deep = stage._replace(recompute=recompute, warmup=depth)
+                yield deep, level, stage_terms(self.costs, deep, self.family.micro_batches)
+
+    def _depth(self, stage: Placed) -> int:
+        """Return the most in flight that fits: all, or found by halving; 0 if none does."""
+        most = stage.turns(0, self.family.micro_batches)
+        if self._fits(stage, most):
+            return most
+        if self.family.schedule == "gpipe" or most == 1 or not self._fits(stage, 1):
+            return 0
+        fits, exceeds = 1, most
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            if self._fits(stage, middle):
+                fits = middle
+            else:
+                exceeds = middle
+        return fits
+
+    def _fits(self, stage: Placed, depth: int) -> bool:
+        alone = Candidate(*self.family, (stage._replace(warmup=depth),))
+        return self.costs.shortfall(alone, 0) <= 0
+
+
+def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterator[tuple[Crossing, ...]]:
+    """Yield the crossings of every node that lies between arcs."""
+    entering: dict[Node, list[int]] = {}
+    leaving: dict[Node, list[int]] = {}
+    for index, arc in enumerate(arcs):
+        entering.setdefault(arc.end, []).append(index)
+        leaving.setdefault(arc.begin, []).append(index)
+    links = _Links(costs, family)
+    for node in sorted(entering.keys() & leaving.keys()):
+        before = _ports(arcs, entering[node])
+        after = _ports(arcs, leaving[node])
+        rows = [tuple(links.between(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
+        before, rows = _merged(before, rows)
+        after, columns = _merged(after, list(zip(*rows, strict=True)))
+        yield tuple(
+            Crossing(node[0], one, other, links.terms[columns[right][left]])
+            for left, one in enumerate(before)
+            for right, other in enumerate(after)
+        )
+
+
+def _ports(arcs: Sequence[Arc], indices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Group arcs between whose stages no message can tell the difference."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index in indices:
+        stage = arcs[index].stage
+        found.setdefault((stage.first, stage.stop, stage.devices, stage.division), []).append(index)
+    return [tuple(group) for group in found.values()]
+
+
+def _merged(
+    groups: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, ...]]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Join groups whose rows are alike."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for group, row in zip(groups, rows, strict=True):
+        found[row] = (*found.get(row, ()), *group)
+    return list(found.values()), list(found)
+
+
+class _Links:
+    """What travels between stages, each different one priced once and numbered."""
+
+    def __init__(self, costs: CostModel, family: Family) -> None:
+        self.costs, self.family = costs, family
+        self.terms: list[LinkTerms] = []
+        self._numbers: dict[LinkTerms, int] = {}
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def between(self, before: Placed, after: Placed) -> int:
+        """Return the number of the terms between two stages."""
+        flow = self.costs.flows.between(before.first, before.stop, after.first, after.stop)
+        key = (flow, before.devices, before.division, after.devices, after.division)
+        if key not in self._known:
+            terms = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
+            if terms not in self._numbers:
+                self._numbers[terms] = len(self.terms)
+                self.terms.append(terms)
+            self._known[key] = self._numbers[terms]
+        return self._known[key]
+
+
+Sum = dict[int, float]
+"""Coefficients by column."""
+
+ROUND = 1000.0
+"""What the largest step time becomes, so that solvers' tolerances mean little."""
+
+
+class Row(NamedTuple):
+    """The sum of columns times coefficients is ``least`` at least; or exactly, if ``equal``."""
+
+    terms: tuple[tuple[int, float], ...]
+    least: float
+    equal: bool = False
+
+
+class Linear(NamedTuple):
+    """Make the last column least, with all columns at least 0 and the first ``whole`` ones 0 or 1."""
+
+    columns: int
+    whole: int
+    rows: tuple[Row, ...]
+    most: float
+    """Of the last column."""
+    unit_s: float
+    """Seconds per one of the last column."""
+
+    def without(self, path: Iterable[int]) -> Linear:
+        """Return the program in which one path is forbidden: no other holds all of its arcs."""
+        arcs = sorted(path)
+        return self._replace(rows=(*self.rows, Row(tuple((arc, -1.0) for arc in arcs), 1.0 - len(arcs))))
+
+    def below(self, seconds: float) -> Linear:
+        """Return the program without solutions above ``seconds``."""
+        return self._replace(most=min(self.most, seconds / self.unit_s))
+
+
+def linear(network: Network, constraints: Constraints, most_s: float) -> Linear:
+    """Return the program of a network; its least solution is the least bound, but for ``step_overhead_s``.
+
+    Only bounds up to ``most_s``, which may be infinite, are solutions.
+    """
+    return _Writer(network, constraints, most_s).write()
+
+
+class _Writer:
+    def __init__(self, network: Network, constraints: Constraints, most_s: float) -> None:
+        self.network, self.constraints = network, constraints
+        self.layers, self.arcs = network.layers, network.arcs
+        self.rows: list[Row] = []
+        self.columns = len(self.arcs)
+        largest = _largest(network)
+        self.most_s, self.trip_s = min(most_s, largest.bound_s), min(most_s, largest.trip_s)
+        self.queue_s = largest.queue_s
+        self.unit_s = self.most_s / ROUND or 1.0
+        self.crossings: list[list[tuple[LinkTerms, Sum]]] = [[] for _ in range(self.layers + 1)]
+        """By cut, what may travel there, and the sum that is one if it does."""
+
+    def write(self) -> Linear:
+        """Write all rows."""
+        self._flow()
+        for crossings in self.network.crossings:
+            self._meet(crossings)
+        names = ("R", "R'", "U", "U'", "G", "V", "V'", "forward", "around")
+        self.of = {name: self._new(self.layers + 1) for name in names}
+        self.goal = self._new(1)[0]
+        for layer in range(self.layers):
+            self._stage(layer)
+            self._covered(layer)
+        for cut in range(1, self.layers):
+            self._cut(cut)
+        self._row({self.goal: 1.0, self.of["V"][0]: -1.0})
+        return Linear(self.columns, len(self.arcs), tuple(self.rows), self.most_s / self.unit_s, self.unit_s)
+
+    def _new(self, count: int) -> list[int]:
+        self.columns += count
+        return list(range(self.columns - count, self.columns))
+
+    def _row(self, terms: Sum, least: float = 0.0, *, equal: bool = False) -> None:
+        self.rows.append(Row(tuple(sorted((at, each) for at, each in terms.items() if each)), least, equal))
+
+    def _above(self, larger: int, *sums: Sum) -> None:
+        """The column is at least the sums together."""
+        self._row(_added({larger: 1.0}, *({at: -each for at, each in terms.items()} for terms in sums)))
+
+    def _flow(self) -> None:
+        """One path, with as many stages as are allowed."""
+        nodes: dict[tuple[int, int], Sum] = {}
+        for index, arc in enumerate(self.arcs):
+            nodes.setdefault(arc.begin, {})[index] = 1.0
+            nodes.setdefault(arc.end, {})[index] = -1.0
+        for node, terms in sorted(nodes.items()):
+            if node[0] < self.layers:
+                self._row(terms, 1.0 if node[0] == 0 else 0.0, equal=True)
+        stages = range(len(self.arcs))
+        if self.constraints.least_stages > 1:
+            self._row(dict.fromkeys(stages, 1.0), self.constraints.least_stages)
+        if self.constraints.most_stages < self.layers:
+            self._row(dict.fromkeys(stages, -1.0), -self.constraints.most_stages)
+
+    def _meet(self, crossings: tuple[Crossing, ...]) -> None:
+        """One crossing of a node is met if both its sides are; where one side is all arcs, if the other is."""
+        befores = list(dict.fromkeys(each.before for each in crossings))
+        afters = list(dict.fromkeys(each.after for each in crossings))
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], Sum] = {}
+        for each in crossings:
+            if len(befores) == 1 or len(afters) == 1:
+                met = dict.fromkeys(each.after if len(befores) == 1 else each.before, 1.0)
+            else:
+                met = {self._new(1)[0]: 1.0}
+            found[each.before, each.after] = met
+            self.crossings[each.cut].append((each.terms, met))
+        if len(befores) > 1 and len(afters) > 1:
+            for one in befores:
+                met = _added(*(found[one, other] for other in afters))
+                self._row(_added(met, dict.fromkeys(one, -1.0)), equal=True)
+            for other in afters:
+                met = _added(*(found[one, other] for one in befores))
+                self._row(_added(met, dict.fromkeys(other, -1.0)), equal=True)
+
+    def _seconds(self, arcs: Iterable[tuple[int, float]]) -> Sum:
+        return {index: seconds / self.unit_s for index, seconds in arcs}
+
+    def _stage(self, layer: int) -> None:
+        """What the stage that begins with a layer takes."""
+        arcs = [(index, arc) for index, arc in enumerate(self.arcs) if arc.begin[0] == layer]
+        trips = self._seconds((index, _own(arc)) for index, arc in arcs)
+        forwards = self._seconds((index, float(arc.terms.forward_s)) for index, arc in arcs)
+        closings = self._seconds((index, float(arc.terms.closing_s)) for index, arc in arcs)
+        trip, busy, done = (self.of[name][layer] for name in ("R", "U", "V"))
+        self._above(trip, trips, {self.of["R'"][layer + 1]: 1.0})
+        self._above(busy, self._seconds((index, _busy(arc)) for index, arc in arcs))
+        self._above(busy, {trip: 1.0}, self._seconds((index, float(arc.terms.beside_s)) for index, arc in arcs))
+        self._above(busy, trips, {self.of["U'"][layer + 1]: 1.0})
+        self._above(busy, trips, {self.of["G"][layer + 1]: 1.0})
+        self._above(done, {busy: 1.0}, closings)
+        self._above(done, forwards, {self.of["V'"][layer + 1]: 1.0})
+        for rate in sorted({float(arc.terms.rate) for _, arc in arcs} - {1.0}):
+            most = rate * self.trip_s / self.unit_s
+            taken = {index: most for index, arc in arcs if float(arc.terms.rate) >= rate}
+            self._row(_added({busy: 1.0, trip: -rate}, {at: -each for at, each in taken.items()}), -most)
+
+    def _cut(self, cut: int) -> None:
+        """What passes between the stages that meet before a layer; nothing where none do."""
+        around, forth, queued, unreturned, unread = self._passing(cut)
+        of = {name: columns[cut] for name, columns in self.of.items()}
+        self._above(of["R'"], {of["R"]: 1.0}, around, unreturned)
+        self._above(of["U'"], {of["U"]: 1.0}, around, unreturned)
+        self._above(of["G"], {of["R"]: 1.0}, queued, unreturned)
+        self._above(of["G"], {self.of["G"][cut + 1]: 1.0}, unreturned)
+        self._above(of["V'"], {of["V"]: 1.0}, forth, unread)
+        if unread:
+            self._above(self.goal, {of["V"]: 1.0})
+
+    def _passing(self, cut: int) -> tuple[Sum, Sum, Sum, Sum, Sum]:
+        """Sums of c + c', c, and the queues; and what makes rows hold where no gradient, and where nothing, passes."""
+        found: tuple[Sum, Sum, Sum, Sum, Sum] = ({}, {}, {}, {}, {})
+        most = self.most_s + self.queue_s
+        for terms, met in self.crossings[cut]:
+            forth, back = float(terms.forth_s), float(terms.back_s)
+            queued = max(float(terms.forth_work_s) + back, forth + float(terms.back_work_s))
+            amounts = (forth + back, forth, queued, 0.0 if terms.back else -most, 0.0 if terms.forth else -most)
+            for total, seconds in zip(found, amounts, strict=True):
+                for at, each in met.items():
+                    if seconds:
+                        total[at] = total.get(at, 0.0) + each * seconds / self.unit_s
+        return found
+
+    def _covered(self, layer: int) -> None:
+        """Implied: the path's way to the stage that holds a layer, that stage's work, and the way's end."""
+        arcs = list(enumerate(self.arcs))
+        holding = [(index, arc) for index, arc in arcs if arc.begin[0] <= layer < arc.end[0]]
+        ended = [(index, arc) for index, arc in arcs if arc.end[0] == layer]
+        around, forth, _, unreturned, unread = self._passing(layer)
+        there, both = self.of["forward"][layer], self.of["around"][layer]
+        if layer > 0:
+            forwards = self._seconds((index, float(arc.terms.forward_s)) for index, arc in ended)
+            trips = self._seconds((index, _own(arc)) for index, arc in ended)
+            self._above(there, {self.of["forward"][layer - 1]: 1.0}, forwards, forth, unread)
+            self._above(both, {self.of["around"][layer - 1]: 1.0}, trips, around, unreturned)
+        else:
+            first = [(index, float(arc.terms.closing_s)) for index, arc in arcs if arc.begin[0] == 0]
+            self._above(both, self._seconds(first))
+        busy = self._seconds((index, _busy(arc)) for index, arc in holding)
+        closing = self._seconds((index, float(arc.terms.closing_s)) for index, arc in holding)
+        self._above(self.goal, {there: 1.0}, busy, closing)
+        self._above(self.goal, {both: 1.0}, busy)
+
+
+def _own(arc: Arc) -> float:
+    return float(arc.terms.forward_s) + float(arc.terms.backward_s)
+
+
+def _busy(arc: Arc) -> float:
+    """Seconds that a stage computes or waits for itself, were it alone."""
+    return float(np.maximum(arc.terms.work_s, arc.terms.rate * (arc.terms.forward_s + arc.terms.backward_s)))
+
+
+def _added(*sums: Sum) -> Sum:
+    found: Sum = {}
+    for terms in sums:
+        for at, each in terms.items():
+            found[at] = found.get(at, 0.0) + each
+    return found
+
+
+class _Largest(NamedTuple):
+    """Seconds that no path exceeds."""
+
+    bound_s: float
+    trip_s: float
+    queue_s: float
+
+
+def _largest(network: Network) -> _Largest:
+    trip_s = work_s = queue_s = 0.0
+    rate = max((float(arc.terms.rate) for arc in network.arcs), default=1.0)
+    for layer in range(network.layers):
+        arcs = [arc for arc in network.arcs if arc.begin[0] == layer]
+        trip_s += max(map(_own, arcs), default=0.0)
+        work_s += max((_busy(arc) + float(arc.terms.closing_s) for arc in arcs), default=0.0)
+    cuts: dict[int, list[LinkTerms]] = {}
+    for crossing in (each for crossings in network.crossings for each in crossings):
+        cuts.setdefault(crossing.cut, []).append(crossing.terms)
+    for terms in cuts.values():
+        trip_s += max(float(each.forth_s) + float(each.back_s) for each in terms)
+        queue_s += max(float(each.forth_work_s) + float(each.back_work_s) for each in terms)
+    return _Largest((rate + 1) * trip_s + work_s + queue_s, trip_s, trip_s + queue_s)

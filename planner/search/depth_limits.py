@@ -1,0 +1,268 @@
+"""Room: how many micro-batches in flight fit, on all stages of one family.
+
+Ordered: the layers of all stages in the order in which they are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.plan import turns
+from autopar.planner.candidate import Family
+from autopar.planner.costs.activations import Counts, rows_bytes
+from autopar.planner.costs.layers import Levels
+from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.model import CostModel
+from autopar.planner.placement.pool import Pool
+from autopar.planner.search.variants import Choice
+
+Numbers = npt.NDArray[np.float64]
+MOST_KEPT = 20_000_000
+"""Numbers that tell which layers are summed, and are remembered."""
+
+
+class Ordered:
+    """Layers of every stage that may be recomputed, in their order, and sums over the first ones.
+
+    >>> ordered = Ordered(Levels([2, 0]), 3, np.array([1, 3]))
+    >>> ordered.counts.tolist(), ordered.sums(np.array([1.0, 5.0, 2.0]), np.array([[1, 1], [0, 0], [0, 1]])).tolist()
+    ([[1, 2], [0, 1], [1, 1]], [[1.0, 2.0], [0.0, 0.0], [0.0, 2.0]])
+    """
+
+    def __init__(self, levels: Levels, layers: int, lengths: Counts) -> None:
+        """Sort the layers of all stages.
+
+        Args:
+            levels: the order.
+            layers: of the model.
+            lengths: of the stages, ascending; those that would end behind the last layer are cut off there.
+        """
+        ranks = np.full(layers + 1, layers)
+        for layer in range(layers):
+            rank = levels.rank(layer)
+            ranks[layer] = layers if rank is None else rank
+        longest = int(lengths[-1])
+        inside = np.arange(longest) < lengths[:, None]
+        own = np.minimum(np.arange(layers)[:, None] + np.arange(longest), layers)
+        ranked = np.where(inside, ranks[own][:, None, :], layers)
+        self._rank = np.argsort(np.argsort(ranked, axis=2, kind="stable"), axis=2)
+        """Of every layer among those of a stage, ``[first, length, layer]``."""
+        self._layers = own
+        self.counts: Counts = (ranked < layers).sum(axis=2)
+        """How many may be recomputed, ``[first, length]``."""
+        self._chosen: dict[bytes, Numbers] = {}
+
+    def sums(self, values: Numbers, counts: Counts) -> Numbers:
+        """Return sums of the values of so many layers of every stage, ``[first, length]``."""
+        key = counts.tobytes()
+        if key not in self._chosen:
+            if self._rank.size * (1 + len(self._chosen)) > MOST_KEPT:
+                self._chosen.clear()
+            self._chosen[key] = (self._rank < counts[:, :, None]).astype(np.float64)
+        padded = np.append(values, 0.0)
+        return np.asarray((self._chosen[key] @ padded[self._layers][:, :, None])[:, :, 0])
+
+
+MANY_LAYERS = 200
+LEAD = 3
+"""For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
+LONGEST = 16
+"""Of stages looked at first; if any of so many layers fits, twice as many are looked at."""
+
+
+class Room:
+    """The memory of all stages of some lengths, ``[first, length]``."""
+
+    def __init__(self, costs: CostModel, family: Family, pool: Pool) -> None:
+        self.costs, self.family, self.pool = costs, family, pool
+        self.layers = costs.layer_count
+        self.lengths: Counts = np.arange(1, self.layers + 1)
+        self._parts: dict[tuple[object, ...], Parts] = {}
+        self._orders: dict[int, Ordered] = {}
+        self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
+
+    def look_at(self, lengths: Counts) -> None:
+        """Look at stages of these numbers of layers from now on."""
+        self.lengths = lengths
+
+    def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
+        """Return the layers of the longest stage that fits, or a few more."""
+        longest = LONGEST
+        while longest < self.layers:
+            fits = np.zeros(longest, dtype=bool)
+            for kind in self.pool.kinds:
+                limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
+                # The most that any recomputation frees is that of all layers.
+                for choice in {choice._replace(part=0, every=choice.recomputes) for choice in choices[kind]}:
+                    fits |= self._fitting(kind, choice, limit, longest)
+            if not fits[-1]:
+                return int(np.flatnonzero(fits).max(initial=0)) + 1
+            longest = min(2 * longest, self.layers)
+        return self.layers
+
+    def _fitting(self, kind: int, choice: Choice, limit: int, longest: int) -> npt.NDArray[np.bool_]:
+        """Whether any stage fits, by its number of layers."""
+        count, rows = self.family.micro_batches, self.family.micro_batch_size
+        widths = choice.widths(count, rows, self.costs.divisible)
+        width = min(widths.stop - 1, self.costs.kind_of.count(kind))
+        if width < widths.start:
+            return np.zeros(longest, dtype=bool)
+        least = min(self.shares(choice, width))
+        found = np.zeros(longest, dtype=bool)
+        levels = self.costs.recompute_levels(rows, kind)
+        for level in (0, -1) if choice.recomputes else (0,):
+            parts = self.costs.memory[kind].arrays(least, levels[level], longest)
+            held = self.held(choice, least, width)
+            held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
+            stops = np.arange(self.layers)[:, None] + np.arange(1, longest + 1)
+            found |= ((np.asarray(peak_of(parts, held)) <= limit) & (stops <= self.layers)).any(axis=0)
+        return found
+
+    def binding(self, kind: int) -> bool:
+        """Whether some stage of one replica may not fit with all micro-batches in flight."""
+        limit = min(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
+        rows, count = self.family.micro_batch_size, self.family.micro_batches
+        if self.costs.memory[kind].most(rows, count) <= limit:
+            return False
+        if self.layers > MANY_LAYERS:
+            return True
+        parts = self.costs.memory[kind].arrays(rows, frozenset(), self.layers)
+        stops = np.arange(self.layers)[:, None] + np.arange(1, self.layers + 1)
+        short = np.asarray(peak_of(parts, Held(rows, count, count))) > limit
+        return bool(short[stops <= self.layers].any())
+
+    def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+        """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
+        key = (choice, kind, width, limit)
+        if key not in self._depths:
+            rows = {max(self.shares(choice, width)), min(self.shares(choice, width))}
+            count = self.turns(choice, width)
+            if self.costs.memory[kind].most(max(rows), count) <= limit:
+                self._depths[key] = np.full((self.layers, len(self.lengths)), count)
+                return self._depths[key]
+            # Of unequal shares the largest.
+            found = (
+                self._deepest(self._parts_of(choice, each, kind), self.held(choice, each, width), limit)
+                for each in rows
+            )
+            self._depths[key] = np.minimum.reduce(list(found))
+        return self._depths[key]
+
+    def sure_depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+        """Return micro-batches in flight that fit while as few layers are recomputed as the choice allows.
+
+        With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
+        :meth:`depth` takes both to be free.
+        """
+        rows, held = max(self.shares(choice, width)), self.held(choice, max(self.shares(choice, width)), width)
+        return self._deepest(self._sure_parts(choice, rows, kind), held._replace(lead=LEAD), limit)
+
+    def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
+        """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
+        rows = max(self.shares(choice, width))
+        parts = self._sure_parts(choice, rows, kind)
+        answered = np.asarray(rows_bytes(rows, parts.answered), dtype=np.float64)
+        found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
+        return found
+
+    def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
+        """Return the rows that each replica takes."""
+        return self.costs.shares(self.family.micro_batch_size, width, choice.division)
+
+    def turns(self, choice: Choice, width: int) -> int:
+        """Return how many micro-batches of a step the first replica takes part in."""
+        return len(turns(choice.division, width, 0, self.family.micro_batches))
+
+    def held(self, choice: Choice, rows: float, width: int) -> Held:
+        """Return what the memory of a replica depends on, with all micro-batches in flight."""
+        count = self.turns(choice, width)
+        return Held(rows, count, count, width, 0, frozenset(), choice.shard)
+
+    def ordered(self, kind: int) -> Ordered:
+        """Return the layers of all stages in the order in which they are recomputed."""
+        if kind not in self._orders:
+            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+            self._orders[kind] = Ordered(levels, self.layers, self.lengths)
+        return self._orders[kind]
+
+    def _parts_of(self, choice: Choice, rows: float, kind: int) -> Parts:
+        """What stages' peaks are made of, with as many layers recomputed as the choice allows.
+
+        Where these are some of a stage's layers, all that each of them saves by itself is taken to be free.
+        """
+        none = self._whole_parts(rows, False, kind)
+        if not choice.recomputes:
+            return none
+        key = (rows, choice.part, choice.parts, choice.every, kind)
+        if key not in self._parts:
+            self._parts[key] = self._partly(choice, rows, kind, none)
+        return self._parts[key]
+
+    def _partly(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
+        order = self.ordered(kind)
+        low, high = choice.recomputed(order.counts)
+        freed = self._summed(order, self._freed(rows, kind), high)
+        every = self._whole_parts(rows, True, kind)
+        whole = low == order.counts
+        return none._replace(
+            activations=np.where(whole, every.activations, none.activations - freed),
+            peak=np.where(whole, every.peak, none.peak - freed),
+            first_peak=np.where(whole, every.first_peak, none.first_peak - freed),
+        )
+
+    def _sure_parts(self, choice: Choice, rows: float, kind: int) -> Parts:
+        none = self._whole_parts(rows, False, kind)
+        if not choice.recomputes:
+            return none
+        key = ("sure", rows, choice.part, choice.parts, choice.every, kind)
+        if key not in self._parts:
+            self._parts[key] = self._surely(choice, rows, kind, none)
+        return self._parts[key]
+
+    def _surely(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
+        order = self.ordered(kind)
+        low, _ = choice.recomputed(order.counts)
+        freed = self._freed(rows, kind)
+        saved = self._summed(order, freed, low)
+        longest = int(self.lengths[-1])
+        windows = np.lib.stride_tricks.sliding_window_view(np.append(freed, np.zeros(longest - 1, np.int64)), longest)
+        at_work = np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1]
+        every = self._whole_parts(rows, True, kind)
+        whole = low == order.counts
+        return none._replace(
+            activations=np.where(whole, every.activations, none.activations - saved),
+            peak=np.where(whole, every.peak, none.peak - saved + at_work),
+            first_peak=np.where(whole, every.first_peak, none.first_peak - saved + at_work),
+        )
+
+    def _freed(self, rows: float, kind: int) -> Counts:
+        """Bytes by which recomputing it shrinks what a micro-batch in flight keeps, by layer."""
+        return np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
+
+    def _summed(self, order: Ordered, sizes: Counts, counts: Counts) -> Counts:
+        # Sums of bytes are whole numbers that floats hold exactly.
+        return np.rint(order.sums(sizes.astype(np.float64), counts)).astype(np.int64)
+
+    def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
+        key = (rows, every, kind)
+        if key not in self._parts:
+            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+            parts = self.costs.memory[kind].arrays(rows, levels[len(levels) - 1 if every else 0], int(self.lengths[-1]))
+            self._parts[key] = Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
+        return self._parts[key]
+
+    def _deepest(self, parts: Parts, held: Held, limit: int) -> Counts:
+        """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
+        count = held.micro_batches
+        deepest = np.where(peak_of(parts, held) <= limit, count, 0)
+        if self.family.schedule == "gpipe" or count == 1:
+            return deepest
+        one = held._replace(warmup=1)
+        # Without the update's moment, which has nothing in flight.
+        steady = peak_of(parts._replace(update=-(2**60)), one)
+        more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)
+        some = np.where(peak_of(parts, one) <= limit, np.minimum(count - 1, 1 + more), 0)
+        return np.maximum(deepest, some)

@@ -1,0 +1,568 @@
+"""Improve: good plans from several starts, and local moves from the best of them.
+
+Climb: local moves from good plans, judged by the simulator.
+
+A move is priced by what it changes: what the stages it touches would compute with as much in flight as the stages there
+have now, recomputing what then does not fit. The most promising ones are simulated. Of plans as fast as each other, one
+is better whose slow stages are fewer: so several moves may follow each other before a step gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heapreplace, nsmallest
+from itertools import accumulate
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.plan import Division, shards_of
+from autopar.planner.bounds.chain import bound, link_terms
+from autopar.planner.candidate import Candidate, Family, Placed, counts_beside
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs.layers import Span
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
+from autopar.planner.search.judge import (
+    CLIMB,
+    ENOUGH,
+    EQUAL,
+    START,
+    Best,
+    Found,
+    fitted_us,
+    least_gap,
+    priced_us,
+    scored_us,
+    shortened_us,
+    simulated_us,
+)
+from autopar.planner.search.moves import (
+    SINGLE,
+    Layout,
+    Manner,
+    balanced,
+    cuts_moved,
+    devices_moved,
+    divided,
+    joined,
+    layers_passed,
+    manners_changed,
+    stages_of,
+)
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules.route import even_shares
+
+MOST_EDGES = 1024
+BUSY = 6
+"""Stages that take devices, or are divided: those that compute longest."""
+FEW_TRIES, TRIES = 12, 96
+"""Moves that are simulated of those to a plan's neighbours, the most promising ones; more where few led on."""
+NORM = 16
+"""Power of the mean that stands for the slowest stage: it grows with how many are about as slow."""
+SIDEWAYS = 2e-3
+"""By what share a plan may be slower than the one before, if fewer of its stages are slow."""
+MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
+"""Such moves, one after the other; and further ones that are simulated where one is known."""
+KICKS, KICKED_AMONG = 3, 30
+"""Moves away from a plan where no single one helps, each drawn among so many."""
+
+
+class _At(NamedTuple):
+    """Where a climb stands."""
+
+    found: Found
+    family: Family
+    layout: Layout
+    order: tuple[int, ...]
+    """All devices, in the order in which stages take them."""
+
+
+class _Stage(NamedTuple):
+    """A stage of a layout where it stands."""
+
+    first: int
+    stop: int
+    width: int
+    manner: Manner
+    in_flight: int
+    """Micro-batches, on all replicas."""
+    devices: tuple[int, ...]
+
+
+class _Price(NamedTuple):
+    """What a stage, or the boundary before it, adds to a step."""
+
+    load_s: float
+    """Per micro-batch, how long it is occupied."""
+    forward_s: float
+    backward_s: float
+    """One micro-batch's way through it, and back."""
+    closing_s: float
+    """Reduction that is left after the last backward, and the update."""
+
+
+class Climb:
+    """Moves from plan to plan; what it meets is kept in ``best``."""
+
+    def __init__(
+        self, simulator: Simulator, options: PlanOptions, best: Best, work: float, *, equal: bool = False
+    ) -> None:
+        """Prepare to do about so much ``work``, in microseconds of a core, by counts and not by a clock.
+
+        With ``equal``, stages stay as wide as each other, and are run alike.
+        """
+        self.simulator, self.costs, self.options, self.best = simulator, simulator.costs, options, best
+        self.left, self.equal = work, equal
+        self.rules = Constraints.of(self.costs, options)
+        self.edges = self.rules.edges(MOST_EDGES)
+        self._places: dict[tuple[int, ...], tuple[object, ...] | None] = {}
+        self._prices: dict[tuple[object, ...], _Price | None] = {}
+        self._links: dict[tuple[object, ...], _Price] = {}
+        self._tried: set[tuple[Family, Layout, tuple[int, ...]]] = set()
+
+    def climb(self, found: Found, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
+        """Move on from a plan while that makes it faster, or its slow stages fewer, until it is fast enough.
+
+        Of the moves from every plan, ``tries`` are simulated.
+        """
+        at = self._at(found)
+        self._tried.add((at.family, at.layout, at.order))
+        sideways = 0
+        while self.left > 0 and at.found.step_s > enough_s:
+            after = self._next(at, tries)
+            if after is None:
+                return
+            sideways = 0 if after.found.step_s < at.found.step_s * (1 - 1e-6) else sideways + 1
+            if sideways > MOST_SIDEWAYS:
+                return
+            at = after
+
+    def kicked(self, found: Found, draw: Random) -> Found | None:
+        """Return a plan some moves away, which need not be faster; None where none of those drawn fits."""
+        at = self._at(found)
+        for _ in range(KICKS):
+            scored = {layout: self._score(at, layout) for layout in self._near(at)}
+            near = nsmallest(KICKED_AMONG, scored, key=lambda each: scored[each])
+            layout = draw.choice(near) if near else at.layout
+            self._tried.discard((at.family, layout, at.order))
+            after = self.judge(at.family, layout, at.order, float("inf"))
+            if after is not None:
+                at = at._replace(found=after, layout=layout)
+            if self.left <= 0:
+                break
+        return None if at.found is found else at.found
+
+    def judge(self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float) -> Found | None:
+        """Return the fastest plan of a layout, if it may take less than ``below_s``; None where none fits."""
+        if (family, layout, order) in self._tried:
+            return None
+        self._tried.add((family, layout, order))
+        return self._judged(family, layout, order, below_s)
+
+    def deepen(self, found: Found) -> None:
+        """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
+        at = self._at(found)
+        self._judged(at.family, at.layout, at.order, found.step_s, few=False)
+
+    def _judged(
+        self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
+    ) -> Found | None:
+        frame = self._frame(family, layout, order)
+        self.left -= priced_us(len(layout.cuts))
+        if frame is None or bound(self.costs, Candidate(*family, frame)) >= below_s:
+            return None
+        spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
+        choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
+        self.left -= fitted_us(len(frame))
+        if choices.closest is not None:
+            self.best.miss(*choices.closest)
+        return self._fastest(choices.candidates, below_s)
+
+    def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> Found | None:
+        found: Found | None = None
+        priced = sorted((bound(self.costs, candidate), at) for at, candidate in enumerate(candidates))
+        for least_s, at in priced:
+            if least_s >= (below_s if found is None else min(below_s, found.step_s)):
+                break
+            candidate = candidates[at]
+            step_s = self.best.judge(self.simulator, candidate)
+            self.left -= simulated_us(candidate)
+            if step_s is not None and (found is None or step_s < found.step_s):
+                found = Found(step_s, candidate)
+        return found
+
+    def _next(self, at: _At, tries: int) -> _At | None:
+        """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
+        own_s = self._score(at, at.layout)
+        untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried)
+        near = {layout: self._score(at, layout) for layout in untried}
+        beside: _At | None = None
+        further = tries
+        for layout in nsmallest(tries, near, key=lambda each: near[each]):
+            if self.left <= 0 or further == 0 or near[layout] == float("inf"):
+                break
+            further -= 1
+            found = self.judge(at.family, layout, at.order, at.found.step_s * (1 + SIDEWAYS))
+            if found is None:
+                continue
+            after = at._replace(found=found, layout=layout)
+            if found.step_s < at.found.step_s * (1 - 1e-6):
+                return after
+            if beside is None and near[layout] < own_s * (1 - 1e-6):
+                beside, further = after, min(further, TRIES_BESIDE)
+        return self._otherwise(at) or beside
+
+    def _otherwise(self, at: _At) -> _At | None:
+        """Return the layout with other micro-batches, or other manners, if that is faster."""
+        for family, layout in self._run_otherwise(at):
+            found = self.judge(family, layout, at.order, at.found.step_s)
+            if found is not None and found.step_s < at.found.step_s * (1 - 1e-6):
+                return at._replace(found=found, family=family, layout=layout)
+        return None
+
+    def _run_otherwise(self, at: _At) -> Iterator[tuple[Family, Layout]]:
+        for layout in manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2]):
+            yield at.family, layout
+        if self.options.micro_batches is None:
+            for count in counts_beside(self.costs.batch, at.family.micro_batches):
+                yield Family(count, self.costs.batch // count, at.family.schedule), at.layout
+
+    def _near(self, at: _At) -> Iterator[Layout]:
+        layout, busy = at.layout, self._busy(at)
+        some = busy[:BUSY]
+        inner = range(len(layout.cuts) - 1)
+        for cuts in cuts_moved(layout.cuts, self.edges, inner, 2):
+            yield layout._replace(cuts=cuts)
+        for cuts in layers_passed(layout.cuts, self.edges, some):
+            yield layout._replace(cuts=cuts)
+        if self.equal:
+            return
+        idle = len(at.order) - sum(layout.widths)
+        for widths in devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
+            moved = layout
+            for index, width in enumerate(widths):
+                if width != layout.widths[index]:
+                    moved = moved.with_width(index, width, layout.manner_near(index))
+            yield moved
+        yield from joined(layout, inner)
+        sums = self.costs.sums.forward(at.family.micro_batch_size)
+        yield from divided(layout, some, sums, idle)
+
+    def manners(self) -> list[Manner]:
+        """Return the manners in which replicas may be run."""
+        shards = self.options.shards
+        divisions: tuple[Division, ...] = ("split",) if self.costs.divisible else ("split", "round-robin")
+        return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
+
+    def _busy(self, at: _At) -> list[int]:
+        """Return the stages, those first that compute longest."""
+        loads = [self._price_of(at.family, stage).load_s for stage in at.found.candidate.stages]
+        return sorted(range(len(loads)), key=lambda index: -loads[index])
+
+    def _price_of(self, family: Family, stage: Placed) -> _Price:
+        turns = stage.turns(0, family.micro_batches)
+        forward_s, backward_s = self.costs.forward_s(stage, 0), self.costs.backward_s(stage, 0, turns)
+        load_s = (forward_s + backward_s) * turns / family.micro_batches
+        closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
+        return _Price(load_s, forward_s, backward_s, closing_s)
+
+    def _score(self, at: _At, layout: Layout) -> float:
+        return self.score(at.family, layout, at.order, self._depths(at))
+
+    def score(self, family: Family, layout: Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
+        """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
+
+        ``depths`` are how many micro-batches are in flight, by layer.
+        """
+        self.left -= scored_us(len(layout.cuts))
+        loads, trip_s, back_s, closing_s, begin = [], 0.0, 0.0, 0.0, 0
+        before: _Stage | None = None
+        for first, stop, width, manner in stages_of(layout):
+            stage = _Stage(first, stop, width, manner, depths[first], order[begin : begin + width])
+            price = self._price(family, before, stage)
+            if price is None:
+                return float("inf")
+            if before is not None:
+                sent = self._sent(family, before, stage)
+                loads.append(sent.load_s)
+                trip_s += sent.forward_s + sent.backward_s
+                back_s += sent.backward_s
+            loads.append(price.load_s)
+            trip_s += price.forward_s + price.backward_s
+            # Behind a stage's last backward are those of the stages before it, beside which it reduces and updates.
+            closing_s = max(closing_s, price.closing_s - back_s)
+            back_s += price.backward_s
+            before, begin = stage, begin + width
+        slowest = max(loads)
+        if slowest <= 0:
+            return 0.0
+        mean: float = (sum((load / slowest) ** NORM for load in loads) / len(loads)) ** (1 / NORM) * slowest
+        return (family.micro_batches - 1) * mean + trip_s + closing_s
+
+    def _sent(self, family: Family, before: _Stage, stage: _Stage) -> _Price:
+        """Return the price of the tensors of a boundary, which occupy a queue each way."""
+        level = self.costs.links.level((before.devices[-1], stage.devices[-1]))
+        key = family, *before[:4], *stage[:4], level
+        if key not in self._links:
+            self.left -= priced_us(1)
+            sender, receiver = self._placed(family, before), self._placed(family, stage)
+            assert sender is not None
+            assert receiver is not None
+            link = link_terms(self.costs, sender, receiver, Candidate(*family, (sender, receiver)))
+            work_s = max(float(link.forth_work_s), float(link.back_work_s))
+            self._links[key] = _Price(work_s / family.micro_batches, float(link.forth_s), float(link.back_s), 0.0)
+        return self._links[key]
+
+    def _depths(self, at: _At) -> list[int]:
+        """Return how many micro-batches are in flight, by layer."""
+        return [stage.in_flight for stage in at.found.candidate.stages for _ in range(stage.first, stage.stop)]
+
+    def _price(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
+        """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
+        where = self._where(stage.devices)
+        lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
+        key = family, *stage[:5], lead, where
+        if key not in self._prices:
+            self.left -= shortened_us(stage.stop - stage.first)
+            self._prices[key] = None if where is None else self._least(family, before, stage)
+        return self._prices[key]
+
+    def _least(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
+        near = [self._placed(family, each) for each in (before, stage) if each is not None]
+        if None in near:
+            return None
+        spans = [span_of(self.costs, family, self.options, each) for each in near]  # type: ignore[arg-type]
+        # The stage before is there for what it leads by.
+        spans[:-1] = [Span(each.levels, 0, 0) for each in spans[:-1]]
+        candidate, _ = least_recomputed(self.costs, family, near, spans)  # type: ignore[arg-type]
+        if self.costs.shortfall(candidate, len(near) - 1) > 0:
+            return None
+        return self._price_of(family, candidate.stages[-1])
+
+    def _placed(self, family: Family, stage: _Stage) -> Placed | None:
+        """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
+        first, stop, width, (division, shard), in_flight, devices = stage
+        rows, count = family.micro_batch_size, family.micro_batches
+        if width > (count if division == "round-robin" else 2**31 if self.costs.divisible else rows):
+            return None
+        shares = self.costs.shares(rows, width, division)
+        placed = Placed(first, stop, devices, shares, 1, (), shard, division)
+        turns = placed.turns(0, count)
+        return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
+
+    def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
+        """Return what of its devices a stage's price depends on; None where they are of several kinds."""
+        if devices not in self._places:
+            kinds = {self.costs.kind_of[device] for device in devices}
+            place = min(kinds), self.costs.limit_bytes(devices), self.costs.links.level(devices)
+            self._places[devices] = place if len(kinds) == 1 else None
+        return self._places[devices]
+
+    def _at(self, found: Found) -> _At:
+        candidate = found.candidate
+        used = tuple(device for stage in candidate.stages for device in stage.devices)
+        idle = sorted(set(range(len(self.costs.devices))) - set(used))
+        return _At(found, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
+
+    def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[Placed, ...] | None:
+        """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
+        begin, stages = 0, []
+        if self.options.use_all and sum(layout.widths) < len(order):
+            return None
+        for first, stop, width, manner in stages_of(layout):
+            devices = order[begin : begin + width]
+            stage = self._placed(family, _Stage(first, stop, width, manner, 2**31, devices))
+            if stage is None or len(devices) < width or self._where(devices) is None:
+                return None
+            stages.append(stage)
+            begin += width
+        return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
+
+
+SEEDS = 4
+"""Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns."""
+FAR, NEAR = 1.5, 1.02
+"""Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
+FEW_STAGES = 16
+"""Numbers of stages of which every one is tried; of more, those that are about a sixteenth apart."""
+FEW_JUDGED, JUDGED = 4, 32
+"""Even splits that are simulated, the most promising ones; few where that takes long."""
+
+
+def started(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
+    """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
+    climb = Climb(simulator, options, best, START * options.effort)
+    order = tuple(range(len(simulator.costs.devices)))
+    layouts = list(even_layouts(simulator, max(families)))
+    manners = climb.manners()
+    quick = sorted(
+        (quickly.step_s(layout), at, family, division)
+        for family in families
+        for division in dict.fromkeys(each for each, _ in manners)
+        for quickly in (_Quick(simulator, family, division),)
+        for at, layout in enumerate(layouts)
+        if division == "split" or max(layout.widths) > 1
+    )
+    priced: list[tuple[float, int, Family, Layout]] = []
+    for quick_s, at, family, division in quick:
+        if climb.left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
+            break
+        own = [manner for manner in manners if manner[0] == division]
+        for manner in own if max(layouts[at].widths) > 1 else own[:1]:
+            layout = layouts[at].run(manner)
+            score = climb.score(family, layout, order, _depths(family, layout))
+            priced.append((score, len(priced), family, layout))
+    # Of every number of stages, widths and division first the most promising one: local moves change these slowly.
+    known: Counter[object] = Counter()
+    ranked = []
+    for score, at, family, layout in sorted(priced):
+        alike = layout.widths, tuple(division for division, _ in layout.manners)
+        ranked.append((known[alike], score, at, family, layout))
+        known[alike] += 1
+    for at, (_, score, _, family, layout) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
+        if score < FAR * best.step_s and (climb.left > 0 or at < FEW_JUDGED):
+            climb.judge(family, layout, order, float("inf"))
+
+
+def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
+    """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
+
+    On all devices, widths are as equal as can be, or go by the time that stages take.
+    """
+    costs, devices = simulator.costs, len(simulator.costs.devices)
+    edges = list(range(costs.layer_count + 1))
+    running = _sums_s(costs, family.micro_batch_size)
+    for count in stage_counts(min(costs.layer_count, devices)):
+        # Replicas that take turns wait for each other at every change of width, of which one is best.
+        ascending = tuple(sorted(even_shares(devices, count)))
+        widths = [(devices // count,) * count, ascending, ascending[::-1]]
+        layers = even_shares(costs.layer_count, count)
+        alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
+        every = {
+            each: dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike))
+            for each in dict.fromkeys(widths)
+        }
+        for each, own in every.items():
+            for cuts in own:
+                yield Layout(cuts, each, (SINGLE,) * count)
+        for cuts in every[widths[0]]:
+            seconds = np.diff(running[[0, *cuts]]).tolist()
+            yield Layout(cuts, widths_by_time(seconds, devices), (SINGLE,) * count)
+
+
+def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
+    """Return how many devices stages get that take so long on one, so that the slowest is about as quick as can be.
+
+    >>> widths_by_time([1.0, 3.0, 2.0], 12), widths_by_time([1.0, 1.0], 5)
+    ((2, 6, 4), (3, 2))
+    """
+    total, more = sum(seconds), devices - len(seconds)
+    widths = [1 + int(more * each / total) if total > 0 else 1 for each in seconds]
+    slowest = [(-each / width, at) for at, (each, width) in enumerate(zip(seconds, widths, strict=True))]
+    heapify(slowest)
+    for _ in range(devices - sum(widths)):
+        at = slowest[0][1]
+        widths[at] += 1
+        heapreplace(slowest, (-seconds[at] / widths[at], at))
+    return tuple(widths)
+
+
+def _sums_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
+    """Return the seconds of the layers up to every one."""
+    found: npt.NDArray[np.float64] = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
+    return found
+
+
+class _Quick:
+    """About how long steps take in which replicas divide micro-batches in a way, were there no limit of memory."""
+
+    def __init__(self, simulator: Simulator, family: Family, division: Division) -> None:
+        self._costs, self._family, self._division = simulator.costs, family, division
+        self._sums: dict[int, npt.NDArray[np.float64]] = {}
+        """By width, the seconds of the layers up to every one."""
+
+    def step_s(self, layout: Layout) -> float:
+        """Return the seconds of a layout; infinite where it cannot be."""
+        count, stops, widths = self._family.micro_batches, np.array(layout.cuts), np.array(layout.widths)
+        most = self._family.micro_batch_size if self._division == "split" else count
+        if widths.max() > most and not self._costs.divisible:
+            return float("inf")
+        own_s = np.zeros(len(stops))
+        firsts = np.append(0, stops[:-1])
+        for width in set(layout.widths):
+            some, sums = widths == width, self._of_width(width)
+            own_s[some] = sums[stops[some]] - sums[firsts[some]]
+        turns = 1.0 if self._division == "split" else -(-count // widths) / count
+        return float((count - 1) * (own_s * turns).max() + own_s.sum())
+
+    def _of_width(self, width: int) -> npt.NDArray[np.float64]:
+        if width not in self._sums:
+            rows = max(self._costs.shares(self._family.micro_batch_size, width, self._division))
+            self._sums[width] = _sums_s(self._costs, rows)
+        return self._sums[width]
+
+
+def _depths(family: Family, layout: Layout) -> list[int]:
+    """Return how many micro-batches `1f1b` keeps in flight at least not to wait, by layer."""
+    count = len(layout.cuts)
+    return [
+        min(family.micro_batches, count - at)
+        for at, (first, stop, _, _) in enumerate(stages_of(layout))
+        for _ in range(first, stop)
+    ]
+
+
+def stage_counts(most: int) -> list[int]:
+    """Return numbers of stages to try: all, but of many those that are about a sixteenth apart.
+
+    >>> stage_counts(5), stage_counts(40)[29:]
+    ([1, 2, 3, 4, 5], [30, 31, 32, 34, 36, 38, 40])
+    """
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, found[-1] + max(1, found[-1] // FEW_STAGES)))
+    return found
+
+
+def _seed(best: Best, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
+    """Return of which number of stages, with turns or without, the fastest plan is the best one that is not done."""
+    seeds = sorted(best.by_manner.items(), key=lambda each: (each[1].step_s, each[0]))[:SEEDS]
+    return next((manner for manner, each in seeds if manner not in done and each.step_s < FAR * best.step_s), None)
+
+
+def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
+    """Make local moves from the best plans, until one is close enough to the lower bound or the work is done.
+
+    From the best one of equal widths, too, which stay equal.
+    """
+    if best.found is None:
+        return
+    gap = least_gap(options) if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
+    enough_s = lower_bound_s * (1 + gap)
+    if best.equal is not None:
+        Climb(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
+    if options.equal_widths:
+        return
+    climb = Climb(simulator, options, best, CLIMB * options.effort)
+    for tries in (FEW_TRIES, TRIES):
+        done: set[tuple[int, bool]] = set()
+        while climb.left > 0 and best.step_s > enough_s:
+            manner = _seed(best, done)
+            if manner is None:
+                break
+            done.add(manner)
+            climb.climb(best.by_manner[manner], enough_s, tries)
+    draw = Random(0)
+    while climb.left > 0 and best.step_s > enough_s:
+        kicked = climb.kicked(best.found, draw)
+        if kicked is None:
+            break
+        climb.climb(kicked, enough_s)
+    for each in nsmallest(SEEDS, best.by_manner.values(), key=lambda each: each.step_s):
+        if each.step_s < NEAR * best.step_s:
+            climb.deepen(each)

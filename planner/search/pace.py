@@ -1,0 +1,451 @@
+"""Opening: good plans, and a lower bound, of a family too large to tell every stage apart.
+
+Paced: of the plans whose stages all keep a pace, one with a short round trip; where the search starts on large
+problems.
+
+A step takes a micro-batch's round trip R(1) from the first stage, and B beside it. In a step of B + R(1), a stage s has
+B + R(s) from its first forward on: of M micro-batches, it keeps as many in flight as a round trip takes at that pace,
+
+    k = M R(s) / (B + R(s))
+
+and more where a stage b behind keeps it waiting. A backward of s lets a forward begin that b runs before the backward
+that is d = k - k(b) + 1 later, so these take W = R(s) - R(b) + t(b) for every d of the M - k that forwards follow, and
+the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W / d is no more than B - E, or
+
+    k >= ((k(b) - 1) (B - E) + M W) / (B - E + W)
+
+And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
+round trip is kept for every state of the pool: it needs the fewest in flight. What may come of it is bounded in
+:mod:`autopar.planner.search.round_trips`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.bounds.chain import beside_s, bound, work_s
+from autopar.planner.candidate import Placed, with_depths
+from autopar.planner.costs.activations import Counts
+from autopar.planner.costs.layers import Span
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.depth_limits import LEAD
+from autopar.planner.search.depths import depth_choices, least_recomputed
+from autopar.planner.search.judge import Best, swept_us
+from autopar.planner.search.round_trips import Trips
+from autopar.planner.search.stages import StageTables
+from autopar.planner.search.tables import Capped, States, SuffixTables
+from autopar.planner.simulator.simulate import Simulator
+
+Numbers = npt.NDArray[np.floating]
+WAITING = 1.04
+"""Times as many in flight as what is necessary, with which stages wait less for each other."""
+ROUNDING = 1e-5
+"""Of the kept numbers, which are rounded for speed; what a plan takes is simulated in full."""
+MANY_SWEPT = 150_000_000
+"""Stages in all states; of more, plans are looked for in some states only, and no table bounds them."""
+BAND, LEAST_BAND = 0.2, 8
+"""Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
+
+
+class Chosen(NamedTuple):
+    """One stage of a plan."""
+
+    first: int
+    stop: int
+    way: int
+    state: int
+    """Of the pool, before."""
+    depth: int
+    """Micro-batches in flight on every replica."""
+
+
+class _Suffixes(NamedTuple):
+    """Of every position and state, the suffix that is kept; arrays ``[position, state]``."""
+
+    trip_s: Numbers
+    """Its round trip; infinite where none keeps the pace."""
+    since_s: Numbers
+    """Of the stage behind that keeps those before it waiting longest: its round trip without what it computes."""
+    deep: Numbers
+    """And how many it has in flight, but for one."""
+    in_flight: Numbers
+    """Of its first stage, on all replicas."""
+    most: Numbers
+    """How many micro-batches may pass before a gradient it sent must have arrived, for it to fit."""
+    turning: Numbers
+    """How many replicas of its first stage take turns."""
+    way: Counts
+    """Of its first stage."""
+    stop: Counts
+
+
+class _Stages(NamedTuple):
+    """Stages that may begin with a layer, of the shortest of the lengths taken together; arrays over them."""
+
+    way: Counts
+    stop: Counts
+    room: Numbers
+    """Most in flight on every replica."""
+    exchange: Numbers
+    """How many gradients on their way back hold as much as one in flight."""
+    beside_s: Numbers
+    """What it computes at least beside a round trip, with as many in flight."""
+    terms: Numbers
+    """Forward, backward and the round trip over the stage and the boundary, ``[term, place and levels, stage]``."""
+
+    def some(self, chosen: Counts) -> _Stages:
+        """Return some of the stages."""
+        return _Stages._make(each[..., chosen] for each in self)
+
+
+class Paces:
+    """What plans of a family are made of, at any pace."""
+
+    def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
+        self.tables, self.states, self.use_all = stages, states, options.use_all
+        self.many = stages.size > MANY_SWEPT
+        """Whether there are too many stages to look at every state."""
+        self.micro_batches, self.whole = stages.family.micro_batches, stages.family.schedule == "gpipe"
+        self.widths = np.array([way.width for way in stages.ways])
+        turning = [way.width if way.choice.division == "round-robin" else 1 for way in stages.ways]
+        self.turning = np.array(turning, dtype=np.float32)
+        """By way, how many replicas take turns."""
+        counts = np.arange(1 + max(turning))
+        self.meetings = np.lcm.outer(counts, counts).astype(np.float32)
+        """By two numbers of replicas that take turns, after how many micro-batches the same two meet."""
+        self.turns = np.ceil(self.micro_batches / self.turning)
+        # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
+        rows = stages.family.micro_batch_size
+        worth = (way.choice.division == "split" or way.width > rows for way in stages.ways)
+        self._worth = np.array(list(worth))
+        self.stages = [self._beginning(first) for first in range(stages.layers)]
+        """By first layer."""
+
+    def _beginning(self, first: int) -> _Stages:
+        following = self.tables.next(first)
+        following = following.some(np.flatnonzero(self._worth[following.way]))
+        way, stop = following.way, first + following.length
+        depth, exchange = self.tables.sure_depth(way, first, following.length)
+        forward_s, backward_s, work_s = following.stages[:3, :, None]
+        forth_s, back_s = following.links[2:4, None]
+        terms = np.stack(np.broadcast_arrays(forward_s, backward_s, forward_s + backward_s + forth_s + back_s))
+        fits = np.broadcast_to(np.isfinite(work_s), terms.shape[1:])
+        places = fits.shape[0] * fits.shape[1]
+        terms = np.where(fits, terms, np.inf).reshape(3, places, len(way)).astype(np.float32)
+        if self.whole:
+            depth = np.where(depth < self.turns[way], 0, depth)
+        with np.errstate(invalid="ignore"):
+            # What does not fit is infinite, or no number.
+            each_s = np.asarray(beside_s(terms[0], terms[1], self.turns[way], np.maximum(depth, 1)))
+        least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
+        return _Stages(way, stop, depth.astype(np.float32), exchange.astype(np.float32), least_s, terms)
+
+
+class Paced:
+    """The plan of a family that takes ``beside_s`` beside its round trip, with the shortest one."""
+
+    def __init__(self, paces: Paces, beside_s: float) -> None:
+        self.beside_s = beside_s
+        self._paces, self._states = paces, paces.states
+        layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
+        self._layers, self._devices = layers, len(pool.remaining(0))
+        shape = (layers + 1, none + 1)
+        trip_s, since_s, deep, in_flight, most = np.zeros((5, *shape), np.float32)
+        trip_s[:] = np.inf
+        way, stop = np.zeros((2, *shape), np.int64)
+        turning = np.ones(shape, np.float32)
+        self._kept = _Suffixes(trip_s, since_s, deep, in_flight, most, turning, way, stop)
+        self._kept.most[layers] = np.inf
+        self._kept.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
+        self._kept.trip_s[layers, none] = np.inf
+        self._stages, self._fewest = self._possible()
+        if self._fewest[1, 0] <= self._devices:
+            longest = int(max((each.stop - at).max(initial=1) for at, each in enumerate(self._stages)))
+            empty = 0
+            for first in reversed(range(layers)):
+                empty = 0 if self._keep(first) else empty + 1
+                if empty == longest:
+                    # No stage reaches over so many layers.
+                    break
+
+    @property
+    def step_s(self) -> float:
+        """About how long a step takes; infinite where no plan keeps the pace."""
+        return float(self._kept.trip_s[0, 0]) + self.beside_s
+
+    def chosen(self) -> list[Chosen]:
+        """Return the plan's stages."""
+        found = []
+        first = state = 0
+        while first < self._layers:
+            way, stop = int(self._kept.way[first, state]), int(self._kept.stop[first, state])
+            depth = int(np.ceil(self._kept.in_flight[first, state] / self._paces.turning[way]))
+            found.append(Chosen(first, stop, way, state, max(1, min(depth, int(self._paces.turns[way])))))
+            first, state = stop, int(self._states.after[way, state])
+        return found
+
+    def _possible(self) -> tuple[list[_Stages], Numbers]:
+        """Return the stages that may keep the pace, and the fewest devices before and behind every position."""
+        layers, widths, found = self._layers, self._paces.widths, []
+        fewest, trip_s = np.full((2, layers + 1), np.inf), np.full(layers + 1, np.inf)
+        fewest[0, 0] = fewest[1, layers] = trip_s[layers] = 0.0
+        for first in reversed(range(layers)):
+            each = self._paces.stages[first]
+            each = each.some(np.flatnonzero(each.beside_s <= self.beside_s * (1 + ROUNDING)))
+            least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
+            devices = widths[each.way] + fewest[1, each.stop]
+            room = each.room * self._paces.turning[each.way]
+            some = np.flatnonzero((self._wanted(least_s) <= room) & (devices <= self._devices))
+            trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
+            found.append(each.some(some))
+        for first, each in enumerate(reversed(found)):
+            np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
+        return found[::-1], fewest
+
+    def _wanted(self, trip_s: Numbers) -> Numbers:
+        """In flight for a round trip."""
+        with np.errstate(invalid="ignore"):
+            found: Numbers = self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
+        return found
+
+    def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
+        """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
+        behind = np.take(self._kept.turning, after)
+        if (turning == 1).all() and (behind == 1).all():
+            return in_flight
+        meetings = self._paces.meetings
+        meeting = np.take(meetings, (turning * len(meetings) + behind).astype(np.int64))
+        found: Numbers = np.ceil(in_flight / meeting) * meeting
+        return found
+
+    def _awaited(self, trip_s: Numbers, since_s: Numbers, deep: Numbers) -> Numbers:
+        """In flight for a round trip, in front of a stage that keeps others waiting."""
+        count, beside_s = WAITING * self._paces.micro_batches, self.beside_s
+        found: Numbers = (deep * (beside_s - since_s) + count * (trip_s - since_s)) / (beside_s + trip_s - 2 * since_s)
+        return found
+
+    def _near(self, first: int) -> Counts:
+        """States that leave enough devices to either side; of many, those that spare each about its part."""
+        before, behind = self._fewest[:, first]
+        left = self._states.left
+        spare, used = self._devices - before - behind, self._devices - left
+        possible = (before <= used) & (behind <= left)
+        if self._paces.many:
+            share = before + spare * before / max(1.0, before + behind)
+            possible &= np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
+        return np.flatnonzero(possible)
+
+    def _keep(self, first: int) -> bool:
+        """Keep the best suffixes of the layers from ``first`` on; return whether there are any."""
+        way, stop, room, exchange, _, terms = self._stages[first]
+        states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
+        if not len(way) or not len(states):
+            return False
+        after = self._states.behind(way, states)
+        after += stop[:, None] * self._kept.trip_s.shape[1]
+        where = self._states.standing(way, states, len(way))
+        trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._kept[:5])
+        forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
+        trip_s += around_s
+        turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            # What does not fit is infinite, or no number, and not within the limit.
+            wanted = np.maximum(in_flight, np.ceil(self._awaited(trip_s, since_s, deep) * (1 - ROUNDING)))
+            depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
+            beside = beside_s(forward_s, backward_s, turns, depth)
+        in_flight = np.minimum(depth * turning, self._paces.micro_batches)
+        passing = self._passing(in_flight, turning, after)
+        fits = (depth <= room[:, None]) & (beside <= self.beside_s * (1 + ROUNDING)) & (passing <= most)
+        trip_s[~fits] = np.inf
+        best, column = trip_s.argmin(axis=0), np.arange(len(states))
+        found = np.isfinite(trip_s[best, column])
+        best, column, states = best[found], column[found], states[found]
+        trip_s, in_flight, depth = (each[best, column] for each in (trip_s, in_flight, depth))
+        own_s = (forward_s + backward_s)[best, column]
+        since_s, deep = since_s[best, column], deep[best, column]
+        own = trip_s - own_s, in_flight - 1
+        later_s = trip_s + own_s
+        longer = self._awaited(later_s, *own) > self._awaited(later_s, since_s, deep)
+        self._kept.trip_s[first, states] = trip_s
+        self._kept.since_s[first, states] = np.where(longer, own[0], since_s)
+        self._kept.deep[first, states] = np.where(longer, own[1], deep)
+        self._kept.in_flight[first, states] = in_flight
+        more = LEAD + np.floor((room[best] - depth) * exchange[best])
+        self._kept.most[first, states] = (depth + more) * turning[best, 0]
+        self._kept.turning[first, states] = turning[best, 0]
+        self._kept.way[first, states] = way[best]
+        self._kept.stop[first, states] = stop[best]
+        return len(states) > 0
+
+
+MANY_ELEMENTS = 5_000_000
+"""Stages in all states, of those taken together; of more, plans are not looked through."""
+MOST_SWEPT = 1_200_000_000
+"""Of them, in all passes together, as far as a few passes are fewer."""
+FEW_PASSES, PASSES = 7, 8
+FEW_SWEEPS, SWEEPS = 19, 24
+MOST_BOUNDED = 5_000_000_000
+"""Stages in all states, in all sweeps of the bound together, as far as a few sweeps are fewer."""
+FEW_CAPS, CAPS = 1, 3
+"""Between a bound and the best step, each of which excludes stages that others do not."""
+COARSE_STEP, FAR_STEP, FINE_STEP = 1.04, 1.3, 1.004
+"""From one pace to the next; while none can be kept; and from the quickest one that is not kept to one that is."""
+AHEAD = 1.36
+"""Of the pace with which devices alone would suffice, the first one that is tried."""
+NEAR = 1.03
+"""Times the best step, up to which a plan of a pace is simulated: about how long it takes is known."""
+LOWERED = 0.9525
+"""Of the best step, up to which a family is bounded that is too large for tables: the lower, the quicker."""
+MOST_CAP = 1000
+"""Times the work's bound, above which nothing is looked for."""
+
+
+class Opened(NamedTuple):
+    """What is known of a family."""
+
+    lower_bound_s: float
+    """No plan of it takes less."""
+    tables: SuffixTables | None
+    """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
+
+
+class Opening:
+    """Looks for good plans of a family, and proves how much better others might be."""
+
+    def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
+        self.simulator, self.costs, self.stages = simulator, simulator.costs, stages
+        self.options, self.best = options, best
+        self.large = stages.size > MANY_ELEMENTS
+        self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
+        self._capped = Capped(stages, best.step_s)
+        self.tables = self._below(self._capped) if stages.size <= MANY_SWEPT and self._capped.possible else None
+        """Of the plans that may be better than the best one; none where there are none, or too many stages."""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no plan can be better than the best one."""
+        return not self._capped.possible or (self.tables is not None and self.tables.least_s == float("inf"))
+
+    def try_paces(self) -> float:
+        """Judge plans that keep a pace; return the work of that."""
+        if self._least_cap_s == float("inf"):
+            return 0.0
+        self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
+        return self.passes * swept_us(self.stages.size)
+
+    def bounded(self) -> Opened:
+        """Prove a lower bound, and return tables of what may be better, unless these are too large to look through."""
+        if self._least_cap_s == float("inf"):
+            return Opened(float("inf"), None)
+        return self._bounded(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
+
+    @cached_property
+    def states(self) -> States:
+        """The states of the pool."""
+        return States(self.stages)
+
+    @cached_property
+    def paces(self) -> Paces:
+        """What plans are made of, at any pace."""
+        return Paces(self.stages, self.states, self.options)
+
+    @cached_property
+    def _least_cap_s(self) -> float:
+        """A step that the devices may suffice for, were there nothing but work; infinite where nothing fits."""
+        least_s = cap_s = work_s(self.costs, self.stages.family)
+        while not Capped(self.stages, cap_s).possible:
+            cap_s *= COARSE_STEP
+            if cap_s > MOST_CAP * least_s:
+                return float("inf")
+        return cap_s
+
+    def _try_paces(self, fewest_s: float) -> None:
+        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
+        quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
+        while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
+            # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
+            low_s, passes = quickest_s, passes + 1
+            quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
+        slower_s = quickest_s
+        while passes < self.passes and quickest_s > low_s * FINE_STEP:
+            passes += 1
+            next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
+            if self._try(next_s) < float("inf"):
+                quickest_s = next_s
+            else:
+                low_s = next_s
+        while passes < self.passes:
+            passes, slower_s = passes + 1, slower_s * COARSE_STEP
+            if self._try(slower_s) >= self.best.step_s * NEAR:
+                break
+
+    def _try(self, beside_s: float) -> float:
+        """Judge the plan of a pace, if it may be better; return about how long its step takes."""
+        paced = Paced(self.paces, beside_s)
+        if paced.step_s >= self.best.step_s * NEAR:
+            return paced.step_s
+        family = self.stages.family
+        chosen = paced.chosen()
+        frame = [self._placed(each) for each in chosen]
+        if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
+            # Paces do not count stages.
+            return paced.step_s
+        spans = [self._span(each) for each in chosen]
+        depths = [each.depth for each in chosen]
+        own, short = least_recomputed(self.costs, family, with_depths(family, frame, depths).stages, spans)
+        candidates = [own] if short <= 0 else []
+        if short > 0 or not self.large:
+            found = depth_choices(self.costs, family, frame, spans, exact=False)
+            candidates += found.candidates
+            if found.closest is not None:
+                self.best.miss(*found.closest)
+        bounds = [bound(self.costs, candidate) for candidate in candidates]
+        for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
+            if bounds[at] < self.best.step_s:
+                self.best.judge(self.simulator, candidates[at])
+        return paced.step_s
+
+    def _placed(self, chosen: Chosen) -> Placed:
+        first, stop, number, state, _ = chosen
+        way, family = self.stages.ways[number], self.stages.family
+        devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
+        shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
+        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
+        levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
+        recompute = Span(levels, *self.stages.recomputed(number, first, stop)).within(first, stop)[0]
+        stage = Placed(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
+        return stage._replace(warmup=stage.turns(0, family.micro_batches))
+
+    def _span(self, chosen: Chosen) -> Span:
+        """How many layers of a stage may be recomputed: as few as fit what it comes to hold in the plan."""
+        way = self.stages.ways[chosen.way]
+        levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
+        if self.options.recompute == "auto":
+            return Span(levels)
+        return Span(levels, *self.stages.recomputed(chosen.way, chosen.first, chosen.stop))
+
+    def _bounded(self, lower_s: float) -> Opened:
+        """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
+        overhead_s = self.costs.profile.step_overhead_s
+        # Where no plan is known yet, what is slower than any sensible one is left out.
+        most_s = min(self.best.step_s, MOST_CAP * lower_s)
+        if self.tables is None and self.stages.chain:
+            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
+            trips = Trips(self.stages, self.states, self.options)
+            lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
+            return Opened(lower_s, None)
+        tables = self.tables or self._below(Capped(self.stages, most_s))
+        lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
+        for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
+            cap_s = (lower_s + most_s) / 2
+            below = self._below(Capped(self.stages, cap_s))
+            lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
+        return Opened(lower_s, None if self.large else tables)
+
+    def _below(self, capped: Capped) -> SuffixTables:
+        """Return the tables of plans that take less than a cap."""
+        return SuffixTables(self.stages, self.options, capped, self.states, rounded=self.large)

@@ -1,0 +1,224 @@
+"""Choices: how a stage may be run on its devices, apart from how many micro-batches are in flight.
+
+Ways: how a stage may be run and on how many devices; widths that run alike are one way.
+
+Queues: how many messages of how many rows pass behind a stage, whatever the next one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.formats.plan import Division, Shard, shards_of, turns
+from autopar.planner.candidate import Family
+from autopar.planner.costs.activations import Counts
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.share_limits import limits_met
+
+DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
+FEW_RANGES = 2
+"""Of layers that are recomputed, on replicas that take turns, which seldom pay."""
+
+
+class Fineness(NamedTuple):
+    """How many stages are told apart, where not every one is."""
+
+    ranges: int = 5
+    """Of the layers of a stage that are recomputed."""
+    classes: int = 48
+    """Of widths, about."""
+    lengths: int = 24
+    """Numbers of layers up to which each is told apart; of more, those that differ by ``growth``."""
+    growth: float = 1.12
+
+
+FINE, ROUGH = Fineness(), Fineness(ranges=1)
+
+
+class Choice(NamedTuple):
+    """Division, sharding, and how many of its own layers a stage recomputes (:meth:`CostModel.recompute_levels`).
+
+    More recomputation only ever takes longer, so that a stage recomputes as few layers of a range as fit. The search
+    prices a range by the times of the fewest and the memory of the most.
+    """
+
+    division: Division
+    shard: Shard
+    part: int = 0
+    """Of the range, among ``parts`` about equal ones from the first layer on; 0: none is recomputed."""
+    parts: int = 1
+    every: bool = False
+    """Whether all layers are to be recomputed."""
+    alone: bool = False
+    """Whether this is for single replicas only, because others are to be sharded."""
+
+    def widths(self, micro_batches: int, rows: int, divisible: bool) -> range:
+        """Return the numbers of replicas that this may be chosen with."""
+        least = 2 if self.shard != "none" or self.division == "round-robin" else 1
+        most = micro_batches if self.division == "round-robin" else rows
+        return range(least, (1 if self.alone else 2**31 if divisible else most) + 1)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer may be recomputed."""
+        return self.every or self.part > 0
+
+    def recomputed(self, layers: Counts) -> tuple[Counts, Counts]:
+        """Return the fewest and the most layers of stages that are recomputed; more than the most: no such range.
+
+        >>> low, high = Choice("split", "none", 2, 3).recomputed(np.array([2, 3, 7]))
+        >>> low.tolist(), high.tolist()
+        ([2, 2, 3], [1, 2, 5])
+        """
+        if self.every:
+            return layers, layers
+        if self.part == 0:
+            return 0 * layers, 0 * layers
+        high = np.rint(layers * self.part / self.parts).astype(np.int64)
+        return np.rint(layers * (self.part - 1) / self.parts).astype(np.int64) + 1, high
+
+
+def choices(costs: CostModel, options: PlanOptions, binding: bool, fineness: Fineness | None = None) -> list[Choice]:
+    """Return every choice for stages on a kind of device; fewest seconds first, so that these win ties.
+
+    ``binding`` tells whether memory may bind: if not, nothing is recomputed. Unless all stages are told apart,
+    the ranges of layers that are recomputed are fewer for replicas that take turns, which seldom pay.
+    """
+    shards = tuple(dict.fromkeys(("none", *options.shards)))
+    divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
+    every = options.recompute == "full"
+    parts = min((fineness or FINE).ranges, costs.layer_count)
+    recomputed = range(parts + 1) if options.recompute == "auto" and binding else range(1)
+    alone = options.shard not in ("auto", "none")
+    found = [
+        Choice(division, shard, part, parts, every, alone=alone and shard == "none")
+        for part in recomputed
+        for division in divisions
+        for shard in shards_of(division, shards)
+    ]
+    if fineness is None or len(recomputed) == 1:
+        return found
+    few = min(FEW_RANGES, parts)
+    turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]
+    return [*(choice for choice in found if choice.division == "split"), *turning]
+
+
+EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
+"""Of widths, those that so many layers have on average are told apart in any case, within limits."""
+
+
+class Way(NamedTuple):
+    """A choice, and a range of widths that it is made with."""
+
+    kind: int
+    number: int
+    """Of the choice, among those for the kind of device."""
+    choice: Choice
+    width: int
+    """The least; the plans that the search tries have this many."""
+    widths: tuple[int, ...]
+    """Those of the range that differ in what a replica does, ascending."""
+    variant: int = 0
+    """Which of the ways of taking so many devices."""
+
+
+def ways_of(
+    costs: CostModel, family: Family, kind: int, choices: Sequence[Choice], most: int | None = None
+) -> list[Way]:
+    """Return every way to run a stage on a kind of device, whatever its layers.
+
+    Where not all widths are told apart, but ``most``, a way stands for all whose busiest replicas have as much to do:
+    more devices than the fewest of them gain next to nothing. Of more than these, neighbouring ones are taken together.
+    """
+    count = costs.kind_of.count(kind)
+    rows, micro_batches = family.micro_batch_size, family.micro_batches
+    found: list[Way] = []
+    for number, choice in enumerate(choices):
+        asked = choice.widths(micro_batches, rows, costs.divisible)
+        widths = range(asked.start, min(asked.stop - 1, count) + 1)
+        classes = _classes(costs, family, choice, widths, most)
+        found += [Way(kind, number, choice, together[0], together) for together in classes]
+    return found
+
+
+def _classes(
+    costs: CostModel, family: Family, choice: Choice, widths: range, most: int | None
+) -> list[tuple[int, ...]]:
+    division = choice.division
+    if most is None:
+        return [(width,) for width in widths]
+    alike: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
+    for width in widths:
+        rows = family.micro_batch_size / width if costs.divisible else -(-family.micro_batch_size // width)
+        busiest = rows if division == "split" else len(turns(division, width, 0, family.micro_batches))
+        # One replica makes its first gradients itself; several add to buffers. On more devices less of a shard is held.
+        held = width if choice.shard != "none" or width == 1 else 0
+        limits = limits_met(costs, costs.shares(family.micro_batch_size, width, division))
+        alike.setdefault((busiest, held, limits), []).append(width)
+    classes = [(each[0], each[-1], key[2]) for key, each in alike.items()]
+    exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
+    merged: list[list[int]] = []
+    kept: tuple[bool, ...] = ()
+    ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
+    for low, high, limits in classes:
+        if merged and limits == kept and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
+            merged[-1] += [low, high]
+        else:
+            merged.append([low, high])
+            kept = limits
+    return [tuple(sorted(set(each))) for each in merged]
+
+
+def lengths_of(longest: int, fineness: Fineness | None = None) -> list[int]:
+    """Return the numbers of layers of stages that are told apart, ascending from 1; without ``fineness``, all.
+
+    >>> lengths_of(40, Fineness())[20:]
+    [21, 22, 23, 24, 27, 31, 35, 40]
+    """
+    if fineness is None:
+        return list(range(1, longest + 1))
+    found = list(range(1, min(longest, fineness.lengths) + 1))
+    while (after := int(found[-1] * fineness.growth) + 1) <= longest:
+        found.append(after)
+    return found
+
+
+class Queues(NamedTuple):
+    """What of the messages of a micro-batch's last rows is so for every next stage."""
+
+    least_rows: float
+    """No message has fewer."""
+    fullest: tuple[tuple[int, float], ...]
+    """(messages, rows): no next stage has a queue emptier than all of these."""
+
+
+def queues(family: Family, width: int, division: Division, most: int) -> Queues:
+    """Return the queues behind a stage of ``width`` replicas; the next one has at most ``most``.
+
+    >>> queues(Family(4, 6, "1f1b"), 2, "split", 3)
+    Queues(least_rows=2, fullest=((2, 3), (4, 2)))
+    """
+    found = _least(_queues(family, width, division, most))
+    return Queues(min(rows for _, rows in found), tuple(found))
+
+
+def _queues(family: Family, width: int, division: Division, most: int) -> Iterator[tuple[int, float]]:
+    rows, count = family.micro_batch_size, family.micro_batches
+    share, turning = (-(-rows // width), 1) if division == "split" else (rows, width)
+    yield -(-count // turning), min(share, -(-rows // min(most, rows)))
+    for next_width in range(2, min(most, count) + 1):
+        yield -(-count // lcm(turning, next_width)), share
+
+
+def _least(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the pairs that no other one is below in both."""
+    kept: list[tuple[int, float]] = []
+    for count, rows in sorted(set(pairs)):
+        if not kept or rows < kept[-1][1]:
+            kept.append((count, rows))
+    return kept

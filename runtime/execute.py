@@ -1,0 +1,341 @@
+"""Executor: interprets a rank's program, the way the simulator does, but for real.
+
+Foresight: what a rank's program tells of its actions before any is performed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from autopar.errors import AutoparError, TrainingError
+from autopar.formats.plan import Plan
+from autopar.formats.program import (
+    BACKWARD,
+    BACKWARDS,
+    FORWARD,
+    INPUT_BACKWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    UPDATE,
+    WEIGHT_BACKWARD,
+    Action,
+    RankProgram,
+)
+from autopar.runtime.gradients.loss import LossScale, LossTally
+from autopar.runtime.gradients.reducer import Reducer
+from autopar.runtime.messages.mailbox import Mailbox
+from autopar.runtime.stage.layers import seed_generator, seed_of
+from autopar.runtime.stage.stage import Flight, Stage
+from autopar.runtime.times import Clock
+from autopar.schedules.expand import stages_of
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Positions of actions in the program, and what actions there are."""
+
+    last_backward: Mapping[int, int]
+    """Stage -> position of its last backward, or half of one."""
+    halved: Collection[tuple[int, int]]
+    """(stage, micro-batch) of every backward that comes in halves."""
+    early: Mapping[int, tuple[int, int]]
+    """Position of a receive -> (stage, micro-batch) that is recomputed while the rank waits there."""
+    sends: Collection[int]
+    """Positions of the sends."""
+    last_send: Mapping[tuple[str, int, int], int]
+    """(kind, stage, micro-batch) of sends to one or several peers -> position of the last one."""
+    carried: Collection[tuple[str, int]]
+    """(kind, stage) of the messages that go between ranks."""
+
+
+def foresee(actions: Sequence[Action], recomputing: Collection[int]) -> Foresight:
+    """Return what the actions of a rank tell; ``recomputing`` are the stages that recompute layers."""
+    sends = {position: action for position, action in enumerate(actions) if action.kind in (SEND, SEND_GRADIENT)}
+    return Foresight(
+        last_backward={action.stage: position for position, action in enumerate(actions) if action.kind in BACKWARDS},
+        halved={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
+        early={position: place for position, place in _followed(actions).items() if place[0] in recomputing},
+        sends=sends.keys(),
+        last_send={action[:3]: position for position, action in sends.items()},
+        carried={(action.kind, action.stage) for action in actions if action.peer >= 0},
+    )
+
+
+def _followed(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
+
+    While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    following: Action | None = None
+    for position in reversed(range(len(actions))):
+        action = actions[position]
+        if action.kind in (RECEIVE, RECEIVE_GRADIENT):
+            if following and following.kind in (BACKWARD, INPUT_BACKWARD):
+                found[position] = following.stage, following.micro_batch
+        elif action.kind not in (SEND, SEND_GRADIENT):
+            following = action
+    return found
+
+
+@dataclass
+class StepRecord:
+    """What one step of one rank gave."""
+
+    step: int = 0
+    """Which one it is, from 0."""
+    loss: float = 0.0
+    """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
+    count: float = 0.0
+    """What the loss counted, where it returns a sum and a count."""
+    total_loss: float | None = None
+    """The mini-batch's loss, where all ranks had to know it."""
+    gradient_norm: float | None = None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    overflowed: bool = False
+    """Whether scaled gradients were not finite: nothing was updated."""
+    untold: Callable[[], list[tuple[float, float]]] | None = None
+    """Tells ``times_s``, where nobody has asked yet."""
+    _times_s: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def times_s(self) -> list[tuple[float, float]]:
+        """Start and end of every action of the program; waits until the device is done with the step."""
+        if self.untold is not None:
+            tell, self.untold = self.untold, None
+            self._times_s = tell()
+        return self._times_s
+
+
+class Executor:
+    """Runs the steps of one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        actions: RankProgram,
+        rank: int,
+        stages: Mapping[int, Stage],
+        mailbox: Mailbox,
+        reducer: Reducer,
+        tally: LossTally,
+        update: Callable[[StepRecord], None],
+        scale: LossScale | None,
+        clock: Clock,
+        device: torch.device,
+        note: Callable[[int, int], None],
+    ) -> None:
+        """Prepare to run.
+
+        Args:
+            plan: what is carried out.
+            actions: this rank's program.
+            rank: which rank this is.
+            stages: its stages, by index.
+            mailbox: its messages.
+            reducer: its gradients.
+            tally: its losses.
+            update: steps the optimizer, gradients being complete.
+            scale: what losses are multiplied by before their backward.
+            clock: times the actions.
+            device: where tensors live.
+            note: called with (step, position in the program) before every action that may take a while.
+        """
+        self._plan, self._actions, self._rank = plan, list(actions), rank
+        self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
+        self._tally, self._scale = tally, scale
+        self._update, self._clock, self._device, self._note = update, clock, device, note
+        chunks, replica = stages_of(plan, rank)
+        placed = plan.stages[chunks[0]]
+        self._rows = placed.rows[replica]
+        self._share = replica if placed.division == "split" else 0
+        self._foreseen = foresee(self._actions, {index for index in chunks if plan.stages[index].recompute})
+        # On gloo, a rank cannot hang in a send, and notes nothing of it.
+        self._passing = self._foreseen.sends if device.type == "cpu" else frozenset()
+        self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
+        self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
+        self._inputs: list[dict[str, torch.Tensor]] = []
+        self._began: dict[int, object] = {}
+        self._step, self._record = 0, StepRecord()
+        self._performs = [self._bound(position, action) for position, action in enumerate(self._actions)]
+
+    def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
+        """Perform one step.
+
+        Args:
+            step: counts from 0; random layers are seeded with it.
+            inputs: the share's model inputs of every micro-batch, of all stages of the rank.
+
+        Raises:
+            TrainingError: an action failed; names it.
+        """
+        self._step, self._inputs, self._record = step, inputs, StepRecord(step)
+        self._tally.begin_step()
+        self._clock.start()
+        self._reducer.begin_step()
+        self._mailbox.begin_step()
+        self._began.clear()
+        note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
+        passing = self._passing
+        marks = [mark()]
+        for position, perform in enumerate(self._performs):
+            if position not in passing:
+                note(step, position)
+            try:
+                if position in due:
+                    post(position)
+                perform()
+            except Exception as error:
+                raise self._placed(error, self._actions[position]) from error
+            marks.append(mark())
+        self._record.untold = partial(self._times_s, dict(self._began), marks)
+        if not self._clock.lags:
+            _ = self._record.times_s
+        return self._record
+
+    def _times_s(self, own: Mapping[int, object], marks: list[object]) -> list[tuple[float, float]]:
+        """Return when every action began and ended: it began when the one before ended, or at a mark of its ``own``."""
+        began = self._clock.resolve([*own.values(), *marks])
+        ends_s = began[len(own) :]
+        starts_s = ends_s[:-1]
+        for position, start_s in zip(own, began, strict=False):
+            starts_s[position] = start_s
+        return list(zip(starts_s, ends_s[1:], strict=True))
+
+    def _placed(self, error: Exception, action: Action) -> AutoparError:
+        """Say of an error where it happened."""
+        place = f"rank {self._rank} (stage {action.stage}, step {self._step}, {action})"
+        if isinstance(error, AutoparError):
+            return type(error)(f"{place}: {error}")
+        if isinstance(error, torch.OutOfMemoryError):
+            # What was asked for and what there is; then follows advice on settings of torch's.
+            said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
+            return TrainingError(f"{place}: {said}; plan with a smaller `memory_bytes`")
+        return TrainingError(f"{place}: {type(error).__name__}: {error}")
+
+    def _bound(self, position: int, action: Action) -> Callable[[], None]:
+        """Return what performs an action; a step only calls it."""
+        kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
+        if kind == FORWARD:
+            return partial(self._forward, stage, micro_batch)
+        if kind in BACKWARDS:
+            run = self._last_backward if position == self._foreseen.last_backward[stage] else self._backward
+            return partial(run, kind, stage, micro_batch)
+        if position in self._foreseen.early:
+            return partial(self._recompute_and_receive, position, self._foreseen.early[position])
+        if kind in (RECEIVE, RECEIVE_GRADIENT):
+            return partial(self._mailbox.receive, position)
+        if kind in (SEND, SEND_GRADIENT):
+            return partial(self._send, position, action[:3], position == self._foreseen.last_send[action[:3]])
+        if kind == REDUCE:
+            return partial(self._finish_reduction, position, stage)
+        if kind == REDUCE_TIED:
+            return partial(self._reducer.reduce_shared, micro_batch)
+        if kind == UPDATE:
+            return self._close
+        raise AssertionError(f"an action that is not known: {action}")
+
+    def _forward(self, index: int, micro_batch: int) -> None:
+        stage, received = self._stages[index], {}
+        for spec in stage.received:
+            value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
+            received[spec.name] = value.requires_grad_(spec.gradient)
+
+        split = (index, micro_batch) in self._foreseen.halved
+        values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
+        outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        if self._mailbox.marked:
+            _check_gradients(stage, outputs)
+        sent = stage.sendable(self._rows, outputs)
+        self._hand_out(SEND, index, micro_batch, sent)
+        if stage.loss:
+            self._tally.add([outputs[name] for name in stage.loss])
+        # A mean over the share counts for as much as the share's part of the mini-batch.
+        weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
+        weight *= self._scale.value if self._scale is not None else 1.0
+        self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
+
+    def _seed(self, micro_batch: int, layer: str) -> None:
+        number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
+        seed_generator(self._device, number)
+
+    def _backward(self, kind: str, index: int, micro_batch: int) -> None:
+        """Run a backward, or a half of one; the flight ends with the second half."""
+        place = index, micro_batch
+        flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
+        if kind == WEIGHT_BACKWARD:
+            with self._reducer.weight_backward(index):
+                flight.backward_weight()
+            return
+        run = flight.backward if kind == BACKWARD else flight.backward_input
+        gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
+        self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
+
+    def _last_backward(self, kind: str, index: int, micro_batch: int) -> None:
+        self._reducer.begin_last_backward(index)
+        self._backward(kind, index, micro_batch)
+
+    def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
+        """Send one peer's part of some tensors, and let go of them after the last peer's."""
+        tensors = self._outgoing.pop(key) if last else self._outgoing[key]
+        self._mailbox.send(position, tensors)
+
+    def _recompute_and_receive(self, position: int, place: tuple[int, int]) -> None:
+        """Recompute, while its gradient is on its way, what the backward behind this receive needs first."""
+        self._flights[place].recompute()
+        self._began[position] = self._clock.mark()
+        self._mailbox.receive(position)
+
+    def _finish_reduction(self, position: int, index: int) -> None:
+        # It began while the last backward ran.
+        began = self._reducer.finish(index)
+        if began is not None:
+            self._began[position] = began
+
+    def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Give tensors to the other stages of this rank, and keep them for those of others."""
+        if len(self._stages) > 1:
+            self._mailbox.pass_on(kind, index, micro_batch, tensors)
+        if tensors and (kind, index) in self._foreseen.carried:
+            self._outgoing[kind, index, micro_batch] = tensors
+
+    def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor | None:
+        """Return a sent tensor's gradient: the sum of what its consumer stages give back, in their order, if any do."""
+        total: torch.Tensor | None = None
+        for stage in self._consumers[name]:
+            gradient = self._mailbox.take_gradient(index, micro_batch, stage, name)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total
+
+    def _close(self) -> None:
+        """Settle the loss, and step the optimizer unless the loss is not a number.
+
+        Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
+        """
+        self._record.loss, self._record.count = self._tally.settle(finite=self._scale is None)
+        self._update(self._record)
+
+
+def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tensor over which no gradient was to flow back, and now one would; modules may decide as they run.
+
+    Raises:
+        TrainingError: names it.
+    """
+    for spec in stage.sent:
+        if outputs[spec.name].requires_grad and not spec.gradient:
+            raise TrainingError(
+                f"tensor {spec.name} requires a gradient, which it did not when the layers were listed; make layers "
+                "one module where values decide what is detached"
+            )

@@ -1,0 +1,307 @@
+"""Update: a rank's gradients, complete, become a step of its optimizer.
+
+Stepping: what must hold of the user's optimizer so that ranks, each with its own, step as one for all would.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.optimizer import Settings, needs_all, settings_of
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
+from autopar.formats.plan import Plan
+from autopar.ranks.failure import PeerLostError
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.gradients.loss import LossScale, all_finite, first_not_finite
+from autopar.runtime.gradients.reducer import Reducer
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.stage.layers import seed_optimizer
+from autopar.runtime.stage.parameters import Twins, local
+
+
+def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
+    """Return what the user's optimizer gives every parameter when it is given all of the model's.
+
+    None of a model without values, where the optimizer does not take parameters without.
+
+    Raises:
+        ModelError: ``optimizer()`` raises.
+    """
+    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    try:
+        found = settings_of(user, trained)
+        first = {id(each): name for name, each in trained}
+        # Under any of its names, a tied parameter is found.
+        names = [(name, first.get(id(each))) for name, each in module.named_parameters(remove_duplicate=False)]
+        return {name: found[known] for name, known in names if known in found}
+    except ModelError:
+        if any(each.is_meta for _, each in trained):
+            return None
+        raise
+
+
+def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> None:
+    """Refuse an optimizer that needs all parameters at once where no rank has all of them.
+
+    Raises:
+        UsageError: says what to do.
+    """
+    holding = 0
+    for chunks in plan.groups:
+        layers = [graph.layer(name) for stage in chunks for name in plan.stages[stage].layers]
+        holding += any(each.requires_grad for layer in layers for _, each in layer.named_parameters())
+    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    why = needs_all(user, trained) if holding > 1 else None
+    if why is not None:
+        raise UsageError(
+            f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "
+            "devices; plan with `max_stages=1` (or use `clip_norm` in place of a norm of the optimizer's own)"
+        )
+
+
+def left_out(
+    optimizer: torch.optim.Optimizer, given: Mapping[str, nn.Parameter], user: UserModel, whole: Collection[str] | None
+) -> list[str]:
+    """Return the names of the parameters that an optimizer was given and does not step.
+
+    Args:
+        optimizer: a rank's.
+        given: what it was made for.
+        user: whose it is.
+        whole: the names of those that one for the whole model steps, if that is known.
+
+    Raises:
+        ModelError: it steps something that it was not given.
+    """
+    names = {id(parameter): name for name, parameter in given.items()}
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [each for each in stepped if id(each) not in names]
+    if others:
+        raise ModelError(
+            f"{user.path}: optimizer() steps {len(others)} parameters that it was not given, the first of shape "
+            f"{tuple(others[0].shape)}: ranks train copies of their own, so make it of its argument alone; where it "
+            "goes by names, call the argument named_parameters to be given pairs (name, parameter)"
+        )
+    found = {names[id(each)] for each in stepped}
+    return [name for name in given if name not in found and (whole is None or name not in whole)]
+
+
+def check_settings(user: UserModel, given: Mapping[str, nn.Parameter], whole: Settings, rank: int) -> None:
+    """Hold what a rank's optimizer gives its parameters against what one for all of the model's parameters does.
+
+    Raises:
+        ModelError: a parameter gets something else; names it and the setting.
+    """
+    own = settings_of(user, list(given.items()))
+    for name in given:
+        said = _difference(own.get(name), whole.get(name))
+        if said is not None:
+            raise ModelError(
+                f"{user.path}: optimizer() {said.format(name=name, rank=rank)}; let it go by names, which are the same "
+                "on all ranks: call its argument named_parameters to be given pairs (name, parameter)"
+            )
+
+
+def _difference(own: list[dict[str, object]] | None, whole: list[dict[str, object]] | None) -> str | None:
+    if own is None or whole is None:
+        if own is whole:
+            return None
+        here, there = ("steps", "does not") if whole is None else ("does not step", "does")
+        return f"{here} {{name}} when it is given the parameters of rank {{rank}}, and {there} when it is given all"
+    for step, (mine, other) in enumerate(zip(own, whole, strict=False)):
+        for key in {**other, **mine}:
+            if mine.get(key) != other.get(key):
+                when = f" in step {step}" if step else ""
+                return (
+                    f"gives {{name}} {key}={_short(mine.get(key))}{when} when it is given the parameters of rank "
+                    f"{{rank}}, and {key}={_short(other.get(key))} when it is given all of the model's"
+                )
+    return None
+
+
+def _short(value: object) -> str:
+    return str(value)[:60].replace("{", "{{").replace("}", "}}")
+
+
+TINY = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+class Update:
+    """Scales, clips and applies the gradients of a rank; what concerns all ranks they decide alike."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        twins: Twins,
+        stage_of: Mapping[str, int],
+        model: UserModel,
+        reducer: Reducer,
+        transport: Transport,
+        *,
+        whole: Settings | None,
+        counts: bool,
+        clip_norm: float | None,
+        scale: LossScale | None,
+    ) -> None:
+        """Make the optimizer and its scheduler.
+
+        Args:
+            plan: what is carried out.
+            rank: which rank this is.
+            twins: this rank's trained parameters; an optimizer is made if there are any.
+            stage_of: the first stage that reads each of them.
+            model: the user's file, which makes the optimizer.
+            reducer: the gradients.
+            transport: carries sums over all ranks.
+            whole: what the optimizer gives every parameter of the whole model, if that is known.
+            counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
+            clip_norm: largest norm of all gradients together.
+            scale: what losses were multiplied by.
+
+        Raises:
+            ModelError: the optimizer wants to run forwards itself, or does something else with these parameters than
+                with all of the model's.
+        """
+        self._rank = rank
+        self._device = next((each.device for each in twins.trained.values()), torch.device("cpu"))
+        self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
+        self.optimizer = model.make_optimizer(twins.stepped.items()) if self._trained else None
+        self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
+        self.notes: list[str] = []
+        """What whoever reads the report should know."""
+        if self.optimizer is not None:
+            _check_steps(self.optimizer, model)
+            self._check_parameters(self.optimizer, twins.stepped, model, whole)
+        self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(plan.devices)))
+        self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
+        self._watches: bool | None = None if model.schedules else False
+        """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
+
+    def _check_parameters(
+        self,
+        optimizer: torch.optim.Optimizer,
+        given: Mapping[str, torch.nn.Parameter],
+        model: UserModel,
+        whole: Settings | None,
+    ) -> None:
+        left = left_out(optimizer, given, model, whole)
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
+        if whole is not None:
+            check_settings(model, given, whole, self._rank)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Step the optimizer; note the gradients' norm, and whether they overflowed.
+
+        Raises:
+            TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
+                mini-batch.
+        """
+        factor, applies = self._agree(record)
+        if factor != 1.0:
+            self._reducer.scale(factor)
+        self._reducer.release_untouched()
+        if self.optimizer is not None and applies:
+            with _stepping("optimizer"):
+                self._apply(self.optimizer, record.step)
+        with _stepping("scheduler"):
+            self._step_scheduler(record)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        seed_optimizer(self._device, self._plan.seed, step)
+        optimizer.step()
+
+    def _agree(self, record: StepRecord) -> tuple[float, bool]:
+        """Return what all gradients are to be multiplied by, and whether they are to be applied."""
+        if self._watches is None:
+            # A rank without parameters has no scheduler, and takes part all the same.
+            self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
+        normed = self._clip_norm is not None or self._scale is not None
+        squares = self._squares() if normed else self._unless_finite()
+        if self._counts or normed or self._watches:
+            loss, count, squares = self._sum([record.loss, record.count, squares])
+        if self._scale is None and not math.isfinite(squares):
+            raise self._not_finite()
+        if not (self._counts or normed or self._watches):
+            return 1.0, True
+        if self._counts and not count:
+            raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
+        divisor = count if self._counts else 1.0
+        record.total_loss = loss / divisor
+        factor = 1.0 / divisor
+        if self._scale is not None:
+            factor /= self._scale.value
+            record.overflowed = not math.isfinite(squares)
+            self._scale.settle(record.overflowed)
+        if normed and not record.overflowed:
+            record.gradient_norm = math.sqrt(squares) * factor
+        if self._clip_norm is not None and record.gradient_norm is not None:
+            factor *= min(1.0, self._clip_norm / (record.gradient_norm + TINY))
+        return factor, not record.overflowed
+
+    def _unless_finite(self) -> float:
+        """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
+        return 0.0 if all_finite(self._reducer.complete()) else math.nan
+
+    def _not_finite(self) -> TrainingError:
+        """Return what to say of gradients that are not finite."""
+        there = ((name, each.grad) for name, each in self._trained.items())
+        name = first_not_finite((name, local(gradient)) for name, gradient in there if gradient is not None)
+        if name is not None:
+            place = f"stage {self._stage_of[name]}" + (", micro-batch 0" if self._plan.micro_batches == 1 else "")
+            return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
+        if len(self._everyone) > 1 and math.isfinite(self._squares()):
+            return PeerLostError("the gradients of another rank are not finite; nothing was updated")
+        return TrainingError("the norm of all gradients is too large for a number; nothing was updated")
+
+    def _squares(self) -> float:
+        """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
+        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned())
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def _sum(self, values: list[float]) -> list[float]:
+        # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.
+        total = torch.tensor(values, dtype=torch.float64)
+        self._transport.all_reduce(total, self._everyone).wait()
+        return [float(each) for each in total.tolist()]
+
+    def _step_scheduler(self, record: StepRecord) -> None:
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(record.total_loss or 0.0)
+        elif isinstance(self._scheduler, LRScheduler):
+            self._scheduler.step()
+
+
+@contextmanager
+def _stepping(what: str) -> Iterator[None]:
+    """Say of an error of the user's optimizer or scheduler whose it is."""
+    try:
+        yield
+    except (AutoparError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise TrainingError(f"the {what}'s step raised {type(error).__name__}: {error}") from error
+
+
+def _check_steps(optimizer: torch.optim.Optimizer, model: UserModel) -> None:
+    """Refuse an optimizer whose step calls for the loss again and again, as L-BFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{model.path}: optimizer() returned a {name}, whose step runs the model itself; use one whose step needs "
+            "no closure"
+        )
