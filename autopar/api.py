@@ -17,7 +17,7 @@ from autopar.formats import plan as plans
 from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
 from autopar.formats.profile import Precision, Profile
 from autopar.objects import Cluster, Plan, Timeline
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 __all__ = [
     "Cluster",
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
-    from autopar.formats.report import Verified
+    from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
     from autopar.profiler.probe import Probe
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
-    from autopar.shown import Shown
+    from autopar.shown import FileView
 
 
 PlanFile = plans.Plan | str | Path
@@ -76,7 +76,7 @@ def profile(
     compile: bool = False,  # noqa: A002  # torch's word
     seed: int = 0,
     budget_s: float = 10.0,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Profile:
     """Measure every layer of a model on this machine, or estimate them for GPUs that are not there.
 
@@ -163,7 +163,7 @@ def plan(
     cluster: clusters.Cluster | str | None = None,
     options: PlanOptions | None = None,
     *,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     **named: Any,  # noqa: ANN401
 ) -> Plan:
     """Return the fastest plan that fits, with its lower bound and alternatives.
@@ -193,7 +193,7 @@ def compare(
     cluster: clusters.Cluster | str | None = None,
     options: PlanOptions | None = None,
     *,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     **named: Any,  # noqa: ANN401
 ) -> Comparison:
     """Return autopar's plan beside those of GPipe, torchgpipe, PipeDream, DAPPLE, HetPipe, and plain parallelism.
@@ -221,7 +221,7 @@ def simulate(
     cluster: clusters.Cluster | str | None = None,
     *,
     times_of: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Timeline:
     """Return when every action of a plan's step is predicted to run.
 
@@ -238,10 +238,10 @@ def simulate(
     """
     from autopar.planner import simulate as timeline_of
 
-    return Timeline.of(timeline_of(*_planned_with(plan, profile, cluster, times_of, progress)))
+    return Timeline.of(timeline_of(*_resolve_inputs(plan, profile, cluster, times_of, progress)))
 
 
-def rehearse(plan: PlanFile, *, progress: Progress = untold) -> tuple[int, ...]:
+def rehearse(plan: PlanFile, *, progress: Progress = no_progress) -> tuple[int, ...]:
     """Return the peak bytes of every stage, by performing a plan's program on tensors that hold no data.
 
     Operators are the CPU's: of a plan for GPUs, attention, dropout and autocast keep what a CPU keeps.
@@ -257,7 +257,9 @@ def rehearse(plan: PlanFile, *, progress: Progress = untold) -> tuple[int, ...]:
     return rehearse_model(*inputs, progress)
 
 
-def verify(plan: PlanFile, *, steps: int = 3, timeout_s: float = 300.0, progress: Progress = untold) -> Verified:
+def verify(
+    plan: PlanFile, *, steps: int = 3, timeout_s: float = 300.0, progress: Progress = no_progress
+) -> Verification:
     """Train some steps by a plan's ranks and by a plain loop, as processes of this host, and compare both.
 
     Args:
@@ -289,7 +291,7 @@ def train(
     timeout_s: float = 300.0,
     share_gpus: bool = False,
     progress: StepProgress | None = None,
-    phases: Progress = untold,
+    phases: Progress = no_progress,
     **settings: Any,  # noqa: ANN401
 ) -> Outcome:
     """Train on processes of this host, one per rank, and compare what they take with the prediction.
@@ -314,7 +316,7 @@ def train(
     """
     planned, model, data = _runnable(plan, seed)
 
-    from autopar.recalibration import over_predicted
+    from autopar.recalibration import compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
 
     options = run_options(
@@ -329,7 +331,7 @@ def train(
         **settings,
     )
     outcome = run(planned, model, options, progress)
-    return over_predicted(outcome, planned, partial(simulate, plan, progress=phases))
+    return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
 
 
 def recalibrate(
@@ -349,9 +351,9 @@ def recalibrate(
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
     """
-    from autopar.recalibration import recalibrated
+    from autopar.recalibration import recalibrate_inputs
 
-    return recalibrated(*_planned_with(plan, profile, cluster), outcome)
+    return recalibrate_inputs(*_resolve_inputs(plan, profile, cluster), outcome)
 
 
 def probe(
@@ -361,7 +363,7 @@ def probe(
     threads: int = 1,
     quick: bool = False,
     largest_bytes: int | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> clusters.Cluster:
     """Measure messages, all-reduce, all-gather and reduce-scatter between ranks of this machine.
 
@@ -383,7 +385,7 @@ def probe(
 
 
 def links(
-    *, ranks: int | None = None, device: str = "auto", threads: int = 1, progress: Progress = untold
+    *, ranks: int | None = None, device: str = "auto", threads: int = 1, progress: Progress = no_progress
 ) -> clusters.Cluster:
     """Return this machine as a cluster, from what ranks soon measure: what `autopar profile` writes beside a profile.
 
@@ -392,7 +394,7 @@ def links(
     return _measured_links(ranks, device, threads, None, "local", progress)
 
 
-def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = untold) -> Shown:
+def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> FileView:
     """Return what there is to be seen of any of autopar's files: ``print()`` it for tables, ``draw()`` for a picture.
 
     Args:
@@ -404,9 +406,9 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
         FileError: a file is missing or malformed.
         UsageError: the two cannot be compared.
     """
-    from autopar.shown import shown
+    from autopar.shown import view_file
 
-    return shown(Path(file), None if over is None else Path(over), progress)
+    return view_file(Path(file), None if over is None else Path(over), progress)
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
@@ -441,12 +443,12 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
     Raises:
         FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
     """
-    from autopar.interop.kinds import Origin, joined
+    from autopar.interop.kinds import NamedProfile, join_profiles
 
-    return joined([Origin(str(file), Profile.load(Path(file))) for file in files])
+    return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])
 
 
-def _opened(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, Path]:
+def _open_plan(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, Path]:
     """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
     if isinstance(plan, plans.Plan):
         return plan if seed is None else plan.model_copy(update={"seed": seed}), Path("plan.json")
@@ -455,28 +457,28 @@ def _opened(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, Path]:
     return read_plan(Path(plan), seed), Path(plan)
 
 
-def _planned_with(
+def _resolve_inputs(
     plan: PlanFile,
     profile: Profile | str | Path | None,
     cluster: clusters.Cluster | str | None,
     times_of: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> tuple[plans.Plan, Profile, clusters.Cluster]:
     """Return a plan, and what it was made of: what is given, what it knows, or what its file records."""
-    from autopar.inputs import planned_with
+    from autopar.inputs import resolve_inputs
 
-    planned, path = _opened(plan)
+    planned, path = _open_plan(plan)
     known = plan.origin if isinstance(plan, Plan) else None
     if known is not None:
         profile, cluster = profile or known[0], cluster or known[1]
-    return planned_with(planned, path, profile, cluster, times_of, progress)
+    return resolve_inputs(planned, path, profile, cluster, times_of, progress)
 
 
 def _runnable(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, str, Path | None]:
     """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
     from autopar.inputs import data_of, model_of
 
-    planned, path = _opened(plan, seed)
+    planned, path = _open_plan(plan, seed)
     return planned, model_of(planned, path), data_of(planned, path)
 
 
@@ -494,10 +496,10 @@ def _given_model(
 
     from autopar.capture.batch import check_module, given_model, named_tensors, row_count
     from autopar.capture.losses import counted_loss, counts_labels
-    from autopar.capture.model_state import copied
+    from autopar.capture.model_state import deep_copy
 
     check_module(model)
-    own = copied(model)
+    own = deep_copy(model)
     counts = functions["loss"] is None and counts_labels(own.train(), batch)
     if counts:
         functions["loss"] = counted_loss(own)
@@ -506,9 +508,9 @@ def _given_model(
     return user, row_count(named_tensors(batch))
 
 
-def _check_absent(file: str | Path | None, **given: object) -> None:
+def _check_absent(file: str | Path | None, **arguments: object) -> None:
     """Refuse what a model in a file says itself, or, of a module, what only files have."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and file is not None:
             raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
         if value is not None:
@@ -524,20 +526,20 @@ def _count(batch: object) -> int:
 
 
 def _plan_options(
-    function: Literal["plan", "compare"], options: PlanOptions | None, named: dict[str, Any]
+    function: Literal["plan", "compare"], options: PlanOptions | None, option_values: dict[str, Any]
 ) -> PlanOptions:
     from dataclasses import fields, replace
 
     from autopar.planner import PlanOptions
 
     known = [field.name for field in fields(PlanOptions)]
-    for name in named:
+    for name in option_values:
         if name not in known:
             raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
     for name, parse in (("memory_bytes", parse_bytes), ("bytes_per_s", parse_bandwidth)):
-        if isinstance(named.get(name), str):
-            named = {**named, name: parse(named[name], f"`{name}`")}
-    return PlanOptions(**named) if options is None else replace(options, **named)
+        if isinstance(option_values.get(name), str):
+            option_values = {**option_values, name: parse(option_values[name], f"`{name}`")}
+    return PlanOptions(**option_values) if options is None else replace(options, **option_values)
 
 
 def _machines(

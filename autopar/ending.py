@@ -26,7 +26,7 @@ def unwinding_aborts() -> Iterator[None]:
         _inside.pop()
 
 
-def unwinds() -> bool:
+def may_unwind() -> bool:
     """Whether a signal's handler may raise."""
     return not _inside
 

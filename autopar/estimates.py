@@ -55,7 +55,7 @@ def device_kinds(device: str) -> DeviceKinds:
     return DeviceKinds(here[0] if here else None, gpus)
 
 
-def check_kinds(device: str, kinds: DeviceKinds, threads: int | None, compiled: bool, runs: Path | None) -> None:
+def check_kinds(device: str, kinds: DeviceKinds, threads: int | None, compile_layers: bool, runs: Path | None) -> None:
     """Refuse what does not go with the kinds of devices that ``device`` names.
 
     Raises:
@@ -66,8 +66,8 @@ def check_kinds(device: str, kinds: DeviceKinds, threads: int | None, compiled: 
         if runs is not None:
             raise UsageError(f"{fitting}: fits estimates; name a GPU that is not there with `device`")
         return
-    if threads is not None or compiled:
-        option = "`compile`" if compiled else f"`threads={threads}`"
+    if threads is not None or compile_layers:
+        option = "`compile`" if compile_layers else f"`threads={threads}`"
         raise UsageError(f"{option}: says how to measure, but `device={device!r}` is estimated; leave it out")
     count = len(kinds.gpus) + (kinds.here is not None)
     if runs is not None and count > 1:
@@ -90,20 +90,23 @@ def profile_kinds(
     user: UserModel, options: ProfileOptions, kinds: DeviceKinds, runs: Path | None, progress: Progress
 ) -> Profile:
     """Return the profile of GPUs that are not there, and of one that is if that is asked."""
-    from autopar.interop.kinds import Origin, joined
+    from autopar.interop.kinds import NamedProfile, join_profiles
     from autopar.profiler.device import choose
     from autopar.profiler.subject import prepare
 
     if kinds.here is not None:
         choose(kinds.here)
     subject = prepare(user, options, progress)
-    found = [Origin(f"`device={gpu.name!r}`", estimated(subject, gpu, options, runs, progress)) for gpu in kinds.gpus]
+    found = [
+        NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, runs, progress))
+        for gpu in kinds.gpus
+    ]
     if kinds.here is not None:
-        from autopar.profiler.profile import measured
+        from autopar.profiler.profile import measure_layers
 
         # Last, for measuring moves the model to the device.
-        found.insert(0, Origin(f"`device={kinds.here!r}`", measured(subject, options, progress)))
-    return joined(found)
+        found.insert(0, NamedProfile(f"`device={kinds.here!r}`", measure_layers(subject, options, progress)))
+    return join_profiles(found)
 
 
 def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
@@ -117,7 +120,7 @@ def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
     return cluster_named("+".join(f"{GPUS_PER_NODE if gpus is None else gpus}x{name}" for name in names))
 
 
-def estimated(
+def estimate_profile(
     subject: Subject,
     gpu: Gpu,
     options: ProfileOptions,
@@ -134,12 +137,12 @@ def estimated(
 
     if runs is None:
         return estimate(subject, gpu, options, progress=progress)
-    calibration = calibrated(subject, gpu, options, runs, progress)
+    calibration = calibrate_gpu(subject, gpu, options, runs, progress)
     load = workload(subject, gpu, options.batch, progress)
     return profile_of(subject, load, options.batch, calibration.constants, calibration.notes())
 
 
-def calibrated(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Progress) -> Calibration:
+def calibrate_gpu(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Progress) -> Calibration:
     """Fit the constants of a GPU to measured runs of this model or others.
 
     Raises:
@@ -149,7 +152,7 @@ def calibrated(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, 
     from autopar.profiler.roofline import default_constants
 
     runs = read_runs(path)
-    subjects = {spec: _prepared(spec, runs, options, progress) for spec in {r.model for r in runs if r.model}}
+    subjects = {spec: _prepare_subject(spec, runs, options, progress) for spec in {r.model for r in runs if r.model}}
     observations = []
     for spec in dict.fromkeys(run.model for run in runs):
         own = [run for run in runs if run.model == spec]
@@ -158,7 +161,7 @@ def calibrated(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, 
     return calibrate(observations, default_constants(gpu))
 
 
-def _prepared(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileOptions, progress: Progress) -> Subject:
+def _prepare_subject(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileOptions, progress: Progress) -> Subject:
     from autopar.capture import load
     from autopar.profiler.subject import prepare
 
@@ -188,7 +191,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
         key = (run.devices, run.cluster)
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
-        dictated = _dictated(run, costs[key], cuts, widths)
+        dictated = _dictated_run(run, costs[key], cuts, widths)
         observations.append(Observation(load, dictated, run.recompute, run.step_s))
     return observations
 
@@ -243,7 +246,7 @@ def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
     return cluster
 
 
-def _dictated(run: MeasuredRun, costs: CostModel, cuts: tuple[int, ...], widths: tuple[int, ...]) -> DictatedRun:
+def _dictated_run(run: MeasuredRun, costs: CostModel, cuts: tuple[int, ...], widths: tuple[int, ...]) -> DictatedRun:
     from autopar.planner.repricing import DictatedRun
 
     return DictatedRun(costs, cuts, widths, run.micro_batches, run.batch // run.micro_batches, run.schedule)

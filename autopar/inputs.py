@@ -11,7 +11,7 @@ from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, is_model, path_of, with_path
 from autopar.formats.references import named_file, resolve
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
@@ -29,16 +29,16 @@ def read_profile(path: Path) -> Profile:
     Raises:
         FileError: the file is malformed, or its layers are not those of one model.
     """
-    return connected(Profile.load(path), path)
+    return check_connected(Profile.load(path), path)
 
 
-def connected(profile: Profile, path: Path) -> Profile:
+def check_connected(profile: Profile, path: Path) -> Profile:
     """Return a profile whose layers are all connected with the last one, which computes the loss.
 
     Raises:
         FileError: some are not; names them.
     """
-    apart = profile.apart()
+    apart = profile.disconnected_layers()
     if apart:
         names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
         raise FileError(
@@ -48,7 +48,7 @@ def connected(profile: Profile, path: Path) -> Profile:
     return profile
 
 
-def cluster_file(named: str | None, profile: Path) -> Path | None:
+def cluster_file(cluster_name: str | None, profile: Path) -> Path | None:
     """Return the file that describes the cluster to plan for; None where a built-in one is named.
 
     Raises:
@@ -56,24 +56,26 @@ def cluster_file(named: str | None, profile: Path) -> Path | None:
     """
     from autopar.hardware.clusters import is_file
 
-    if named == "":
+    if cluster_name == "":
         raise UsageError("`cluster=''`: name a file or a cluster, such as 8xH100 (`autopar cluster list`)")
-    if named is None:
+    if cluster_name is None:
         return profile.parent / "cluster.json"
-    return Path(named) if is_file(named) else None
+    return Path(cluster_name) if is_file(cluster_name) else None
 
 
-def machines(named: str | None, path: Path | None, profile: Profile, gpus: int | None) -> tuple[Cluster, str | None]:
+def machines(
+    cluster_name: str | None, path: Path | None, profile: Profile, gpus: int | None
+) -> tuple[Cluster, str | None]:
     """Return the cluster and the text of its file; an estimated one if none was named and none lies there."""
-    from autopar.hardware.clusters import cluster_named, described
+    from autopar.hardware.clusters import cluster_named, parse_cluster
     from autopar.planner.costs.kinds import estimated_cluster
 
     if path is None:
-        return cluster_named(named or ""), None
-    if named is None and not path.exists():
+        return cluster_named(cluster_name or ""), None
+    if cluster_name is None and not path.exists():
         return estimated_cluster(profile, gpus or 1), None
     text = read_text(path, Cluster.KIND)
-    return described(text, path), text
+    return parse_cluster(text, path), text
 
 
 def read_plan(path: Path, seed: int | None = None) -> Plan:
@@ -111,7 +113,7 @@ def data_of(plan: Plan, path: Path) -> Path | None:
 
 
 def predict(
-    plan: Path, profile: Path | None = None, cluster: str | None = None, progress: Progress = untold
+    plan: Path, profile: Path | None = None, cluster: str | None = None, progress: Progress = no_progress
 ) -> Timeline:
     """Return the predicted timeline of a plan file; what is not given is what the plan records.
 
@@ -129,7 +131,7 @@ def read_inputs(
     profile: Path | None = None,
     cluster: str | None = None,
     times_of: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
     """Return a plan file's plan, and the profile and the cluster that it records, where no other is given.
 
@@ -140,35 +142,35 @@ def read_inputs(
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         UsageError: the program is too long to be listed action by action, or ``times_of`` stands for nothing.
     """
-    return planned_with(Plan.load(plan), plan, profile, cluster, times_of, progress)
+    return resolve_inputs(Plan.load(plan), plan, profile, cluster, times_of, progress)
 
 
-def planned_with(
-    planned: Plan,
+def resolve_inputs(
+    loaded_plan: Plan,
     plan: Path,
     profile: Profile | str | Path | None = None,
     cluster: Cluster | str | None = None,
     times_of: str | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
     """Return :func:`read_inputs` of a plan that has been read from the file ``plan``."""
     from autopar.planner.costs.kinds import check_times_of
 
-    _check_length(planned, plan, progress)
-    measured = profile if isinstance(profile, Profile) else _profile(planned, plan, profile)
-    found = cluster if isinstance(cluster, Cluster) else _cluster(planned, plan, cluster, measured)
+    _check_length(loaded_plan, plan, progress)
+    measured = profile if isinstance(profile, Profile) else _profile(loaded_plan, plan, profile)
+    found = cluster if isinstance(cluster, Cluster) else _cluster(loaded_plan, plan, cluster, measured)
     if times_of is not None:
         check_times_of(measured, found, times_of)
-        planned = planned.model_copy(update={"times_of": times_of})
-    return planned, measured, found
+        loaded_plan = loaded_plan.model_copy(update={"times_of": times_of})
+    return loaded_plan, measured, found
 
 
-def _check_length(planned: Plan, plan: Path, progress: Progress) -> None:
+def _check_length(loaded_plan: Plan, plan: Path, progress: Progress) -> None:
     """Refuse a program whose timeline fits no ordinary memory; say so where it takes a while."""
     from autopar.schedules.expand import action_count
 
-    count = action_count(planned)
-    size = f"{count:,} actions of {len(planned.devices):,} ranks"
+    count = action_count(loaded_plan)
+    size = f"{count:,} actions of {len(loaded_plan.devices):,} ranks"
     if count > MOST_ACTIONS:
         raise UsageError(
             f"{plan}: a timeline of {size} is not listed, only of up to {MOST_ACTIONS:,}; the plan holds what is "
@@ -178,25 +180,25 @@ def _check_length(planned: Plan, plan: Path, progress: Progress) -> None:
         progress(f"simulating {size}, one by one", 0.0)
 
 
-def _profile(planned: Plan, plan: Path, given: str | Path | None) -> Profile:
-    if given is not None:
-        return Profile.load(Path(given))
-    if planned.profile is None:
+def _profile(loaded_plan: Plan, plan: Path, profile_path: str | Path | None) -> Profile:
+    if profile_path is not None:
+        return Profile.load(Path(profile_path))
+    if loaded_plan.profile is None:
         raise FileError(f"{plan}: $.profile: the plan records no profile; pass `profile`")
-    return Profile.load(resolve(planned.profile, plan, "profile"))
+    return Profile.load(resolve(loaded_plan.profile, plan, "profile"))
 
 
-def _cluster(planned: Plan, plan: Path, given: str | None, profile: Profile) -> Cluster:
+def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: Profile) -> Cluster:
     from autopar.hardware.clusters import cluster_named, find_cluster, read_cluster
     from autopar.planner.costs.kinds import estimated_cluster
 
-    if given is not None:
-        return find_cluster(given)
-    if planned.cluster_name is not None:
+    if cluster_name is not None:
+        return find_cluster(cluster_name)
+    if loaded_plan.cluster_name is not None:
         try:
-            return cluster_named(planned.cluster_name)
+            return cluster_named(loaded_plan.cluster_name)
         except UsageError as error:
             raise FileError(f"{plan}: $.cluster_name: {error}") from error
-    if planned.cluster is None:
-        return estimated_cluster(profile, max(planned.devices) + 1)
-    return read_cluster(resolve(planned.cluster, plan, "cluster"))
+    if loaded_plan.cluster is None:
+        return estimated_cluster(profile, max(loaded_plan.devices) + 1)
+    return read_cluster(resolve(loaded_plan.cluster, plan, "cluster"))

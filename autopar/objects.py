@@ -74,9 +74,9 @@ class Plan(plans.Plan):
 
     def explain(self) -> str:
         """Return the stages, what is predicted of them and why, and the alternatives, as text."""
-        from autopar.report.plan import explained
+        from autopar.report.plan import plan_text
 
-        return explained(self)
+        return plan_text(self)
 
     def timeline(self, profile: Profile | None = None, cluster: clusters.Cluster | None = None) -> Timeline:
         """Return when every action of a step is predicted to run.

@@ -8,5 +8,5 @@ Progress = Callable[[str, float], None]
 """Called with what is being done, and about which share of it all lies behind; 0 where nobody knows."""
 
 
-def untold(what: str, share: float) -> None:
+def no_progress(what: str, share: float) -> None:
     """Tell nobody."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autopar.errors import AutoparError
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.formats.timeline import OwnTimes, compared, own_times
+from autopar.formats.timeline import OwnTimes, compare_times, own_times
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ESTIMATED = "devices are estimated; messages took as long in a run"
 
 
-def over_predicted(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:
+def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:
     """Return the outcome of a plan's run, its report with measured over predicted times of actions.
 
     What is predicted is what ``predict`` returns; where it fails, of forwards and backwards, what the plan says.
@@ -33,7 +33,7 @@ def over_predicted(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]
         predicted = planned_times(plan, outcome)
         note = f"only forwards and backwards are compared with the plan, by stage: {error}"
         report = report.model_copy(update={"notes": (*report.notes, note)}) if predicted else report
-    kinds = compared(outcome.own_times, predicted)
+    kinds = compare_times(outcome.own_times, predicted)
     return replace(outcome, report=report.model_copy(update={"kinds": kinds}))
 
 
@@ -55,7 +55,7 @@ def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:
     }
 
 
-def recalibrated(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcome) -> tuple[Profile, Cluster]:
+def recalibrate_inputs(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcome) -> tuple[Profile, Cluster]:
     """Return what a plan was made of, with the times that a run of it measured; the cluster itself if it measured none.
 
     Args:
@@ -65,14 +65,16 @@ def recalibrated(plan: Plan, profile: Profile, cluster: Cluster, outcome: Outcom
         outcome: of a run whose layers were timed.
     """
     from autopar.planner import simulate
-    from autopar.profiler.recalibrate import corrected, regathered, relinked, ungathered
+    from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 
     measured, predicted = outcome.own_times, own_times(simulate(plan, profile, cluster))
-    made = corrected(profile, plan, measured, predicted, outcome.layers_s, outcome.overhead_s)
-    links = relinked(cluster, plan, measured, predicted)
+    made = correct_profile(profile, plan, measured, predicted, outcome.layers_s, outcome.overhead_s)
+    links = correct_links(cluster, plan, measured, predicted)
     if any(stage.shard in SCATTERING for stage in plan.stages):
-        with_gathers, without = (own_times(simulate(plan, made, each)) for each in (cluster, ungathered(cluster)))
-        links = regathered(links, plan, measured, with_gathers, without)
+        with_gathers, without = (
+            own_times(simulate(plan, made, each)) for each in (cluster, without_gathering(cluster))
+        )
+        links = correct_gathering(links, plan, measured, with_gathers, without)
     if links != cluster and plan.cluster is None and plan.cluster_name is None:
         links = links.model_copy(update={"name": "local", "notes": (ESTIMATED,)})
     return made, links

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import UsageError
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
 
 
-class Shown(NamedTuple):
+class FileView(NamedTuple):
     """A file's content as tables, JSON, and a picture where there is one; printed, it is its tables."""
 
     kind: str
@@ -35,7 +35,7 @@ class Shown(NamedTuple):
         return as_text(self.render)
 
 
-def shown(file: Path, over: Path | None = None, progress: Progress = untold) -> Shown:
+def view_file(file: Path, over: Path | None = None, progress: Progress = no_progress) -> FileView:
     """Return what there is to be seen of a file, or of a trace and a second trace, or its plan, laid over each other.
 
     Raises:
@@ -50,7 +50,7 @@ def shown(file: Path, over: Path | None = None, progress: Progress = untold) -> 
     return _document(kind, file, progress)
 
 
-def _document(kind: str, file: Path, progress: Progress) -> Shown:
+def _document(kind: str, file: Path, progress: Progress) -> FileView:
     """Return a document's canonical JSON text, its tables, and its picture if it has one."""
     if kind == "profile":
         from autopar.formats.profile import Profile
@@ -60,34 +60,34 @@ def _document(kind: str, file: Path, progress: Progress) -> Shown:
 
         profile = Profile.load(file)
         tables = partial(render_profile, profile)
-        return Shown(kind, title_of(profile), profile.dumps(), tables, partial(draw_profile, profile))
+        return FileView(kind, title_of(profile), profile.dumps(), tables, partial(draw_profile, profile))
     if kind == "cluster":
         from autopar.formats.cluster import Cluster
         from autopar.report.cluster import render as render_cluster
 
         cluster = Cluster.load(file)
-        return Shown(kind, f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
+        return FileView(kind, f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
     if kind == "plan":
         from autopar.formats.plan import Plan
         from autopar.report.plan import render as render_plan
 
         plan = Plan.load(file)
         title = f"plan of {plan.model.source}"
-        return Shown(kind, title, plan.dumps(), partial(render_plan, plan), partial(_planned, file, progress))
+        return FileView(kind, title, plan.dumps(), partial(render_plan, plan), partial(_draw_plan, file, progress))
     if kind == "report":
         from autopar.formats.report import Report
         from autopar.report.run import render as render_report
 
         report = Report.load(file)
-        return Shown(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
+        return FileView(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
     from autopar.formats.program import Program
     from autopar.report.run import render_program
 
     program = Program.load(file)
-    return Shown(kind, f"program {file.name}", program.dumps(), partial(render_program, program))
+    return FileView(kind, f"program {file.name}", program.dumps(), partial(render_program, program))
 
 
-def _planned(file: Path, progress: Progress) -> Figure:
+def _draw_plan(file: Path, progress: Progress) -> Figure:
     from autopar.inputs import read_inputs
     from autopar.planner import simulate
     from autopar.report.pictures import draw_placement
@@ -96,15 +96,15 @@ def _planned(file: Path, progress: Progress) -> Figure:
     return draw_placement(plan, cluster, simulate(plan, profile, cluster))
 
 
-def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> Shown:
+def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> FileView:
     """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
     from autopar.report.pictures import draw_over, draw_timeline, render
 
     timeline = _timeline(file, progress)
     if over is None:
         title = f"step of {file.name}"
-        return Shown(
-            kind, title, _dumped(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
+        return FileView(
+            kind, title, _to_json(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
         )
     other = _timeline(over, progress)
     if timeline.origin == other.origin:
@@ -121,10 +121,10 @@ def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> 
     error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
     figures = {"measured": _summary(measured), "predicted": _summary(predicted), "error": error}
     title = f"{file.name} over {over.name}"
-    return Shown(kind, title, _dumped(figures), render_both, partial(draw_over, measured, predicted))
+    return FileView(kind, title, _to_json(figures), render_both, partial(draw_over, measured, predicted))
 
 
-def _dumped(figures: Mapping[str, object]) -> str:
+def _to_json(figures: Mapping[str, object]) -> str:
     return json.dumps(figures, indent=1) + "\n"
 
 

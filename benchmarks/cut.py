@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.plan import Plan, Predicted, Shard, Stage, group_of, layout_of
+from autopar.formats.plan import Plan, Prediction, Shard, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES
@@ -60,5 +60,5 @@ def cut(
         micro_batch_size=rows,
         stages=tuple(placed),
         tensors=crossings(graph.tensors, stage_of),
-        predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
+        predicted=Prediction(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Cluster, Device, Link
-from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
@@ -96,7 +96,7 @@ def least_memory_bytes(costs: CostModel, micro_batches: int) -> int:
     longest = min(costs.layer_count, LONGEST)
     every = costs.recompute_levels(ROWS)[-1]
     parts = {width: costs.memory[0].arrays(each, every, longest) for width, each in rows.items()}
-    peaks = {width: _peaks(parts[width], Held(rows[width], 1, micro_batches, width)) for width in parts}
+    peaks = {width: _peaks(parts[width], PeakTerms(rows[width], 1, micro_batches, width)) for width in parts}
     low, high = 0, 64 * max(int(each.max()) for each in peaks.values())
     while high - low > max(1, high // 1000):
         middle = (low + high) // 2
@@ -108,7 +108,7 @@ def least_memory_bytes(costs: CostModel, micro_batches: int) -> int:
     return high
 
 
-def _peaks(parts: Parts, held: Held | None = None) -> np.ndarray:
+def _peaks(parts: Parts, held: PeakTerms | None = None) -> np.ndarray:
     """What stages hold with one micro-batch in flight, or what each further one adds, ``[first, length - 1]``."""
     found = np.asarray(parts.activations if held is None else peak_of(parts, held))
     layers, longest = found.shape
@@ -147,7 +147,7 @@ def _layer(name: str, factors: list[float], read: Tensor | None) -> Layer:
                 micro_batch=rows,
                 forward_s=LAUNCH_S + forward_s * rows,
                 backward_s=2 * (LAUNCH_S + forward_s * rows),
-                saved=tuple(Saved(storage=storage, bytes=each) for storage, each in saved.items()),
+                saved=tuple(SavedStorage(storage=storage, bytes=each) for storage, each in saved.items()),
                 peak_bytes=int(1.2 * SAVED_BYTES * kept) * rows,
                 output_bytes=BOUNDARY_BYTES * rows,
             )

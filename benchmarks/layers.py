@@ -28,9 +28,9 @@ from autopar.capture import load, named_tensors
 from autopar.capture.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare
-from autopar.profiler.device import choose, pinned
+from autopar.profiler.device import choose, pin_threads
 from autopar.profiler.layer_runs import SavedStorages
-from autopar.profiler.profile import measured
+from autopar.profiler.profile import measure_layers
 from autopar.profiler.subject import Subject
 from machine import Watch
 
@@ -103,7 +103,7 @@ def _profiled(spec: str, options: ProfileOptions) -> dict[str, Any]:
     """Profile once; return sums over the layers, in seconds and bytes."""
     subject = _subject(spec, options)
     started = time.perf_counter()
-    profile = measured(subject, options)
+    profile = measure_layers(subject, options)
     return {
         **_sums(profile, options.batch),
         "saved_bytes": _saved_bytes(profile, options.batch),
@@ -162,7 +162,7 @@ class _Plain:
     def run(self) -> dict[str, float]:
         """Return the medians of some steps' seconds."""
         module = self._subject.module.to(self._device).train()
-        with pinned(self._options.threads):
+        with pin_threads(self._options.threads):
             batch = self._batch()
             optimizer = self._subject.user.make_optimizer(module.named_parameters())
             times = [self._once(batch, optimizer) for _ in range(WARM_UP + STEPS)][WARM_UP:]
@@ -204,7 +204,7 @@ class _Plain:
         storages = SavedStorages("model", (*module.parameters(), *module.buffers(), *named_tensors(batch).values()))
         with storages.recording():
             self._loss(batch)
-        return sum(storages.named({}, {}).values())
+        return sum(storages.bytes_by_name({}, {}).values())
 
     def memory(self) -> dict[str, object]:
         """Return the most bytes that a step of the plain model allocates, where the device counts them."""

@@ -29,10 +29,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
-from autopar.planner.plan import others_of
+from autopar.planner.plan import starting_plans
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
-from autopar.planner.search.local import started
+from autopar.planner.search.local import judge_even_splits
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from instances import instance
@@ -217,13 +217,13 @@ def _starts(asked: Question) -> Iterator[tuple[str, float]]:
     options = replace(asked.options, gpus=asked.options.gpus or len(asked.cluster.devices))
     costs = CostModel(asked.profile, asked.cluster, options)
     simulator, every = Simulator(costs), runnable(costs, options)
-    others = others_of(simulator, every, options)
+    others = starting_plans(simulator, every, options)
     found = [each.candidate for each in others.peers if each.candidate is not None and each.reason is None]
     sharded = (any(stage.shard != "none" for stage in each.stages) for each in found)
     admitted = [each for each, parts in zip(found, sharded, strict=True) if options.shard == "auto" or not parts]
     yield "others", min((simulator.step_s(each) for each in admitted), default=float("inf"))
     even, tables = Best(), Best()
-    started(simulator, every, options, even)
+    judge_even_splits(simulator, every, options, even)
     yield "even splits", even.step_s
     search(simulator, every, options, tables)
     yield "paced and best first", tables.step_s

@@ -22,7 +22,7 @@ from autopar.capture.batch import named_tensors
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.profiler import ProfileOptions, probe, profile
-from autopar.profiler.probe import Measured, Probe
+from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.data import split_rows
 from autopar.runtime.messages.staging import connect
@@ -66,7 +66,7 @@ class Real(TypedDict):
     laps: dict[str, list[Lap]]
     profiles: list[str]
     """Of every round that counts, as JSON texts."""
-    links: Measured
+    links: LinkMeasurements
 
 
 class Field(TypedDict):

@@ -33,7 +33,7 @@ from autopar.formats.plan import SHARDS, Plan
 from autopar.formats.profile import Profile
 from autopar.planner import simulate
 from autopar.profiler import ProfileOptions, local_cluster, probe, profile
-from autopar.profiler.probe import Measured, Probe
+from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.worker import build
@@ -75,7 +75,7 @@ class Round(TypedDict):
     """What a rank found in one round."""
 
     profile: str
-    links: Measured
+    links: LinkMeasurements
     times: dict[str, list[list[tuple[float, float]]]]
     """By contestant and step, when every action ran."""
     others: float

@@ -30,9 +30,9 @@ from autopar.hardware.clusters import cluster_named
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.links import LinkModel, Sharing, Traffic
-from autopar.planner.simulator.beats import beats_of, march
+from autopar.planner.simulator.beats import action_levels, simulate_levels
 from autopar.planner.simulator.simulate import compile_rows, run
-from autopar.planner.simulator.wave import applies, ride, wave_of
+from autopar.planner.simulator.wave import applies, chain_times, simulate_chain
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import routes
@@ -95,16 +95,16 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
 
 
 def _march(candidate: Candidate, times: Durations) -> float:
-    beats = beats_of(candidate)
-    step_s = None if beats is None else march(candidate, times, (), beats)
+    beats = action_levels(candidate)
+    step_s = None if beats is None else simulate_levels(candidate, times, (), beats)
     assert step_s is not None
     return step_s
 
 
 def _ride(candidate: Candidate, times: Durations) -> float:
-    wave = wave_of(candidate, times, ())
+    wave = chain_times(candidate, times, ())
     assert wave is not None
-    return ride(wave)
+    return simulate_chain(wave)
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:

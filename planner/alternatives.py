@@ -13,13 +13,13 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Family, Placed, counts_beside, place, plain
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, place, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depths import depth_choices, span_of
-from autopar.planner.search.judge import NEAR, Best, Found
+from autopar.planner.search.judge import NEAR, Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
@@ -30,7 +30,7 @@ class Reference(NamedTuple):
     """A plan to compare with: found, or not feasible for a reason."""
 
     name: str
-    found: Found | None
+    simulated_plan: SimulatedPlan | None
     reason: str | None
 
 
@@ -69,7 +69,7 @@ def frames(
     cuts: Sequence[int],
     widths: Sequence[int],
     shards: Sequence[Shard] | None = None,
-) -> list[tuple[Placed, ...]]:
+) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
     if shards is None:
         shards = options.shards
@@ -82,18 +82,18 @@ def frames(
     return [place(family, cuts, widths, way, divisible=costs.divisible) for way in same if all(ways)]
 
 
-def _on(order: Sequence[int] | None, frame: tuple[Placed, ...]) -> tuple[Placed, ...]:
+def _on(order: Sequence[int] | None, frame: tuple[CandidateStage, ...]) -> tuple[CandidateStage, ...]:
     if order is None:
         return frame
     return tuple(stage._replace(devices=tuple(order[device] for device in stage.devices)) for stage in frame)
 
 
 def _promising(
-    costs: CostModel, family: Family, every: Sequence[tuple[Placed, ...]], most: int | None
-) -> Sequence[tuple[Placed, ...]]:
+    costs: CostModel, family: Family, every: Sequence[tuple[CandidateStage, ...]], most: int | None
+) -> Sequence[tuple[CandidateStage, ...]]:
     if most is None or len(every) <= most:
         return every
-    return sorted(every, key=lambda frame: bound(costs, Candidate(*family, frame)))[:most]
+    return sorted(every, key=lambda frame: candidate_bound_s(costs, Candidate(*family, frame)))[:most]
 
 
 def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
@@ -124,8 +124,8 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
 
 
 def _reference(costs: CostModel, name: str, best: Best) -> Reference:
-    if best.found is not None:
-        return Reference(name, best.found, None)
+    if best.fastest is not None:
+        return Reference(name, best.fastest, None)
     if best.closest is not None:
         return Reference(name, None, explain(costs, best.closest[1]))
     if costs.share_limits:
@@ -134,14 +134,14 @@ def _reference(costs: CostModel, name: str, best: Best) -> Reference:
     return Reference(name, None, f"no micro-batch of a batch of {rows} has a sample for each of {len(costs.devices)}")
 
 
-def record(name: str, found: Found | None, reason: str | None = None) -> Alternative:
+def record(name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None) -> Alternative:
     """Return a candidate as the plan file lists it."""
-    if found is None:
+    if simulated_plan is None:
         return Alternative(name=name, infeasible=reason)
-    candidate = found.candidate
+    candidate = simulated_plan.candidate
     return Alternative(
         name=name,
-        step_s=found.step_s,
+        step_s=simulated_plan.step_s,
         stages=candidate.text(),
         micro_batches=candidate.micro_batches,
         schedule=candidate.schedule,
@@ -151,38 +151,40 @@ def record(name: str, found: Found | None, reason: str | None = None) -> Alterna
 MOST_NEIGHBOURS = 5
 
 
-def neighbours(simulator: Simulator, best: Best, chosen: Candidate) -> list[Reference]:
+def neighbours(simulator: Simulator, best: Best, candidate: Candidate) -> list[Reference]:
     """Return the fastest plans that were met with fewer and more stages, devices or micro-batches, or less of the rest.
 
     At most five, the fastest first; and the fastest whose stages are equally wide, if the chosen one's are not.
     """
     rows: dict[Candidate, Reference] = {}
-    for name, found in _met(simulator, best, chosen):
-        if found is not None and found.candidate != chosen:
+    for name, found in _named_neighbours(simulator, best, candidate):
+        if found is not None and found.candidate != candidate:
             step_s = simulator.step_s(found.candidate) if simulator.sharing else found.step_s
-            rows.setdefault(found.candidate, Reference(name, Found(step_s, found.candidate), None))
-    every = sorted(rows.values(), key=lambda each: each.found.step_s if each.found else 0.0)
+            rows.setdefault(found.candidate, Reference(name, SimulatedPlan(step_s, found.candidate), None))
+    every = sorted(rows.values(), key=lambda each: each.simulated_plan.step_s if each.simulated_plan else 0.0)
     equal = [each for each in every if each.name == "equal widths"]
     others = [each for each in every if each.name != "equal widths"][: MOST_NEIGHBOURS - len(equal)]
-    return sorted([*equal, *others], key=lambda each: each.found.step_s if each.found else 0.0)
+    return sorted([*equal, *others], key=lambda each: each.simulated_plan.step_s if each.simulated_plan else 0.0)
 
 
-def _met(simulator: Simulator, best: Best, chosen: Candidate) -> Iterator[tuple[str, Found | None]]:
+def _named_neighbours(
+    simulator: Simulator, best: Best, candidate: Candidate
+) -> Iterator[tuple[str, SimulatedPlan | None]]:
     yield "equal widths", best.equal
-    if best.found is not None and best.found.candidate != chosen:
-        yield "fastest", best.found
-    own = len(chosen.stages)
+    if best.fastest is not None and best.fastest.candidate != candidate:
+        yield "fastest", best.fastest
+    own = len(candidate.stages)
     for count in (own - 1, own + 1, 1):
         yield f"{count} stage{'s' if count > 1 else ''}", best.by_stages.get(count)
-    for count in counts_beside(simulator.costs.batch, chosen.micro_batches):
+    for count in counts_beside(simulator.costs.batch, candidate.micro_batches):
         name = f"{count} micro-batch{'es' if count > 1 else ''}"
         yield name, best.by_trait.get(("micro_batches", count))
-    used = len({device for stage in chosen.stages for device in stage.devices})
+    used = len({device for stage in candidate.stages for device in stage.devices})
     fewer = max((count for kind, count in best.by_trait if kind == "devices" and count < used), default=0)
     yield f"{fewer} device{'s' if fewer > 1 else ''}", best.by_trait.get(("devices", fewer))
-    if any(stage.recompute for stage in chosen.stages):
+    if any(stage.recompute for stage in candidate.stages):
         yield "no recomputation", best.by_trait.get(("recompute", 0))
-    shard = max(SHARDS.index(stage.shard) for stage in chosen.stages)
+    shard = max(SHARDS.index(stage.shard) for stage in candidate.stages)
     for less in range(shard):
         yield f"shards {SHARDS[less]}" if less else "shards nothing", best.by_trait.get(("shard", less))
 
@@ -203,7 +205,7 @@ class Simplicity(NamedTuple):
     schedule: bool
     """Whether it is other than `1f1b`."""
     stages: int
-    recomputed: int
+    recomputed_layers: int
     """Layers that are run forward again."""
 
 
@@ -218,11 +220,11 @@ def simplicity(costs: CostModel, candidate: Candidate) -> Simplicity:
         shard=max(SHARDS.index(stage.shard) for stage in stages),
         schedule=not plain(candidate.schedule),
         stages=len(stages),
-        recomputed=sum(len(stage.recompute) for stage in stages),
+        recomputed_layers=sum(len(stage.recompute) for stage in stages),
     )
 
 
-def straddling(costs: CostModel, stages: Sequence[Placed]) -> list[int]:
+def straddling(costs: CostModel, stages: Sequence[CandidateStage]) -> list[int]:
     """Return the stages that take some devices of several nodes, and not all of each."""
     nodes = costs.links.topology.nodes
     found = []
@@ -233,9 +235,9 @@ def straddling(costs: CostModel, stages: Sequence[Placed]) -> list[int]:
     return found
 
 
-def simplest(simulator: Simulator, best: Best) -> Found:
+def simplest(simulator: Simulator, best: Best) -> SimulatedPlan:
     """Return the simplest of all candidates that were met within 1 % of the best one; of equals the fastest."""
-    assert best.found is not None
+    assert best.fastest is not None
     most_s = best.step_s * (1 + NEAR)
     ranked = sorted(
         (
@@ -249,5 +251,5 @@ def simplest(simulator: Simulator, best: Best) -> Found:
         # What was not the best of its number of stages may have been simulated without contention.
         step_s = simulator.step_s(candidates[at]) if simulator.sharing else known_s
         if step_s <= most_s:
-            return Found(step_s, candidates[at])
-    return best.found
+            return SimulatedPlan(step_s, candidates[at])
+    return best.fastest

@@ -19,7 +19,7 @@ from autopar.formats.plan import (
     Bounds,
     Crossing,
     Plan,
-    Predicted,
+    Prediction,
     ScheduleName,
     SharedParameter,
     Shares,
@@ -29,7 +29,7 @@ from autopar.formats.profile import DeviceType, ModelSource, Precision, Profile
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.formats.timeline import Timeline, track_of
 from autopar.planner.bounds.ranks import binding
-from autopar.planner.candidate import Candidate, Placed, halves, plain
+from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.links import Collective, Traffic
@@ -77,14 +77,14 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
     )
 
 
-def computed(costs: CostModel, stage: Placed) -> Provenance:
+def compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
     """Return where the times of a stage's forwards and backwards come from."""
     placed = {(rows, costs.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
     known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
     return least_certain(known) or "estimated"
 
 
-def communicated(costs: CostModel, candidate: Candidate) -> Provenance | None:
+def communication_provenance(costs: CostModel, candidate: Candidate) -> Provenance | None:
     """Return where the times of a candidate's messages and reductions come from; none if it has none."""
     return least_certain((*_messages(costs, candidate), *_reductions(costs, candidate)))
 
@@ -181,13 +181,13 @@ def assemble(
         micro_batch_size=candidate.micro_batch_size,
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
-        tied=shared(costs, candidate),
+        tied=shared_parameters(costs, candidate),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
-        predicted=_predicted(costs, candidate),
+        predicted=_prediction(costs, candidate),
         alternatives=tuple(alternatives),
         notes=(*costs.notes, *notes, *_writes(costs, candidate, options), *_estimates(costs, candidate)),
     )
-    step_s, bubble, shares = _simulated(plan, candidate, costs, step_s)
+    step_s, bubble, shares = _simulate(plan, candidate, costs, step_s)
     # The program's step may differ in its last digits from the one that the search stopped at.
     least = None if bounds is None else Bounds(**{name: min(each, step_s) for name, each in bounds})
     found = {"step_s": step_s, "lower_bound_s": min(lower_bound_s, step_s), "bubble": min(1.0, bubble)}
@@ -195,7 +195,7 @@ def assemble(
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={**found, **explained})})
 
 
-def _simulated(
+def _simulate(
     plan: Plan, candidate: Candidate, costs: CostModel, step_s: float | None
 ) -> tuple[float, float, Shares | None]:
     """Return the step's seconds, its bubble, and what the ranks' time goes to, where a timeline is traced."""
@@ -205,7 +205,7 @@ def _simulated(
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
     program = expand(plan)
     check(program, plan)
-    timeline = _traced(program, candidate, costs)
+    timeline = _trace(program, candidate, costs)
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -228,10 +228,10 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
 
 def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
     """Simulate a plan's own program."""
-    return _traced(expand(plan), candidate_of(plan, costs.profile), costs)
+    return _trace(expand(plan), candidate_of(plan, costs.profile), costs)
 
 
-def _traced(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
+def _trace(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
     devices = tuple(device for stage in candidate.stages for device in stage.devices)
     return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
 
@@ -240,7 +240,7 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     """Return the candidate that a plan was made of."""
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     stages = tuple(
-        Placed(
+        CandidateStage(
             position[stage.layers[0]],
             position[stage.layers[-1]] + 1,
             stage.devices,
@@ -255,7 +255,7 @@ def candidate_of(plan: Plan, profile: Profile) -> Candidate:
     return Candidate(plan.micro_batches, plan.micro_batch_size, plan.schedule, stages)
 
 
-def stage_record(costs: CostModel, stage: Placed) -> Stage:
+def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     """Return a stage as the plan file holds it."""
     profile = costs.profile
     names = tuple(layer.name for layer in profile.layers[stage.first : stage.stop])
@@ -281,31 +281,31 @@ def _schedule(candidate: Candidate) -> ScheduleName:
     return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
 
 
-def _predicted(costs: CostModel, candidate: Candidate) -> Predicted:
+def _prediction(costs: CostModel, candidate: Candidate) -> Prediction:
     """Return what is known of a candidate before its program is simulated."""
     stages = candidate.stages
-    return Predicted(
+    return Prediction(
         step_s=0.0,
         lower_bound_s=0.0,
         bubble=0.0,
         peak_bytes=tuple(costs.peak_bytes(candidate)),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
-        compute=tuple(computed(costs, stage) for stage in stages),
-        communication=communicated(costs, candidate),
+        compute=tuple(compute_provenance(costs, stage) for stage in stages),
+        communication=communication_provenance(costs, candidate),
         backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
     )
 
 
-def _backward_s(costs: CostModel, stage: Placed, candidate: Candidate) -> float:
+def _backward_s(costs: CostModel, stage: CandidateStage, candidate: Candidate) -> float:
     """Return the seconds of a backward, whole or in halves as the last one is, on the slowest replica."""
     count, replicas = candidate.micro_batches, range(len(stage.devices))
-    if halves(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
+    if splits_backward(candidate.schedule) and not backwards(candidate)[candidate.stages.index(stage)].ends_whole:
         return max(sum(costs.halves_s(stage, replica, count)) for replica in replicas)
     return max(costs.backward_s(stage, replica, count) for replica in replicas)
 
 
-def shared(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
+def shared_parameters(costs: CostModel, candidate: Candidate) -> tuple[SharedParameter, ...]:
     """Return the parameters that several stages of a candidate hold."""
     tied = costs.profile.tied
     return tuple(

@@ -22,7 +22,7 @@ MOST_MICRO_BATCHES = 4096
 """Counts above are searched only when asked for: a step of theirs is mostly latency, and long to simulate."""
 
 
-class Placed(NamedTuple):
+class CandidateStage(NamedTuple):
     """One stage of a candidate: layers ``first`` to ``stop - 1`` on ``devices``; fields as of a plan's stage."""
 
     first: int
@@ -45,14 +45,15 @@ class Placed(NamedTuple):
         """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
         return len(self.devices) if self.division == "round-robin" else 1
 
-    def lead(self, before: Placed, micro_batches: int) -> int:
+    def lead(self, before: CandidateStage, micro_batches: int) -> int:
         """Return for how many more turns than are in flight a gradient may be on its way to the stage ``before``.
 
         It has arrived when the replica that it went to sends the activations of a later micro-batch, as many behind
         as that stage has in flight. Where replicas take turns, the same two meet again after as many micro-batches as
         both numbers of replicas divide.
 
-        >>> one, two = Placed(0, 1, (0,), (4,), 7), Placed(1, 2, (1, 2), (4, 4), 2, division="round-robin")
+        >>> one = CandidateStage(0, 1, (0,), (4,), 7)
+        >>> two = CandidateStage(1, 2, (1, 2), (4, 4), 2, division="round-robin")
         >>> two.lead(one, 9), one.lead(two, 9), one._replace(warmup=1).lead(two, 9)
         (2, 0, 3)
         """
@@ -63,7 +64,7 @@ class Placed(NamedTuple):
     def turns(self, replica: int, micro_batches: int) -> int:
         """Return how many of a step's micro-batches a replica takes part in.
 
-        >>> [Placed(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
+        >>> [CandidateStage(0, 1, (0, 1), (4, 4), 1, division="round-robin").turns(replica, 5) for replica in (0, 1)]
         [3, 2]
         """
         return len(turns(self.division, len(self.devices), replica, micro_batches))
@@ -83,7 +84,7 @@ class Candidate(NamedTuple):
     micro_batches: int
     micro_batch_size: int
     schedule: str
-    stages: tuple[Placed, ...]
+    stages: tuple[CandidateStage, ...]
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
@@ -102,7 +103,7 @@ def place(
     ways: Sequence[tuple[Division, Shard]] | None = None,
     *,
     divisible: bool = False,
-) -> tuple[Placed, ...]:
+) -> tuple[CandidateStage, ...]:
     """Return stages that end before the layers ``cuts`` and take devices in cluster order, with all in flight.
 
     ``ways`` are every stage's division and sharding; none: micro-batches are split, and nothing is sharded.
@@ -117,7 +118,7 @@ def place(
     for stop, width, (division, shard) in zip(cuts, widths, ways or usual, strict=True):
         devices = tuple(range(device, device + width))
         shares = shares_of(rows, width, division, divisible=divisible)
-        stage = Placed(first, stop, devices, shares, 1, shard=shard, division=division)
+        stage = CandidateStage(first, stop, devices, shares, 1, shard=shard, division=division)
         stages.append(stage._replace(warmup=stage.turns(0, count)))
         first, device = stop, device + width
     return tuple(stages)
@@ -132,7 +133,7 @@ def within(layers: Iterable[int], first: int, stop: int) -> tuple[int, ...]:
     return tuple(sorted(layer for layer in layers if first <= layer < stop))
 
 
-def with_depths(family: Family, stages: Sequence[Placed], depths: Sequence[int]) -> Candidate:
+def with_depths(family: Family, stages: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate:
     """Return the candidate of stages with so many micro-batches in flight."""
     deep = (stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
     return Candidate(*family, tuple(deep))
@@ -181,19 +182,19 @@ def families(batch: int, options: PlanOptions) -> list[Family]:
     return [Family(count, batch // count, schedule) for count in counts]
 
 
-def chunked(schedule: str) -> bool:
+def has_chunks(schedule: str) -> bool:
     """Whether a rank of a schedule runs several stages."""
     return layout_of(schedule) != "line"
 
 
 @lru_cache(maxsize=64)
-def halves(schedule: str) -> bool:
+def splits_backward(schedule: str) -> bool:
     """Whether a schedule has backwards in two halves.
 
-    >>> halves("1f1b")
+    >>> splits_backward("1f1b")
     False
     """
-    chunks = 2 if chunked(schedule) else 1
+    chunks = 2 if has_chunks(schedule) else 1
     depths = next(iter(SCHEDULES[schedule].warmups(2, chunks, 4).values()))
     every = places(layout_of(schedule), 2, chunks, 4, depths)
     return any(kind == INPUT_BACKWARD for place in every for kind, _, _ in SCHEDULES[schedule].order(place))
@@ -201,10 +202,10 @@ def halves(schedule: str) -> bool:
 
 def plain(schedule: str) -> bool:
     """Whether every rank of a schedule runs one stage, and backwards are whole."""
-    return not chunked(schedule) and not halves(schedule)
+    return not has_chunks(schedule) and not splits_backward(schedule)
 
 
-def groups(stages: Sequence[Placed]) -> tuple[tuple[int, ...], ...]:
+def groups(stages: Sequence[CandidateStage]) -> tuple[tuple[int, ...], ...]:
     """Return the stages of every group of devices."""
     return groups_of([stage.devices for stage in stages])
 

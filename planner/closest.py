@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Division, Shard, shards_of, turns
-from autopar.planner.candidate import Candidate, Family, Placed, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import in_order
@@ -30,7 +30,7 @@ Known = dict[tuple[tuple[int, ...], int, float, frozenset[int]], Parts]
 """What stages hold, by edges, kind of device, rows and the layers that are recomputed: the same for all options."""
 
 
-class _Way(NamedTuple):
+class _StageWay(NamedTuple):
     """How a stage's replicas divide its work and its state, and which layers they recompute."""
 
     division: Division
@@ -38,7 +38,7 @@ class _Way(NamedTuple):
     recompute: frozenset[int]
 
 
-class _Stage(NamedTuple):
+class _ClosestStage(NamedTuple):
     """A stage of the plan sought, by positions among the edges."""
 
     kind: int
@@ -49,7 +49,7 @@ class _Stage(NamedTuple):
     """How many more micro-batches it has in flight than the stage behind it."""
 
 
-class Closest:
+class ShortfallTables:
     """The least shortfalls of one family's plans, with least in flight.
 
     Exact up to 24 layers, widths of 32 and 4 layers that are recomputed. Of more, recomputation is none or all, widths
@@ -59,14 +59,16 @@ class Closest:
     later stages is counted once, so that a plan may lack more than the tables say: :func:`closest` asks the cost model.
     """
 
-    def __init__(self, costs: CostModel, family: Family, options: PlanOptions, known: Known | None = None) -> None:
+    def __init__(
+        self, costs: CostModel, family: Family, options: PlanOptions, parts_cache: Known | None = None
+    ) -> None:
         self.costs, self.family, self.options = costs, family, options
-        self._parts: Known = {} if known is None else known
+        self._parts: Known = {} if parts_cache is None else parts_cache
         self.pool = in_order(costs.kind_of)
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
-        self._allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
-        self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_Way]]] = {}
+        self._masks: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
+        self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_StageWay]]] = {}
 
     def candidate(self, stages: int | None = None) -> Candidate | None:
         """Return the candidate that lacks least, of so many stages, or of any number that the options admit."""
@@ -90,7 +92,7 @@ class Closest:
         count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
         while first < len(self.edges) - 1:
             stage = self._best(least, count, state, first, lead, exact=exact)
-            placed.append(self._placed(state, first, stage, lead))
+            placed.append(self._candidate_stage(state, first, stage, lead))
             state, first, count, lead = stage.after, stage.stop, max(0, count - 1), stage.lead
         return Candidate(*self.family, tuple(placed))
 
@@ -105,7 +107,7 @@ class Closest:
         most = 2**31 if self.costs.divisible else self._most(state)
         count = self.family.micro_batches
         for kind in self.pool.kinds:
-            left = self.pool.left(state, kind)
+            left = self.pool.kind_devices_left(state, kind)
             width = 1
             while width <= min(left, most):
                 if self.costs.divisible or width <= self.family.micro_batch_size:
@@ -123,14 +125,14 @@ class Closest:
         if exact and count == 0:
             ends = np.full(len(self.edges), np.inf)
         elif lead and self.family.schedule != "gpipe":
-            ends = self._led(least, max(0, count - 1), after, lead, exact=exact)
+            ends = self._ends_with_lead(least, max(0, count - 1), after, lead, exact=exact)
         else:
             ends = least[max(0, count - 1), after].copy()
         done = count == 0 and (not self.options.use_all or after == self.pool.empty)
         ends[-1] = -np.inf if done else np.inf
         return ends
 
-    def _led(self, least: Numbers, count: int, state: int, lead: int, *, exact: bool) -> Numbers:
+    def _ends_with_lead(self, least: Numbers, count: int, state: int, lead: int, *, exact: bool) -> Numbers:
         """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
         found = np.full(len(self.edges), np.inf)
         for kind, width, _ in self._widths(state):
@@ -139,22 +141,22 @@ class Closest:
             np.minimum(found[:-1], worst, out=found[:-1])
         return found
 
-    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int, *, exact: bool) -> _Stage:
+    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int, *, exact: bool) -> _ClosestStage:
         """Return the first stage of the best suffix; the narrowest and shortest of equals."""
-        sought = (self._led(least, count, state, lead, exact=exact) if lead else least[count, state])[first]
+        sought = (self._ends_with_lead(least, count, state, lead, exact=exact) if lead else least[count, state])[first]
         for kind, width, own in self._widths(state):
             after = self.pool.take(state, kind, width)
             ends = self._ends(least, count, after, own, exact=exact)
             worst = np.maximum(self._short(state, kind, width, lead, turning=own > 0)[first], ends)
             if worst.min() <= sought:
-                return _Stage(kind, width, int(worst.argmin()), after, own)
+                return _ClosestStage(kind, width, int(worst.argmin()), after, own)
         raise AssertionError("a suffix without a first stage")
 
     def _short(self, state: int, kind: int, width: int, lead: int = 0, *, turning: bool = False) -> Numbers:
         limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
         return self._least_peaks(kind, width, lead, turning=turning)[0] - limit
 
-    def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_Way]]:
+    def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_StageWay]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
         key = kind, width, turning, lead
         if key not in self._peaks:
@@ -170,20 +172,20 @@ class Closest:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
         shares = self.costs.shares(self.family.micro_batch_size, width, "round-robin" if turning else "split")
         key = kind, width > 1, limits_met(self.costs, shares)
-        if key not in self._allowed:
-            self._allowed[key] = self.constraints.mask(kind, shares)[np.ix_(self.edges[:-1], self.edges)]
-        return self._allowed[key]
+        if key not in self._masks:
+            self._masks[key] = self.constraints.mask(kind, shares)[np.ix_(self.edges[:-1], self.edges)]
+        return self._masks[key]
 
-    def _peak(self, kind: int, width: int, way: _Way, lead: int) -> Numbers:
+    def _peak(self, kind: int, width: int, way: _StageWay, lead: int) -> Numbers:
         count = len(turns(way.division, width, 0, self.family.micro_batches))
         rows = max(self.costs.shares(self.family.micro_batch_size, width, way.division))
-        held = Held(rows, self._depth(count), count, width, lead, frozenset(), way.shard)
+        held = PeakTerms(rows, self._depth(count), count, width, lead, frozenset(), way.shard)
         return np.asarray(peak_of(self._parts_of(kind, rows, way.recompute), held), dtype=np.float64)
 
     def _depth(self, turns: int) -> int:
         return turns if self.family.schedule == "gpipe" else 1
 
-    def _ways(self, kind: int, width: int, *, turning: bool) -> Iterator[_Way]:
+    def _ways(self, kind: int, width: int, *, turning: bool) -> Iterator[_StageWay]:
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         last = len(levels) - 1
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
@@ -193,7 +195,7 @@ class Closest:
         division: Division = "round-robin" if turning else "split"
         for shard in shards_of(division, shards) if width > 1 else ("none",):
             for level in asked:
-                yield _Way(division, shard, levels[level])
+                yield _StageWay(division, shard, levels[level])
 
     def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
         key = (tuple(self.edges), kind, rows, recompute)
@@ -206,13 +208,15 @@ class Closest:
             self._parts[key] = Parts(*found)
         return self._parts[key]
 
-    def _placed(self, state: int, first: int, stage: _Stage, lead: int) -> Placed:
+    def _candidate_stage(self, state: int, first: int, stage: _ClosestStage, lead: int) -> CandidateStage:
         ways = self._least_peaks(stage.kind, stage.width, lead, turning=stage.lead > 0)[1]
         way = min(ways, key=lambda each: self._peak(stage.kind, stage.width, each, lead)[first, stage.stop])
         begin, end = self.edges[first], self.edges[stage.stop]
         devices = self.pool.devices(state, stage.kind, stage.width)
         shares = self.costs.shares(self.family.micro_batch_size, stage.width, way.division)
-        placed = Placed(begin, end, devices, shares, 1, within(way.recompute, begin, end), way.shard, way.division)
+        placed = CandidateStage(
+            begin, end, devices, shares, 1, within(way.recompute, begin, end), way.shard, way.division
+        )
         return placed._replace(warmup=self._depth(placed.turns(0, self.family.micro_batches)))
 
 
@@ -221,18 +225,18 @@ def closest(
     families: Sequence[Family],
     options: PlanOptions,
     stages: int | None = None,
-    known: Known | None = None,
+    parts_cache: Known | None = None,
     *,
     any_fits: bool = False,
 ) -> tuple[int, Candidate] | None:
     """Return the least shortfall of all plans of some families, and a plan that lacks it; none if there is no plan.
 
     With ``stages``, of plans of exactly so many. With ``any_fits``, the first plan that fits will do; small
-    micro-batches, which hold least, are tried first. ``known`` is filled, and spares the next call what it holds.
+    micro-batches, which hold least, are tried first. ``parts_cache`` is filled, and spares the next call what it holds.
     """
     found: tuple[int, Candidate] | None = None
     for family in _few(costs, families):
-        candidate = Closest(costs, family, options, known).candidate(stages)
+        candidate = ShortfallTables(costs, family, options, parts_cache).candidate(stages)
         if candidate is not None:
             short = max(costs.shortfalls(candidate))
             if found is None or short < found[0]:
@@ -248,10 +252,10 @@ def _few(costs: CostModel, families: Sequence[Family]) -> list[Family]:
     return ordered if costs.layer_count <= FEW_EDGES or len(ordered) <= 3 else [*ordered[:2], ordered[-1]]
 
 
-def oversized(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> int | None:
+def oversized_layer(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> int | None:
     """Return the first layer that fits no device even as a stage of its own; none where there is none, or too many."""
     options = replace(options, min_stages=1, max_stages=None, forbid_cut=(), pin=())
     if costs.layer_count > MOST_EDGES or not families:
         return None
-    least = np.min([Closest(costs, family, options).alone() for family in _few(costs, families)], axis=0)
+    least = np.min([ShortfallTables(costs, family, options).alone() for family in _few(costs, families)], axis=0)
     return int(least.argmax()) if least.max() > 0 else None

@@ -8,31 +8,31 @@ from typing import NamedTuple
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.formats.report import Compared
+from autopar.formats.report import ComparisonRow
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions, admitted
+from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.peers import Peer, peers
 from autopar.planner.plan import plan
 from autopar.planner.search.other_schedules import otherwise
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 
 class Comparison(NamedTuple):
     """What :func:`compare` returns."""
 
-    rows: tuple[Compared, ...]
+    rows: tuple[ComparisonRow, ...]
     """Fastest first; plans that cannot be run last."""
     plan: Plan
     """autopar's own."""
 
 
 def compare(
-    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
 ) -> Comparison:
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
@@ -43,7 +43,7 @@ def compare(
         UsageError: the options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
-    options = admitted(options or PlanOptions(), profile)
+    options = admissible_options(options or PlanOptions(), profile)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs, progress=progress)
@@ -57,33 +57,35 @@ def compare(
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
-def _row(simulator: Simulator, peer: Peer) -> Compared:
+def _row(simulator: Simulator, peer: Peer) -> ComparisonRow:
     candidate, workers = peer.candidate, peer.virtual_workers
     if candidate is not None:
         step_s = simulator.step_s(candidate) if peer.reason is None else None
-        row = _compared(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+        row = _comparison_row(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
         return row._replace(virtual_workers=workers)
     if workers is None:
-        return Compared(peer.name, infeasible=peer.reason)
+        return ComparisonRow(peer.name, infeasible=peer.reason)
     peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
-    return Compared(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
+    return ComparisonRow(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
 
 
-def _otherwise(costs: CostModel, each: Reference) -> Compared:
+def _otherwise(costs: CostModel, each: Reference) -> ComparisonRow:
     """Return a row of autopar's own stages under another schedule."""
     name = f"autopar, as {each.name}"
-    if each.found is None:
-        return Compared(name, schedule=each.name, infeasible=each.reason)
-    step_s, candidate = each.found
-    return _compared(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
+    if each.simulated_plan is None:
+        return ComparisonRow(name, schedule=each.name, infeasible=each.reason)
+    step_s, candidate = each.simulated_plan
+    return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
 
 
-def _own(own: Plan, costs: CostModel) -> Compared:
+def _own(own: Plan, costs: CostModel) -> ComparisonRow:
     candidate = candidate_of(own, costs.profile)
-    return _compared("autopar", candidate, own.predicted.step_s, max(own.predicted.peak_bytes), None)
+    return _comparison_row("autopar", candidate, own.predicted.step_s, max(own.predicted.peak_bytes), None)
 
 
-def _compared(
+def _comparison_row(
     name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None
-) -> Compared:
-    return Compared(name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible)
+) -> ComparisonRow:
+    return ComparisonRow(
+        name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible
+    )

@@ -23,7 +23,7 @@ from autopar.hardware.gpus import known_as
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.share_limits import Shared
+from autopar.planner.share_limits import StageWithShares
 
 
 def position(name: str, names: Sequence[str]) -> int | None:
@@ -55,7 +55,7 @@ _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
 
 
-class Ranged(Shared, Protocol):
+class StageWithDevices(StageWithShares, Protocol):
     """A stage, as far as constraints go."""
 
     @property
@@ -100,7 +100,7 @@ class Rule(NamedTuple):
             return not held or not shares or self.limit.admits(shares)
         return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
 
-    def _of(self, stage: Ranged) -> Rule:
+    def _of(self, stage: StageWithDevices) -> Rule:
         """Return the rule of one replica for the first layer of a stage that it concerns."""
         named = zip(self.layers, self.reasons, strict=True)
         return self._replace(text=next(reason for layer, reason in named if stage.first <= layer < stage.stop))
@@ -133,8 +133,8 @@ class Constraints:
             UsageError: a layer or type of device is unknown, or no stages obey all rules.
         """
         names = [layer.name for layer in costs.profile.layers]
-        rules = [_uncut(text, names) for text in options.forbid_cut]
-        rules += [_pinned(text, names, costs) for text in options.pin]
+        rules = [_forbid_cut_rule(text, names) for text in options.forbid_cut]
+        rules += [_pin_rule(text, names, costs) for text in options.pin]
         if options.min_stages > 1:
             rules.append(Rule(f"`min_stages={options.min_stages}`", "counted", least=options.min_stages))
         if options.max_stages is not None:
@@ -191,7 +191,7 @@ class Constraints:
                 kept.update(every[after - 1 : after + 1])
         return sorted(kept)
 
-    def broken(self, stages: Sequence[Ranged], kind_of: Sequence[int]) -> Rule | None:
+    def broken(self, stages: Sequence[StageWithDevices], kind_of: Sequence[int]) -> Rule | None:
         """Return the first rule that a plan's stages do not obey; ``kind_of`` are the kinds of all devices."""
         for rule in self.rules:
             if not rule.least <= len(stages) <= rule.most:
@@ -238,7 +238,7 @@ def _layer(where: str, name: str, names: Sequence[str]) -> int:
     return found
 
 
-def _uncut(text: str, names: Sequence[str]) -> Rule:
+def _forbid_cut_rule(text: str, names: Sequence[str]) -> Rule:
     """Read a layer that no stage may end with: it and the next one stay together."""
     where = f"`forbid_cut={text!r}`"
     layer = _layer(where, text.strip(), names)
@@ -247,7 +247,7 @@ def _uncut(text: str, names: Sequence[str]) -> Rule:
     return Rule(where, "together", (layer, layer + 1))
 
 
-def _pinned(text: str, names: Sequence[str], costs: CostModel) -> Rule:
+def _pin_rule(text: str, names: Sequence[str], costs: CostModel) -> Rule:
     where = f"`pin={text!r}`"
     match = _PIN.fullmatch(text.strip())
     if match is None:
@@ -273,20 +273,20 @@ def _kinds(where: str, name: str, costs: CostModel) -> frozenset[int]:
     return frozenset(found)
 
 
-class Dictated(NamedTuple):
+class FixedStages(NamedTuple):
     """Where the stages end, and how many replicas each has."""
 
     cuts: tuple[int, ...]
     widths: tuple[int, ...]
 
 
-def parse(text: str, names: Sequence[str]) -> Dictated:
+def parse(text: str, names: Sequence[str]) -> FixedStages:
     """Read stages as layers:replicas; layers are one layer or first-last, by index or name; replicas default to 1.
 
     A number is an index, even where a layer is named by a number.
 
     >>> parse("0-1:2,head", ["wte", "h", "head"])
-    Dictated(cuts=(2, 3), widths=(2, 1))
+    FixedStages(cuts=(2, 3), widths=(2, 1))
 
     Raises:
         UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
@@ -313,7 +313,7 @@ def parse(text: str, names: Sequence[str]) -> Dictated:
         raise UsageError(
             f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
         )
-    return Dictated(tuple(cuts), tuple(widths))
+    return FixedStages(tuple(cuts), tuple(widths))
 
 
 def _split(part: str, index: int) -> tuple[str, int]:

@@ -14,9 +14,9 @@ from math import ceil, prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import Candidate, Family, divisors, families
-from autopar.planner.closest import Known, closest, oversized
+from autopar.planner.closest import Known, closest, oversized_layer
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.options import PLANNED, PlanOptions, admitted
+from autopar.planner.options import PLANNED, PlanOptions, admissible_options
 
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
@@ -33,19 +33,19 @@ _LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks
 """Options without which there may be a plan."""
 
 
-def any_plan_fits(costs: CostModel, known: Known, options: PlanOptions) -> bool:
+def any_plan_fits(costs: CostModel, parts_cache: Known, options: PlanOptions) -> bool:
     """Whether any plan fits the memory of the same cluster with other options."""
-    options = admitted(options, costs.profile)
+    options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
-    found = closest(other, families(other.batch, options), options, None, known, any_fits=True)
+    found = closest(other, families(other.batch, options), options, None, parts_cache, any_fits=True)
     return found is not None and found[0] <= 0
 
 
-def advice(found: Sequence[str]) -> str:
+def advice(suggestions: Sequence[str]) -> str:
     """Return the end of an error: what would help, each of it tried, or that nothing was found."""
-    if not found:
+    if not suggestions:
         return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
-    return f"a plan fits {', or '.join(found)}"
+    return f"a plan fits {', or '.join(suggestions)}"
 
 
 def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> list[str]:
@@ -57,34 +57,34 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     together, and with more devices.
     """
     fits = partial(_fits, fits)
-    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
-    found += _more(costs, options, fits, alone=not found)
-    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
-    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
+    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
+    found += _device_remedies(costs, options, fits, alone=not found)
+    found += [_options_text(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    found += [_options_text(memory_bytes=text) for text in _memory(costs, options, fits, short)]
     return [f"with {each}" for each in found]
 
 
-def scheduled(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
+def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
     """Return :func:`remedies` for a schedule that is found by trying: of devices twice or four times as many.
 
     Without a plan that comes closest (``short``), also the options without which there is one.
     """
     fits = partial(_fits, fits)
-    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
+    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
     devices = len(costs.devices)
     counts = (
         [] if options.stages is not None else [count for count in (2 * devices, 4 * devices) if count <= MOST_DEVICES]
     )
-    found += [_named(gpus=count) for count in _first(counts, "gpus", options, fits)]
-    found += [_named(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
+    found += [_options_text(gpus=count) for count in _first(counts, "gpus", options, fits)]
+    found += [_options_text(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
     if short is None:
         every = [*(f"with {each}" for each in found), *_without(options, fits)]
-        return every or _ampler(costs, options, fits)
-    found += [_named(memory_bytes=text) for text in _memory(costs, options, fits, short)]
+        return every or _memory_remedies(costs, options, fits)
+    found += [_options_text(memory_bytes=text) for text in _memory(costs, options, fits, short)]
     return [f"with {each}" for each in found]
 
 
-def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
+def throughput_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
     """Return what lets an asynchronous pipeline fit, or a synchronous one in its place.
 
     ``ample_bytes`` is the memory of a device with which one does; none if none does with any.
@@ -95,28 +95,30 @@ def pipelined(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: i
         "batch": _halves(costs.batch, options),
         "objective": ["step"],
     }
-    found = [_named(**{name: each}) for name, values in every.items() for each in _first(values, name, options, fits)]
+    found = [
+        _options_text(**{name: each}) for name, values in every.items() for each in _first(values, name, options, fits)
+    ]
     count = _devices(costs, options, fits)
-    found += [] if count is None else [_named(gpus=count)]
+    found += [] if count is None else [_options_text(gpus=count)]
     if ample_bytes is None:
         every_way = [*(f"with {each}" for each in found), *_without(options, fits)]
-        return every_way or _ampler(costs, options, fits)
-    text, typed_bytes = _typed(ample_bytes)
-    found += [_named(memory_bytes=text)] if fits(replace(options, memory_bytes=typed_bytes)) else []
+        return every_way or _memory_remedies(costs, options, fits)
+    text, typed_bytes = _size_option(ample_bytes)
+    found += [_options_text(memory_bytes=text)] if fits(replace(options, memory_bytes=typed_bytes)) else []
     return [f"with {each}" for each in found]
 
 
-def freed(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
     fits = partial(_fits, fits)
-    found = [_named(**{name: value}) for name, value in _alone(costs, options, fits)]
+    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
     if options.use_all:
         fewer = reversed(range(max(1, options.min_stages), len(costs.devices)))
-        found += [_named(gpus=count) for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
+        found += [_options_text(gpus=count) for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
         larger = [costs.batch << step for step in range(1, MOST_DOUBLINGS)]
-        found += [_named(batch=batch) for batch in _first(larger, "batch", options, fits)]
+        found += [_options_text(batch=batch) for batch in _first(larger, "batch", options, fits)]
     every = [*(f"with {each}" for each in found), *_without(options, fits)]
-    return every or _ampler(costs, options, fits)
+    return every or _memory_remedies(costs, options, fits)
 
 
 def _fits(fits: Fits, options: PlanOptions) -> bool:
@@ -136,10 +138,10 @@ def _names(names: Sequence[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)
 
 
-def _named(**options: object) -> str:
+def _options_text(**options: object) -> str:
     """Return options as errors name them, with their values.
 
-    >>> _named(shard="auto", gpus=8)
+    >>> _options_text(shard="auto", gpus=8)
     "`shard='auto', gpus=8`"
     """
     return f"`{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
@@ -148,17 +150,17 @@ def _named(**options: object) -> str:
 def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
     asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
     for count in range(1, len(asked) + 1):
-        found = [names for names in combinations(asked, count) if fits(_leaving(options, names))]
+        found = [names for names in combinations(asked, count) if fits(_reset_options(options, names))]
         if found:
             return found
     return []
 
 
-def _leaving(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
+def _reset_options(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
     return replace(options, **{name: getattr(_USUAL, name) for name in names})
 
 
-def _ampler(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what helps together with more memory, where nothing does without."""
     every: list[tuple[str, dict[str, object], PlanOptions]] = [
         ("with", {"schedule": name}, replace(options, schedule=name)) for name in _schedules(options)
@@ -166,15 +168,15 @@ def _ampler(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     ample = replace(options, memory_bytes=UNLIMITED_BYTES)
     if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for *_, other in every):
         left_out = _left_out(ample, fits)
-        every = [(f"without {_names(each)} and with", {}, _leaving(options, each)) for each in left_out]
+        every = [(f"without {_names(each)} and with", {}, _reset_options(options, each)) for each in left_out]
     return [
-        f"{words} {_named(**changes, memory_bytes=text)}"
+        f"{words} {_options_text(**changes, memory_bytes=text)}"
         for words, changes, other in every[:1]
         for text in _memory(costs, other, fits, None)
     ]
 
 
-def _alone(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
+def _single_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
     """Yield the options that help by themselves, but for devices, batch and memory."""
     asked = options.micro_batches
     counts: list[int] = []
@@ -204,19 +206,19 @@ def _schedules(options: PlanOptions) -> list[str]:
     return [] if planned or options.chunks is not None or options.stages is not None else ["auto"]
 
 
-def _more(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
+def _device_remedies(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
     """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
     both = replace(options, recompute="auto", shard="auto")
     changes = _changes(options, both)
     together = bool(alone and changes)
     if together and fits(both):
-        return [_named(**changes)]
+        return [_options_text(**changes)]
     if options.stages is not None:
         return []
     count = _devices(costs, options, fits)
     fewer = _devices(costs, both, fits) if together else None
-    found = [] if fewer is None or (count is not None and count <= fewer) else [_named(**changes, gpus=fewer)]
-    return found if count is None else [*found, _named(gpus=count)]
+    found = [] if fewer is None or (count is not None and count <= fewer) else [_options_text(**changes, gpus=fewer)]
+    return found if count is None else [*found, _options_text(gpus=count)]
 
 
 def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits) -> list[object]:
@@ -280,14 +282,14 @@ def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | Non
     else:
         # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
         needed = max(limits) + max(reserved) + (short or 0)
-    sizes = [_typed(factor * needed) for factor in (1, 2)]
+    sizes = [_size_option(factor * needed) for factor in (1, 2)]
     return [text for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
 
 
-def _typed(count: int) -> tuple[str, int]:
+def _size_option(count: int) -> tuple[str, int]:
     """Return bytes as they can be typed, rounded up by little, and how many bytes that is.
 
-    >>> _typed(300), _typed(3 * 2**20 + 1), _typed(20 * 2**30 + 1)
+    >>> _size_option(300), _size_option(3 * 2**20 + 1), _size_option(20 * 2**30 + 1)
     (('300', 300), ('4MiB', 4194304), ('20481MiB', 21475885056))
     """
     if count < 2**20:
@@ -327,7 +329,7 @@ def infeasible(
     costs: CostModel,
     families: Sequence[Family],
     options: PlanOptions,
-    known: tuple[int, Candidate] | None,
+    closest_plan: tuple[int, Candidate] | None,
     fits: Fits,
 ) -> InfeasibleError:
     """Return the error that names the stage, the least shortfall, and options with which a plan fits.
@@ -340,12 +342,12 @@ def infeasible(
         fits: whether a plan fits with other options.
     """
     found = closest(costs, families, options)
-    if found is None or (known is not None and known[0] <= found[0]):
-        found = known
+    if found is None or (closest_plan is not None and closest_plan[0] <= found[0]):
+        found = closest_plan
     if found is None:
-        return InfeasibleError(f"{_unmet(costs, options)}; {advice(freed(costs, options, fits))}")
+        return InfeasibleError(f"{_unmet(costs, options)}; {advice(constraint_remedies(costs, options, fits))}")
     candidate = found[1]
-    layer = oversized(costs, families, options)
+    layer = oversized_layer(costs, families, options)
     large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
     count = len(candidate.stages)
     stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"

@@ -154,7 +154,7 @@ class PlanOptions:
         return CANDIDATES if self.gap > 0 else CANDIDATES_WHEN_EXACT
 
 
-def admitted(options: PlanOptions, profile: Profile) -> PlanOptions:
+def admissible_options(options: PlanOptions, profile: Profile) -> PlanOptions:
     """Return the options without what cannot run: sharding, where layers were compiled or the optimizer steps no parts.
 
     Raises:

@@ -22,23 +22,23 @@ from autopar.planner.alternatives import (
     straddling,
     try_stages,
 )
-from autopar.planner.assemble import assemble, candidate_of, crossings, shared, timeline_of
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, chunked, halves, place, plain
+from autopar.planner.assemble import assemble, candidate_of, crossings, shared_parameters, timeline_of
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
 from autopar.planner.closest import closest
-from autopar.planner.constraints import Constraints, Dictated, parse
+from autopar.planner.constraints import Constraints, FixedStages, parse
 from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, infeasible
-from autopar.planner.milp.solve import programmed
+from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.written import throughput_plan
-from autopar.planner.options import PlanOptions, admitted, check_flags
+from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.places import pool_of
-from autopar.planner.search.best_first import least_bound_s, search, stacked
-from autopar.planner.search.judge import ENOUGH, Best, Found, equal_widths
-from autopar.planner.search.local import climbed, started
+from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
+from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths
+from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.search.other_schedules import (
     MOST_ACTIONS,
     Trials,
@@ -55,10 +55,10 @@ from autopar.planner.search.other_schedules import (
 )
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 
-class Others(NamedTuple):
+class StartingPlans(NamedTuple):
     """What others would run, which the search starts from."""
 
     references: list[Reference]
@@ -66,14 +66,16 @@ class Others(NamedTuple):
     peers: list[Peer]
 
 
-def others_of(simulator: Simulator, every: Sequence[Family], options: PlanOptions) -> Others:
+def starting_plans(simulator: Simulator, every: Sequence[Family], options: PlanOptions) -> StartingPlans:
     """Return what others would run, as far as that is soon known."""
     found = references(simulator, every, options)
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
-    return Others(found, peers(simulator, options, found, quickly=True) if options.gap > 0 else [])
+    return StartingPlans(found, peers(simulator, options, found, quickly=True) if options.gap > 0 else [])
 
 
-def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = untold) -> Plan:
+def plan(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
+) -> Plan:
     """Return the fastest plan found, or the dictated one, with its lower bound and alternatives.
 
     Pure: the same arguments give the same plan, on any machine. ``progress`` is told what is done.
@@ -85,32 +87,32 @@ def plan(profile: Profile, cluster: Cluster, options: PlanOptions | None = None,
     options = options or PlanOptions()
     check_flags(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
-    options = admitted(options, profile)
+    options = admissible_options(options, profile)
     if options.objective == "throughput":
         return throughput_plan(profile, cluster, options)
     dictated = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
-    options = options if dictated is None else _fitting(dictated, options)
+    options = options if dictated is None else _options_for_stages(dictated, options)
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs, progress=progress)
     _check_stages(costs, options)
     if options.schedule != "auto" and not plain(options.schedule):
-        return _scheduled(simulator, options, dictated)
+        return _plan_schedule(simulator, options, dictated)
     every = runnable(costs, options)
     if options.objective == "cost":
         return cheapest_plan(costs, every, options)
     own = None if dictated is None else _judge(simulator, every, options, dictated)
     progress("trying usual plans", 0.05)
-    others = others_of(simulator, every, options)
+    others = starting_plans(simulator, every, options)
     best, least_s, said = _search(simulator, every, options, others)
     if dictated is not None and own is not None:
-        return _dictated(costs, every, options, dictated, own, others.references, best)
-    if best.found is None:
+        return _plan_fixed_stages(costs, every, options, dictated, own, others.references, best)
+    if best.fastest is None:
         _judge_closest(simulator, every, options, best)
-    if best.found is None:
+    if best.fastest is None:
         raise infeasible(costs, every, options, best.closest, partial(any_plan_fits, costs, {}))
     _check_equal(options, best)
-    return _explained(simulator, every, options, others, best, least_s, said)
+    return _assemble_best(simulator, every, options, others, best, least_s, said)
 
 
 def _judge_closest(simulator: Simulator, every: Sequence[Family], options: PlanOptions, best: Best) -> None:
@@ -118,95 +120,95 @@ def _judge_closest(simulator: Simulator, every: Sequence[Family], options: PlanO
     found = closest(simulator.costs, every, options)
     if found is not None and found[0] <= 0:
         best.judge(simulator, found[1])
-        climbed(simulator, options, best, 0.0)
+        search_locally(simulator, options, best, 0.0)
 
 
-def _scheduled(simulator: Simulator, options: PlanOptions, dictated: Dictated | None) -> Plan:
+def _plan_schedule(simulator: Simulator, options: PlanOptions, fixed_stages: FixedStages | None) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     costs, least = simulator.costs, usual(options)
     every = runnable(costs, least)
-    fits = partial(_schedule_fits, costs, dictated)
-    own = None if dictated is None else dictated_best(simulator, options, dictated, fits)
+    fits = partial(_schedule_fits, costs, fixed_stages)
+    own = None if fixed_stages is None else dictated_best(simulator, options, fixed_stages, fits)
     compared = references(simulator, every, least)
-    best, _, _ = _search(simulator, every, least, Others(compared, []))
-    if own is None or dictated is None:
+    best, _, _ = _search(simulator, every, least, StartingPlans(compared, []))
+    if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = tried_best(simulator, options, best, fits)
         bounds = bounds_of(costs, options, own.step_s)
         notes = [f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"]
     else:
         trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
-        shape = shape_of(dictated, options)
+        shape = shape_of(fixed_stages, options)
 
         def bound_s(model: CostModel, family: Family, below_s: float) -> float:
             return min(below_s, trials.bound_s(model, family, shape))
 
-        bounds = stacked(costs, runnable(costs, options), bound_s, own.step_s)
+        bounds = bounds_of_families(costs, runnable(costs, options), bound_s, own.step_s)
         notes = ["the stages were dictated; the lower bound is that of these stages"]
     _check_equal(options, own)
-    found = own.found if dictated is not None else _chosen(simulator, options, own)
+    found = own.fastest if fixed_stages is not None else _choose(simulator, options, own)
     assert found is not None
-    rows = [*_alternatives(compared, (), None), record("1f1b", best.found, "no plan of 1f1b fits the memory")]
+    rows = [*_alternatives(compared, (), None), record("1f1b", best.fastest, "no plan of 1f1b fits the memory")]
     notes += _placement(costs, found.candidate, options)
-    least_s = bounds.linked_s if dictated is not None else lower_bound_s(costs, options, bounds, own.step_s)
+    least_s = bounds.linked_s if fixed_stages is not None else lower_bound_s(costs, options, bounds, own.step_s)
     return assemble(costs, found.candidate, options, least_s, rows, notes, bounds)
 
 
-def _schedule_fits(costs: CostModel, dictated: Dictated | None, options: PlanOptions) -> bool:
+def _schedule_fits(costs: CostModel, fixed_stages: FixedStages | None, options: PlanOptions) -> bool:
     """Whether a plan of the schedule that is asked for fits with other options."""
     if options.schedule == "auto" or plain(options.schedule):
         return any_plan_fits(costs, {}, options)
-    options = admitted(options, costs.profile)
+    options = admissible_options(options, costs.profile)
     simulator, least = Simulator(CostModel(costs.profile, costs.cluster, options)), usual(options)
     try:
-        if dictated is not None:
-            return dictated_best(simulator, options, dictated).found is not None
+        if fixed_stages is not None:
+            return dictated_best(simulator, options, fixed_stages).fastest is not None
         every = runnable(simulator.costs, least)
-        best, _, _ = _search(simulator, every, least, Others(references(simulator, every, least), []))
-        return tried_best(simulator, options, best).found is not None
+        best, _, _ = _search(simulator, every, least, StartingPlans(references(simulator, every, least), []))
+        return tried_best(simulator, options, best).fastest is not None
     except InfeasibleError:
         return False
 
 
-def _explained(
+def _assemble_best(
     simulator: Simulator,
     every: Sequence[Family],
     options: PlanOptions,
-    others: Others,
+    others: StartingPlans,
     best: Best,
     least_s: float,
-    said: Sequence[str],
+    search_notes: Sequence[str],
 ) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     costs = simulator.costs
     simulator.progress("bounding plans from below", 0.8)
-    bounds = stacked(costs, every, least_bound_s(options), best.step_s)
+    bounds = bounds_of_families(costs, every, least_bound_s(options), best.step_s)
     least_s = max(least_s, bounds.linked_s)
-    said = list(said)
-    many = best.found is not None and actions_of(best.found.candidate) > MOST_ACTIONS
+    search_notes = list(search_notes)
+    many = best.fastest is not None and actions_of(best.fastest.candidate) > MOST_ACTIONS
     if many and _any_schedule(options, costs):
-        said.append(
+        search_notes.append(
             "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         )
     elif _any_schedule(options, costs):
         simulator.progress("trying other schedules", 0.9)
         improve(simulator, options, best)
-        for each in otherwise(simulator, options, best.found.candidate) if best.found is not None else ():
-            if each.found is not None:
-                best.consider(each.found)
+        for each in otherwise(simulator, options, best.fastest.candidate) if best.fastest is not None else ():
+            if each.simulated_plan is not None:
+                best.consider(each.simulated_plan)
         # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
-        for schedule in {(chunked(each), halves(each)): each for each in tried_beside(costs)}.values():
+        for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried_beside(costs)}.values():
             asked = replace(options, schedule=schedule, chunks=None)
             own = bounds_of(costs, asked, best.step_s, quickly=True)
-            if chunked(schedule):
+            if has_chunks(schedule):
                 bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
             else:
                 bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
                 least_s = min(least_s, lower_bound_s(costs, asked, own, best.step_s))
-    found = _chosen(simulator, options, best)
+    found = _choose(simulator, options, best)
     near = neighbours(simulator, best, found.candidate)
-    notes = [*said, *_simplified(costs, options, best, found), *_notes(costs, found, least_s, options)]
-    rows = _alternatives(others.references, near, None, partial(_excluded, costs, options))
+    notes = [*search_notes, *_simplicity_notes(costs, options, best, found), *_notes(costs, found, least_s, options)]
+    rows = _alternatives(others.references, near, None, partial(_excluding_option, costs, options))
     return assemble(costs, found.candidate, options, least_s, rows, notes, bounds, found.step_s)
 
 
@@ -223,29 +225,29 @@ def _check_equal(options: PlanOptions, best: Best) -> None:
         )
 
 
-def _chosen(simulator: Simulator, options: PlanOptions, best: Best) -> Found:
+def _choose(simulator: Simulator, options: PlanOptions, best: Best) -> SimulatedPlan:
     if options.equal_widths:
         assert best.equal is not None
         return best.equal
-    assert best.found is not None
-    return simplest(simulator, best) if options.simple else best.found
+    assert best.fastest is not None
+    return simplest(simulator, best) if options.simple else best.fastest
 
 
-def _simplified(costs: CostModel, options: PlanOptions, best: Best, found: Found) -> list[str]:
+def _simplicity_notes(costs: CostModel, options: PlanOptions, best: Best, simulated_plan: SimulatedPlan) -> list[str]:
     """Say what is given up for a simpler plan, and what one that is not simple costs to do without."""
-    assert best.found is not None
+    assert best.fastest is not None
     notes = []
-    if found.candidate != best.found.candidate and not options.equal_widths:
-        faster = 1 - best.step_s / found.step_s
+    if simulated_plan.candidate != best.fastest.candidate and not options.equal_widths:
+        faster = 1 - best.step_s / simulated_plan.step_s
         notes.append(f"a plan that is harder to use is {faster:.1%} faster; `exact=True` plans it")
-    across = straddling(costs, found.candidate.stages)
+    across = straddling(costs, simulated_plan.candidate.stages)
     if across:
         named = ", ".join(map(str, across))
         notes.append(
             f"stage{'s' if len(across) > 1 else ''} {named} cross from one node to another without filling them"
         )
-    if best.equal is not None and not equal_widths(found.candidate.stages):
-        more = best.equal.step_s / found.step_s - 1
+    if best.equal is not None and not equal_widths(simulated_plan.candidate.stages):
+        more = best.equal.step_s / simulated_plan.step_s - 1
         notes.append(f"stages of equal widths take {more:+.1%}; `equal_widths=True` plans them")
     return notes
 
@@ -254,7 +256,7 @@ def _check_stages(costs: CostModel, options: PlanOptions) -> None:
     """Refuse more stages than can be."""
     layers, devices = costs.layer_count, len(costs.devices)
     most, on = min(layers, devices), f" on {devices} devices"
-    if options.schedule != "auto" and chunked(options.schedule):
+    if options.schedule != "auto" and has_chunks(options.schedule):
         most, on = layers, ""
     if options.min_stages > most:
         raise UsageError(f"`min_stages={options.min_stages}`: {layers} layers{on} make at most {most} stages")
@@ -295,7 +297,7 @@ def _check_flows(plan: Plan, costs: CostModel) -> None:
     candidate = candidate_of(plan, costs.profile)
     for key, planned, found in (
         ("tensors", plan.tensors, crossings(costs, candidate)),
-        ("tied", plan.tied, shared(costs, candidate)),
+        ("tied", plan.tied, shared_parameters(costs, candidate)),
     ):
         if planned != found:
             index = next((at for at, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
@@ -306,19 +308,19 @@ def _check_flows(plan: Plan, costs: CostModel) -> None:
             )
 
 
-def _fitting(dictated: Dictated, options: PlanOptions) -> PlanOptions:
-    needed = sum(dictated.widths if options.schedule == "auto" else shape_of(dictated, options).widths)
+def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions) -> PlanOptions:
+    needed = sum(fixed_stages.widths if options.schedule == "auto" else shape_of(fixed_stages, options).widths)
     if options.gpus is not None and needed > options.gpus:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     if options.use_all and options.gpus is not None and needed < options.gpus:
         raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
-    if len(dictated.cuts) < options.min_stages:
-        raise UsageError(f"`stages` has {len(dictated.cuts)} stages, but `min_stages` is {options.min_stages}")
+    if len(fixed_stages.cuts) < options.min_stages:
+        raise UsageError(f"`stages` has {len(fixed_stages.cuts)} stages, but `min_stages` is {options.min_stages}")
     return replace(options, gpus=options.gpus or needed)
 
 
 def _search(
-    simulator: Simulator, every: Sequence[Family], options: PlanOptions, others: Others
+    simulator: Simulator, every: Sequence[Family], options: PlanOptions, others: StartingPlans
 ) -> tuple[Best, float, tuple[str, ...]]:
     """Search from what others would run on, so that the plan is never worse than one of these that is admitted.
 
@@ -326,26 +328,33 @@ def _search(
     """
     best, costs = Best(), simulator.costs
     for reference in others.references:
-        if reference.found is not None and _excluded(costs, options, reference.found.candidate) is None:
-            best.consider(reference.found)
+        if (
+            reference.simulated_plan is not None
+            and _excluding_option(costs, options, reference.simulated_plan.candidate) is None
+        ):
+            best.consider(reference.simulated_plan)
     for peer in others.peers:
-        if peer.candidate is not None and peer.reason is None and _excluded(costs, options, peer.candidate) is None:
+        if (
+            peer.candidate is not None
+            and peer.reason is None
+            and _excluding_option(costs, options, peer.candidate) is None
+        ):
             best.judge(simulator, peer.candidate)
     if options.solver == "milp":
-        solved = programmed(simulator, every, options, best)
+        solved = search_by_milp(simulator, every, options, best)
         return best, solved.lower_bound_s, solved.notes
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
-        started(simulator, every, options, best)
+        judge_even_splits(simulator, every, options, best)
     simulator.progress(f"searching {len(every)} families of plans", 0.2)
     found = search(simulator, every, options, best)
     if options.gap > 0:
         simulator.progress("moving on from the best plans", 0.6)
-        climbed(simulator, options, best, found.lower_bound_s)
+        search_locally(simulator, options, best, found.lower_bound_s)
     return best, min(found.lower_bound_s, best.step_s), ()
 
 
-def _excluded(costs: CostModel, options: PlanOptions, candidate: Candidate) -> str | None:
+def _excluding_option(costs: CostModel, options: PlanOptions, candidate: Candidate) -> str | None:
     """Return the option that excludes a plan of others; None where it may be chosen."""
     used = sum(len(stage.devices) for stage in candidate.stages)
     shards = {stage.shard for stage in candidate.stages if len(stage.devices) > 1}
@@ -385,84 +394,84 @@ def _recomputes(costs: CostModel, candidate: Candidate) -> str:
     return "full" if again == most else "auto"
 
 
-def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> Best:
+def _judge(simulator: Simulator, every: Sequence[Family], options: PlanOptions, fixed_stages: FixedStages) -> Best:
     """Judge the dictated stages; refuse them before anything is searched for them to be compared with."""
     costs = simulator.costs
-    refusal = _refusal(costs, every, options, dictated)
+    refusal = _refusal(costs, every, options, fixed_stages)
     if refusal is not None:
         raise UsageError(refusal)
-    own = try_stages(simulator, every, options, *dictated)
-    if own.found is None and own.closest is None:
+    own = try_stages(simulator, every, options, *fixed_stages)
+    if own.fastest is None and own.closest is None:
         raise UsageError(
-            f"`stages`: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"`stages`: a stage has {max(fixed_stages.widths)} replicas, more than the samples of a micro-batch of the "
             f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger `batch`"
         )
-    if own.found is None:
-        raise infeasible(costs, (), options, own.closest, partial(_stages_fit, costs, dictated))
+    if own.fastest is None:
+        raise infeasible(costs, (), options, own.closest, partial(_stages_fit, costs, fixed_stages))
     return own
 
 
-def _stages_fit(costs: CostModel, dictated: Dictated, options: PlanOptions) -> bool:
+def _stages_fit(costs: CostModel, fixed_stages: FixedStages, options: PlanOptions) -> bool:
     """Whether the dictated stages fit with other options."""
-    options = admitted(options, costs.profile)
+    options = admissible_options(options, costs.profile)
     simulator = Simulator(CostModel(costs.profile, costs.cluster, options))
     every = runnable(simulator.costs, options)
-    refused = _refusal(simulator.costs, every, options, dictated) is not None
-    return not refused and try_stages(simulator, every, options, *dictated).found is not None
+    refused = _refusal(simulator.costs, every, options, fixed_stages) is not None
+    return not refused and try_stages(simulator, every, options, *fixed_stages).fastest is not None
 
 
-def _refusal(costs: CostModel, every: Sequence[Family], options: PlanOptions, dictated: Dictated) -> str | None:
+def _refusal(costs: CostModel, every: Sequence[Family], options: PlanOptions, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     rules = Constraints.of(costs, options)
     # What shares are given depends on the number of micro-batches.
-    broken = [rules.broken(place(family, *dictated, divisible=True), costs.kind_of) for family in every]
+    broken = [rules.broken(place(family, *fixed_stages, divisible=True), costs.kind_of) for family in every]
     return None if broken[0] is None or None in broken else broken[0].refusal
 
 
-def _dictated(
+def _plan_fixed_stages(
     costs: CostModel,
     every: Sequence[Family],
     options: PlanOptions,
-    dictated: Dictated,
+    fixed_stages: FixedStages,
     own: Best,
-    compared: Sequence[Reference],
+    reference_plans: Sequence[Reference],
     best: Best,
 ) -> Plan:
-    assert own.found is not None
+    assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        found = frames(model, family, options, *dictated)
-        return min((bound(model, Candidate(*family, frame)) for frame in found), default=below_s)
+        found = frames(model, family, options, *fixed_stages)
+        return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
-    bounds = stacked(costs, every, least, own.step_s)
-    if best.found is None or own.step_s < best.step_s:
+    bounds = bounds_of_families(costs, every, least, own.step_s)
+    if best.fastest is None or own.step_s < best.step_s:
         best = own
     notes = ["the stages were dictated; the lower bound is that of these stages"]
     return assemble(
-        costs, own.found.candidate, options, bounds.linked_s, _alternatives(compared, (), best), notes, bounds
+        costs, own.fastest.candidate, options, bounds.linked_s, _alternatives(reference_plans, (), best), notes, bounds
     )
 
 
 def _alternatives(
-    compared: Sequence[Reference],
+    reference_plans: Sequence[Reference],
     near: Sequence[Reference],
     best: Best | None,
-    excluded: Callable[[Candidate], str | None] = lambda _: None,
+    excluding_option: Callable[[Candidate], str | None] = lambda _: None,
 ) -> list[Alternative]:
     """Return what is listed beside a plan: what anyone would try first, the best one if it is not, and neighbours."""
     rows = []
-    for each in compared:
-        own = None if each.found is None else excluded(each.found.candidate)
-        rows.append(record(each.name, each.found, each.reason).model_copy(update={"excluded": own}))
+    for each in reference_plans:
+        own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
+        rows.append(record(each.name, each.simulated_plan, each.reason).model_copy(update={"excluded": own}))
     if best is not None:
-        rows.append(record("best", best.found))
+        rows.append(record("best", best.fastest))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
-    others = (record(each.name, each.found, each.reason) for each in near)
+    others = (record(each.name, each.simulated_plan, each.reason) for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 
-def _notes(costs: CostModel, found: Found, lower_bound_s: float, options: PlanOptions) -> list[str]:
-    step_s, candidate = found
+def _notes(costs: CostModel, simulated_plan: SimulatedPlan, lower_bound_s: float, options: PlanOptions) -> list[str]:
+    step_s, candidate = simulated_plan
     notes = []
     if options.micro_batches is None and costs.batch > MOST_MICRO_BATCHES:
         notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; `micro_batches` asks for one")

@@ -69,7 +69,7 @@ class DictatedRun:
         ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
         ``overhead_s`` what a step takes beside its layers.
         """
-        costs = self._costs.retimed(_GivenTimes(forward_s, backward_s, accumulate_s, update_s))
+        costs = self._costs.with_layer_costs(_GivenTimes(forward_s, backward_s, accumulate_s, update_s))
         times = replace(durations(costs, self._candidate), overhead_s=overhead_s)
         return run(self._program, _first_replicas(times, self._width))
 

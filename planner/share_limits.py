@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from autopar.errors import UsageError
-from autopar.planner.candidate import Family, Placed, families
+from autopar.planner.candidate import CandidateStage, Family, families
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
 
-class Shared(Protocol):
+class StageWithShares(Protocol):
     """A stage, as far as these limits go."""
 
     @property
@@ -28,13 +28,13 @@ class Shared(Protocol):
         """Samples of a micro-batch that each replica takes."""
 
 
-def crossed_limit(costs: CostModel, stages: Iterable[Shared]) -> str | None:
+def crossed_limit(costs: CostModel, stages: Iterable[StageWithShares]) -> str | None:
     """Return what the shares of some stages do not obey; None if they may be so."""
     if not costs.share_limits:
         return None
     for stage in stages:
         for limit in costs.share_limits:
-            if limit.held(stage.first, stage.stop) and not limit.admits(stage.shares):
+            if limit.overlaps(stage.first, stage.stop) and not limit.admits(stage.shares):
                 few = min(stage.shares) < limit.least
                 return f"{limit.text}, and a replica is given {min(stage.shares) if few else max(stage.shares):g}"
     return None
@@ -70,5 +70,5 @@ def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
 
 def _unmet(costs: CostModel, family: Family) -> ShareLimit | None:
     rows, devices = family.micro_batch_size, len(costs.devices)
-    widest = Placed(0, 1, (), costs.shares(rows, devices if costs.divisible else min(devices, rows)), 1)
+    widest = CandidateStage(0, 1, (), costs.shares(rows, devices if costs.divisible else min(devices, rows)), 1)
     return next((each for each in costs.share_limits if rows < each.least or max(widest.shares) > each.most), None)

@@ -132,14 +132,14 @@ def calibrate(observations: Sequence[Observation], start: Constants, leave_out: 
 
 def predict(observations: Sequence[Observation], constants: Constants) -> list[float]:
     """Return the predicted seconds of every run's step."""
-    priced: dict[int, _Times] = {}
+    priced: dict[int, _WorkloadTimes] = {}
     for each in observations:
         if id(each.load) not in priced:
-            priced[id(each.load)] = _Times.of(each.load, layer_seconds(each.load, constants))
+            priced[id(each.load)] = _WorkloadTimes.of(each.load, layer_seconds(each.load, constants))
     return [_step_s(each, priced[id(each.load)], constants) for each in observations]
 
 
-def _step_s(observation: Observation, times: _Times, constants: Constants) -> float:
+def _step_s(observation: Observation, times: _WorkloadTimes, constants: Constants) -> float:
     return observation.run.step_s(
         times.forward_s,
         times.backward_again_s if observation.recompute else times.backward_s,
@@ -150,7 +150,7 @@ def _step_s(observation: Observation, times: _Times, constants: Constants) -> fl
 
 
 @dataclass(frozen=True)
-class _Times:
+class _WorkloadTimes:
     """A workload's times as lists by number of rows."""
 
     forward_s: Mapping[int, Sequence[float]]
@@ -160,7 +160,7 @@ class _Times:
     update_s: Sequence[float]
 
     @classmethod
-    def of(cls, load: Workload, times: LayerSeconds) -> _Times:
+    def of(cls, load: Workload, times: LayerSeconds) -> _WorkloadTimes:
         def by_rows(values: Numbers) -> dict[int, list[float]]:
             return dict(zip(load.sizes, values.tolist(), strict=True))
 

@@ -12,8 +12,8 @@ from autopar.capture import Layer, LayerGraph
 from autopar.formats import profile as formats
 from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import Recording
-from autopar.profiler.measure import Timing, fitted, spread
-from autopar.profiler.optimizer import OptimizerMemory, Update
+from autopar.profiler.measure import Timing, fit_line, spread
+from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Costs:
     """What is held between the halves of a backward."""
     optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory({}, {}, at_once=False))
     """By kind."""
-    updates: dict[tuple[str, tuple[int, ...]], Update] = field(default_factory=dict)
+    updates: dict[tuple[str, tuple[int, ...]], UpdateCosts] = field(default_factory=dict)
     """By what :func:`update_kinds` gives."""
     update_kinds: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -101,8 +101,8 @@ def layer_record(
         accumulate_s=accumulate_s,
         update_bytes=optimizer.workspace[layer.fingerprint],
         costs=costs,
-        forward_fit=fitted(sizes, [cost.forward_s for cost in costs]),
-        backward_fit=fitted(sizes, [cost.backward_s for cost in costs]),
+        forward_fit=fit_line(sizes, [cost.forward_s for cost in costs]),
+        backward_fit=fit_line(sizes, [cost.backward_s for cost in costs]),
         measured_as=measured_as,
         writes=layer.writes,
         written_bytes=sum(buffer.nbytes for buffer in written.values()),
@@ -122,7 +122,9 @@ def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:
         micro_batch=size,
         forward_s=_seconds(timing.forward),
         backward_s=_seconds(timing.backward),
-        saved=tuple(formats.Saved(storage=name, bytes=count) for name, count in found.saved[layer.name].items()),
+        saved=tuple(
+            formats.SavedStorage(storage=name, bytes=count) for name, count in found.saved_bytes[layer.name].items()
+        ),
         peak_bytes=costs.peaks[layer.fingerprint, size],
         output_bytes=found.output_bytes[layer.name],
         backward_input_s=_seconds(timing.backward_input) if timing.backward_input else None,
@@ -151,7 +153,7 @@ def describe_tensors(graph: LayerGraph, costs: Costs | None = None) -> tuple[for
     made = {}
     if costs is not None:
         size, found = max(costs.recordings.items(), key=lambda item: item[0])
-        made = {name: (dtype, -(-count // size)) for name, (dtype, count) in found.made.items()}
+        made = {name: (dtype, -(-count // size)) for name, (dtype, count) in found.crossing_outputs.items()}
     records = []
     for tensor in graph.tensors:
         dtype, bytes_per_sample = made.get(tensor.name, (tensor.dtype, tensor.bytes_per_sample))
@@ -168,12 +170,14 @@ def describe_tensors(graph: LayerGraph, costs: Costs | None = None) -> tuple[for
     return tuple(records)
 
 
-def describe_ties(graph: LayerGraph) -> tuple[formats.Tied, ...]:
+def describe_ties(graph: LayerGraph) -> tuple[formats.TiedParameter, ...]:
     """Return the records of parameters that several layers use."""
     ties = []
-    for name, layers in graph.tied().items():
+    for name, layers in graph.tied_parameters().items():
         parameter = graph.parameter(name)
         ties.append(
-            formats.Tied(parameter=name, layers=layers, bytes=parameter.nbytes, trainable=parameter.requires_grad)
+            formats.TiedParameter(
+                parameter=name, layers=layers, bytes=parameter.nbytes, trainable=parameter.requires_grad
+            )
         )
     return tuple(ties)

@@ -108,10 +108,10 @@ class Time(NamedTuple):
     """Seconds in which the host handed the call's work to the device; none where the host computes itself."""
 
 
-class Clock:
+class CallClock:
     """Wall-clock times of calls.
 
-    >>> clock = Clock()
+    >>> clock = CallClock()
     >>> clock.time(lambda: None)
     >>> len(clock.times())
     1
@@ -131,7 +131,7 @@ class Clock:
         return [Time(seconds) for seconds in self._host_s]
 
 
-class _DeviceClock(Clock):
+class _DeviceClock(CallClock):
     """Times between events on the device: one call follows the other, and nobody waits before all are queued."""
 
     def __init__(self, device: torch.device) -> None:
@@ -157,16 +157,16 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> CallClock:
     """Return a clock for what runs on a device."""
-    return _DeviceClock(device) if device.type == "cuda" else Clock()
+    return _DeviceClock(device) if device.type == "cuda" else CallClock()
 
 
 SAMPLE_S = 0.05
 
 
 @contextmanager
-def pinned(count: int) -> Iterator[None]:
+def pin_threads(count: int) -> Iterator[None]:
     """Compute with ``count`` threads in the block, on the least busy ``count`` cores that this process may use.
 
     Threads that exist already (of a progress bar, say) stay where they are. Where the system keeps no such masks, or
@@ -270,14 +270,14 @@ class Conditions:
     """The clock at one moment, and what has slowed it."""
 
     clock_hz: float | None = None
-    slowed: tuple[str, ...] = ()
+    throttle_reasons: tuple[str, ...] = ()
     """Reasons at this moment (GPU)."""
     throttle_count: int = 0
     """How often heat has slowed the cores since the machine started (CPU)."""
 
     def throttled_since(self, before: Conditions) -> str | None:
         """Return why the clock was slowed at either moment or in between; none if nothing is known of it."""
-        reasons = dict.fromkeys((*before.slowed, *self.slowed))
+        reasons = dict.fromkeys((*before.throttle_reasons, *self.throttle_reasons))
         if self.throttle_count > before.throttle_count:
             reasons["temperature"] = None
         return ", ".join(reasons) or None
@@ -306,7 +306,7 @@ def parse(line: str) -> Conditions:
     """Read the driver's answer: the clock in MHz, then whether each reason is active.
 
     >>> parse("1980, Active, Not Active, Not Active, Active, Not Active")
-    Conditions(clock_hz=1980000000.0, slowed=('power limit', 'temperature (hardware)'), throttle_count=0)
+    Conditions(clock_hz=1980000000.0, throttle_reasons=('power limit', 'temperature (hardware)'), throttle_count=0)
     """
     clock, *active = (part.strip() for part in line.strip().split(","))
     slowed = tuple(name for name, state in zip(_REASONS.values(), active, strict=False) if state == "Active")

@@ -23,7 +23,7 @@ from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
 from autopar.profiler.subject import ProfileOptions, Subject
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
@@ -68,7 +68,7 @@ def estimate(
     gpu: Gpu,
     options: ProfileOptions,
     constants: Constants | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> formats.Profile:
     """Return the profile that a GPU by its data sheet would give; ``constants`` default to that GPU's.
 
@@ -87,7 +87,7 @@ def workload(
     subject: Subject,
     gpu: Gpu,
     batch: int,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     sizes: Sequence[int] | None = None,
 ) -> Workload:
     """Find what every layer launches, keeps and updates, at micro-batch sizes up to ``batch`` or at those given.
@@ -178,7 +178,7 @@ def profile_of(
         original = first.setdefault(layer.fingerprint, layer.name)
         layers.append(_layer(subject, load, times, index, None if original == layer.name else original))
     return formats.Profile(
-        model=subject.user.recorded,
+        model=subject.user.model_source,
         batch=batch,
         device=formats.DeviceKind(
             type="cuda", name=gpu.name, memory_bytes=gpu.memory_bytes, reserved_bytes=RESERVED_BYTES
@@ -226,8 +226,8 @@ def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int
         forward_launch_s=float(times.forward_launch_s[at, index]),
         backward_launch_s=float(times.backward_launch_s[at, index]),
         saved=tuple(
-            formats.Saved(storage=names.get(name) or name.replace("own", layer.name, 1), bytes=size)
-            for name, size in work.saved.items()
+            formats.SavedStorage(storage=names.get(name) or name.replace("own", layer.name, 1), bytes=size)
+            for name, size in work.saved_bytes.items()
         ),
         peak_bytes=work.peak_bytes,
         output_bytes=sum(size for _, _, size in work.outputs),

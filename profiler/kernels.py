@@ -97,7 +97,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         storages = {_storage(tensor) for tensor in given}
         made = [tensor for tensor in _distinct(_tensors(result)) if _storage(tensor) not in storages]
-        changed = list(_distinct(_written(func, args, kwargs)))
+        changed = list(_distinct(_written_tensors(func, args, kwargs)))
         if made or changed:
             self.kernels.append(_describe(func, name, given, made, changed, args, kwargs, result))
         return result
@@ -106,24 +106,24 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _describe(
     func: Any,  # noqa: ANN401
     name: str,
-    given: Sequence[torch.Tensor],
-    made: Sequence[torch.Tensor],
-    changed: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    new_tensors: Sequence[torch.Tensor],
+    written_tensors: Sequence[torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: object,
 ) -> Kernel:
     if name in _NOT_READ:
-        untouched = {id(tensor) for tensor in changed}
-        given = [tensor for tensor in given if id(tensor) not in untouched]
-    written = sum(map(_bytes, (*made, *changed)))
-    read = sum(map(_bytes, given))
+        untouched = {id(tensor) for tensor in written_tensors}
+        inputs = [tensor for tensor in inputs if id(tensor) not in untouched]
+    written = sum(map(_bytes, (*new_tensors, *written_tensors)))
+    read = sum(map(_bytes, inputs))
     kind = _kind(func, name)
-    if kind == "gather" and given:
+    if kind == "gather" and inputs:
         # Of a table only the rows are read that are asked for.
-        read = sum(map(_bytes, given[1:])) + min(_bytes(given[0]), sum(map(_bytes, made)))
-    outputs, depth = _product(name, args, made) if kind in ("matmul", "convolution") else (0, 0)
-    dtype = (given or made or changed)[0].dtype
+        read = sum(map(_bytes, inputs[1:])) + min(_bytes(inputs[0]), sum(map(_bytes, new_tensors)))
+    outputs, depth = _product(name, args, new_tensors) if kind in ("matmul", "convolution") else (0, 0)
+    dtype = (inputs or new_tensors or written_tensors)[0].dtype
     flops = 2 * outputs * depth if name in _GROUPED else _flops(func, args, kwargs, result)
     return Kernel(name, kind, dtype, flops, read, written, outputs, depth)
 
@@ -155,21 +155,21 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     return None
 
 
-def _product(name: str, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> tuple[int, int]:
+def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     """(numbers computed, terms in each) of a product of matrices, or of a convolution seen as one."""
     if "convolution" in name:
         # Backwards take the gradient of the output first.
         backward = name == "convolution_backward"
         weight: torch.Tensor = args[2] if backward else args[1]
-        return (args[0] if backward else made[0]).numel(), prod(weight.shape[1:])
+        return (args[0] if backward else new_tensors[0]).numel(), prod(weight.shape[1:])
     if name in _GROUPED:
         rows, columns = args[0].shape[0], args[1].shape[-1]
         return _GROUPED[name] * rows * columns, args[0].shape[-1]
     left: torch.Tensor = args[1 if name in ("addmm", "baddbmm") else 0]
-    return made[0].numel(), left.shape[-1]
+    return new_tensors[0].numel(), left.shape[-1]
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(kwargs.get(argument.name, args[index] if index < len(args) else None))

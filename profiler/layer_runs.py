@@ -30,7 +30,7 @@ from torch._inductor.exc import CppCompileError
 from torch.autograd.graph import get_gradient_edge
 
 from autopar.capture import Layer, LayerGraph, materialize_random, release
-from autopar.capture.split_backward import Halves
+from autopar.capture.split_backward import SplitBackward
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import Computing, Time, as_it_is, clock_of
 
@@ -42,16 +42,16 @@ class SavedStorages:
     >>> saved = SavedStorages("layer", [])
     >>> with saved.recording():
     ...     y = x.exp()
-    >>> saved.named({"x": x}, {"y": y})
+    >>> saved.bytes_by_name({"x": x}, {"y": y})
     {'y': 16}
     """
 
-    def __init__(self, layer: str, excluded: Iterable[torch.Tensor]) -> None:
+    def __init__(self, layer: str, excluded_tensors: Iterable[torch.Tensor]) -> None:
         self._layer = layer
-        self._excluded = {storage_key(tensor) for tensor in excluded}
+        self._excluded_keys = {storage_key(tensor) for tensor in excluded_tensors}
         self._bytes: dict[int, int] = {}
         # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
-        self._held: list[torch.UntypedStorage] = []
+        self._storages: list[torch.UntypedStorage] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -61,12 +61,12 @@ class SavedStorages:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = storage_key(tensor)
-        if key not in self._excluded and key not in self._bytes and tensor.untyped_storage().nbytes():
+        if key not in self._excluded_keys and key not in self._bytes and tensor.untyped_storage().nbytes():
             self._bytes[key] = tensor.untyped_storage().nbytes()
-            self._held.append(tensor.untyped_storage())
+            self._storages.append(tensor.untyped_storage())
         return tensor
 
-    def named(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def bytes_by_name(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return bytes by name: a storage of an input or output has its name, others are ``layer#0``, ``#1`` ..."""
         names: dict[int, str] = {}
         for name, tensor in (*inputs.items(), *outputs.items()):
@@ -82,7 +82,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class LayerInputs:
     """The tensors that one layer reads at one micro-batch size, detached; and which of them carry a gradient."""
 
     rows: int
@@ -100,7 +100,7 @@ class LayerPass:
     def __init__(
         self,
         layer: Layer,
-        inputs: Inputs,
+        inputs: LayerInputs,
         loss: tuple[str, ...],
         computing: Computing = as_it_is,
         leaves: Mapping[str, torch.Tensor] | None = None,
@@ -116,7 +116,7 @@ class LayerPass:
         """
         self.layer, self._rows, self._computing = layer, inputs.rows, computing
         # The backward starts from the loss itself, never from the count beside it.
-        self._ignored = set(loss[1:])
+        self._count_outputs = set(loss[1:])
         self.inputs = inputs.leaves() if leaves is None else dict(leaves)
         self.outputs: dict[str, torch.Tensor] = {}
         self.roots: dict[str, torch.Tensor] = {}
@@ -131,7 +131,9 @@ class LayerPass:
         """Take the gradients of the outputs, which the runtime is sent; make ones where none are given."""
         known = gradients or {}
         self.roots = {
-            name: tensor for name, tensor in self.outputs.items() if tensor.requires_grad and name not in self._ignored
+            name: tensor
+            for name, tensor in self.outputs.items()
+            if tensor.requires_grad and name not in self._count_outputs
         }
         self.gradients = {
             name: known[name] if name in known else torch.ones_like(tensor) for name, tensor in self.roots.items()
@@ -158,7 +160,7 @@ class SplitPass(LayerPass):
     """
 
     def forward(self) -> None:
-        self._halves = Halves()
+        self._halves = SplitBackward()
         with self._halves.recording():
             super().forward()
 
@@ -192,10 +194,10 @@ class SplitPass(LayerPass):
 class LayerRecording:
     """What one forward of one layer showed."""
 
-    saved: dict[str, int]
+    saved_bytes: dict[str, int]
     """Bytes kept for the backward, by storage."""
     output_bytes: int
-    made: dict[str, tuple[torch.dtype, int]]
+    crossing_outputs: dict[str, tuple[torch.dtype, int]]
     """Type and bytes of the crossing tensors among its outputs, as they were made."""
     outputs: dict[str, torch.Tensor]
 
@@ -204,15 +206,15 @@ class LayerRecording:
 class Recording:
     """What one forward of all layers at one micro-batch size showed, by layer."""
 
-    inputs: dict[str, Inputs] = field(default_factory=dict)
-    saved: dict[str, dict[str, int]] = field(default_factory=dict)
+    inputs: dict[str, LayerInputs] = field(default_factory=dict)
+    saved_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     output_bytes: dict[str, int] = field(default_factory=dict)
-    made: dict[str, tuple[torch.dtype, int]] = field(default_factory=dict)
+    crossing_outputs: dict[str, tuple[torch.dtype, int]] = field(default_factory=dict)
     """By crossing tensor."""
 
 
 def record_layer(
-    layer: Layer, inputs: Inputs, loss: tuple[str, ...], crossing: set[str], computing: Computing = as_it_is
+    layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], crossing: set[str], computing: Computing = as_it_is
 ) -> LayerRecording:
     """Run one layer forward.
 
@@ -236,9 +238,9 @@ def record_layer(
         ) from error
     outputs = {name: tensor for name, tensor in work.outputs.items() if name in crossing}
     return LayerRecording(
-        saved=storages.named(work.inputs, outputs),
+        saved_bytes=storages.bytes_by_name(work.inputs, outputs),
         output_bytes=sum(tensor.nbytes for tensor in work.outputs.values()),
-        made={name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()},
+        crossing_outputs={name: (tensor.dtype, tensor.nbytes) for name, tensor in outputs.items()},
         outputs=work.outputs,
     )
 
@@ -253,11 +255,11 @@ def record(
     found = Recording()
     for layer in graph.layers:
         read = {name: known[name] for name in layer.inputs}
-        inputs = Inputs(rows, read, {name: gradient[name] for name in read})
+        inputs = LayerInputs(rows, read, {name: gradient[name] for name in read})
         one = record_layer(layer, inputs, graph.outputs, crossing, computing)
-        found.inputs[layer.name], found.saved[layer.name] = inputs, one.saved
+        found.inputs[layer.name], found.saved_bytes[layer.name] = inputs, one.saved_bytes
         found.output_bytes[layer.name] = one.output_bytes
-        found.made |= one.made
+        found.crossing_outputs |= one.crossing_outputs
         for name, tensor in one.outputs.items():
             known[name], gradient[name] = tensor.detach(), tensor.requires_grad
     return found
@@ -268,7 +270,7 @@ Times = Sequence[tuple[Layer, Time, Time]]
 """A layer with two times; those of one step, in the order of the layers."""
 
 
-class Chained:
+class LayerChain:
     """Some layers of a graph, in order; not every one needs the one before it to be there."""
 
     def __init__(
@@ -282,10 +284,10 @@ class Chained:
         made = {name for layer in self.layers for name in layer.outputs}
         return tuple(dict.fromkeys(name for layer in self.layers for name in layer.inputs if name not in made))
 
-    def step(self, given: Inputs) -> Times:
+    def step(self, chain_inputs: LayerInputs) -> Times:
         """Run one step on the missing tensors; return the times of forwards and backwards."""
         clock = clock_of(self._device)
-        tape = _Tape(given)
+        tape = _Tape(chain_inputs)
         self._forget_gradients()
         passes = []
         for layer in self.layers:
@@ -299,29 +301,29 @@ class Chained:
         times = clock.times()
         return list(zip(self.layers, times, reversed(times), strict=False))
 
-    def recomputed(self, given: Inputs) -> list[tuple[Layer, Time]]:
+    def recompute(self, chain_inputs: LayerInputs) -> list[tuple[Layer, Time]]:
         """Run one step that keeps no activations; return the times of the forwards that its backwards run again."""
         clock = clock_of(self._device)
-        tape = _Tape(given)
+        tape = _Tape(chain_inputs)
         self._forget_gradients()
         for layer in self.layers:
             work = self._pass(layer, tape, LayerPass)
-            self._seeded(work)
+            self._forward_with_seed(work)
             tape.add(work.outputs)
         for layer in reversed(self.layers):
             work = self._pass(layer, tape, LayerPass)
-            clock.time(partial(self._seeded, work))
+            clock.time(partial(self._forward_with_seed, work))
             tape.end(work)
             work.backward()
         return list(zip(self.layers, reversed(clock.times()), strict=True))
 
-    def split(self, given: Inputs) -> Times:
+    def split(self, chain_inputs: LayerInputs) -> Times:
         """Run one step with backwards split in halves; return the times of the halves.
 
         All halves that make inputs' gradients precede all that make parameters'.
         """
         inputs, weights = clock_of(self._device), clock_of(self._device)
-        tape = _Tape(given)
+        tape = _Tape(chain_inputs)
         self._forget_gradients()
         passes, halves = [], []
         for layer in self.layers:
@@ -337,9 +339,9 @@ class Chained:
         return list(zip(self.layers, reversed(inputs.times()), reversed(weights.times()), strict=True))
 
     def _pass(self, layer: Layer, tape: _Tape, kind: type[_P]) -> _P:
-        return kind(layer, tape.given, self._loss, self._computing, tape.read(layer))
+        return kind(layer, tape.chain_inputs, self._loss, self._computing, tape.read(layer))
 
-    def _seeded(self, work: LayerPass) -> None:
+    def _forward_with_seed(self, work: LayerPass) -> None:
         """Run a forward that draws what it drew the last time."""
         if work.layer.random:
             generator = torch.cuda.default_generators[0] if self._device.type == "cuda" else torch.default_generator
@@ -355,9 +357,9 @@ class Chained:
 class _Tape:
     """The tensors between layers, as leaves to which all their readers' backwards add."""
 
-    def __init__(self, given: Inputs) -> None:
-        self.given = given
-        self._leaves = given.leaves()
+    def __init__(self, chain_inputs: LayerInputs) -> None:
+        self.chain_inputs = chain_inputs
+        self._leaves = chain_inputs.leaves()
 
     def read(self, layer: Layer) -> dict[str, torch.Tensor]:
         return {name: self._leaves[name] for name in layer.inputs}
@@ -374,7 +376,7 @@ class _Tape:
 
 
 @contextmanager
-def filled(layer: Layer, device: torch.device) -> Iterator[None]:
+def with_random_weights(layer: Layer, device: torch.device) -> Iterator[None]:
     """Give a layer random weights in the block, and take them away again.
 
     Times and bytes depend on shapes; values only have to stay finite.
@@ -386,10 +388,10 @@ def filled(layer: Layer, device: torch.device) -> Iterator[None]:
         release(layer)
 
 
-def drawn(
-    graph: LayerGraph, layer: Layer, batch: Mapping[str, torch.Tensor], made: Mapping[str, torch.dtype], rows: int
-) -> Inputs:
-    """Return what a layer reads: rows of the batch; else random numbers of the type that was ``made``, or zeros."""
+def random_inputs(
+    graph: LayerGraph, layer: Layer, batch: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], rows: int
+) -> LayerInputs:
+    """Return what a layer reads: rows of the batch; else random numbers of the type that was ``dtypes``, or zeros."""
     tensors, gradient = {}, {}
     device = next(iter(batch.values())).device
     for name in layer.inputs:
@@ -398,19 +400,19 @@ def drawn(
         if name in batch:
             tensors[name] = batch[name][:rows].clone()
             continue
-        tensors[name] = torch.zeros(spec.shape(rows), dtype=made.get(name, spec.dtype), device=device)
+        tensors[name] = torch.zeros(spec.shape(rows), dtype=dtypes.get(name, spec.dtype), device=device)
         if tensors[name].is_floating_point():
             tensors[name].normal_()
-    return Inputs(rows, tensors, gradient)
+    return LayerInputs(rows, tensors, gradient)
 
 
-def renamed(saved: Mapping[str, int], measured: Layer, other: Layer) -> dict[str, int]:
+def rename_storages(saved_bytes: Mapping[str, int], measured_layer: Layer, other: Layer) -> dict[str, int]:
     """Return what an identical layer keeps: the same storages under that layer's names."""
-    names = dict(zip((*measured.inputs, *measured.outputs), (*other.inputs, *other.outputs), strict=True))
-    own = f"{measured.name}#"
+    names = dict(zip((*measured_layer.inputs, *measured_layer.outputs), (*other.inputs, *other.outputs), strict=True))
+    own = f"{measured_layer.name}#"
     return {
         f"{other.name}#{name.removeprefix(own)}" if name.startswith(own) else names.get(name, name): size
-        for name, size in saved.items()
+        for name, size in saved_bytes.items()
     }
 
 
@@ -418,7 +420,7 @@ def renamed(saved: Mapping[str, int], measured: Layer, other: Layer) -> dict[str
 OF_A_KIND = 4
 
 
-def compiled(graph: LayerGraph) -> LayerGraph:
+def compile_layers(graph: LayerGraph) -> LayerGraph:
     """Return a graph to measure: of every kind, some layers are compiled, and the others run the first one's code.
 
     What runs another layer's code does so with that one's weights: sizes and times are its own, values are not.

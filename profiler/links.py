@@ -9,11 +9,11 @@ from typing import cast
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind, DeviceType
-from autopar.profiler.probe import Measured, MeasuredCurve, Probe, measure
-from autopar.progress import Progress, untold
+from autopar.profiler.probe import LinkMeasurements, MeasuredCurve, Probe, measure
+from autopar.progress import Progress, no_progress
 from autopar.ranks.board import STEPPING, Note
-from autopar.ranks.context import joined_from_environment
-from autopar.ranks.environment import launched
+from autopar.ranks.context import join_from_environment
+from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.pool import Doing, RankPool
 
 _TIMEOUT_S = 300.0
@@ -24,8 +24,8 @@ def measure_links(
     device: str,
     threads: int,
     probe: Probe | None = None,
-    progress: Progress = untold,
-) -> Measured:
+    progress: Progress = no_progress,
+) -> LinkMeasurements:
     """Start local ranks, and return what they measure on the backend that training uses; by default what is quick.
 
     Raises:
@@ -38,10 +38,12 @@ def measure_links(
             describe=_describe,
             on_message=lambda rank, said: progress(str(said["doing"]), float(str(said["share"]))),
         )
-    return cast("Measured", results[0])
+    return cast("LinkMeasurements", results[0])
 
 
-def measure_from_environment(device: str, threads: int, probe: Probe, progress: Progress = untold) -> Measured | None:
+def measure_from_environment(
+    device: str, threads: int, probe: Probe, progress: Progress = no_progress
+) -> LinkMeasurements | None:
     """Measure as one of the ranks that torchrun has started; rank 0 returns what all found.
 
     Raises:
@@ -51,8 +53,8 @@ def measure_from_environment(device: str, threads: int, probe: Probe, progress: 
     import torch
 
     torch.set_num_threads(threads)
-    launch = launched(os.environ)
-    with joined_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
+    launch = rank_from_environment(os.environ)
+    with join_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
         told = replace(context, report=lambda said: progress(str(said["doing"]), float(str(said["share"]))))
         measured = measure(told, probe.as_dict())
         return measured if context.rank == 0 else None
@@ -62,11 +64,11 @@ def _describe(rank: int, note: Note) -> Doing:
     return Doing("measuring links" if note.phase == STEPPING else "setting up", waiting=False)
 
 
-def local_cluster(measured: Measured, kind: DeviceKind, count: int, name: str = "local") -> Cluster:
+def local_cluster(measurements: LinkMeasurements, kind: DeviceKind, count: int, name: str = "local") -> Cluster:
     """Return this machine as a cluster of ``count`` devices with the measured times."""
-    largest = max(curve["ranks"] for curve in measured["curves"])
+    largest = max(curve["ranks"] for curve in measurements["curves"])
     notes = [f"collectives were measured among up to {largest} ranks; times of larger groups are estimated from that"]
-    cluster = measured_cluster(measured, kind.type, name)
+    cluster = measured_cluster(measurements, kind.type, name)
     return cluster.model_copy(
         update={
             "devices": (Device(type=kind.type, memory_bytes=kind.memory_bytes),) * count,
@@ -75,33 +77,33 @@ def local_cluster(measured: Measured, kind: DeviceKind, count: int, name: str = 
     )
 
 
-def measured_cluster(measured: Measured, device: DeviceType, name: str) -> Cluster:
+def measured_cluster(measurements: LinkMeasurements, device: DeviceType, name: str) -> Cluster:
     """Return what was measured as a cluster with a device per rank, in rank order; GPUs that differ by their names."""
-    several = device == "cuda" and len(set(measured["names"])) > 1
-    types = [name if several else device for name in measured["names"]]
-    places = zip(types, measured["nodes"], measured["memory_bytes"], strict=True)
+    several = device == "cuda" and len(set(measurements["names"])) > 1
+    types = [name if several else device for name in measurements["names"]]
+    places = zip(types, measurements["nodes"], measurements["memory_bytes"], strict=True)
     overlaps = [
         Overlap(level=each["level"], compute=each["compute"], communication=each["communication"])
-        for each in measured["overlaps"]
+        for each in measurements["overlaps"]
     ]
     return Cluster(
         name=name,
         backend="nccl" if device == "cuda" else "gloo",
         devices=tuple(Device(type=kind, memory_bytes=memory, node=node) for kind, node, memory in places),
-        links=_links(measured["curves"]),
-        curves=tuple(map(_curve, measured["curves"])),
+        links=_links(measurements["curves"]),
+        curves=tuple(map(_curve, measurements["curves"])),
         overlaps=tuple(overlaps),
-        notes=tuple(measured["notes"]),
+        notes=tuple(measurements["notes"]),
     )
 
 
-def _curve(measured: MeasuredCurve) -> Curve:
+def _curve(curve: MeasuredCurve) -> Curve:
     return Curve(
-        kind=measured["kind"],
-        ranks=measured["ranks"],
-        level=measured["level"],
-        sizes=tuple(measured["sizes"]),
-        seconds=_rising(measured["seconds"]),
+        kind=curve["kind"],
+        ranks=curve["ranks"],
+        level=curve["level"],
+        sizes=tuple(curve["sizes"]),
+        seconds=_rising(curve["seconds"]),
     )
 
 

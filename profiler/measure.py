@@ -23,7 +23,7 @@ import numpy as np
 from autopar.capture import Layer
 from autopar.formats.profile import Line
 from autopar.profiler.device import Time
-from autopar.profiler.layer_runs import Chained, Inputs
+from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.progress import Progress
 
 REPRESENTATIVES = 16
@@ -59,36 +59,42 @@ def representatives(layers: Sequence[Layer], most: int = REPRESENTATIVES) -> lis
 
 
 def measure(
-    chain: Chained, given: Mapping[int, Inputs], budget_s: float, progress: Progress, split: bool = True
+    chain: LayerChain,
+    inputs_by_size: Mapping[int, LayerInputs],
+    budget_s: float,
+    progress: Progress,
+    split: bool = True,
 ) -> dict[tuple[str, int], Timing]:
     """Return times by fingerprint and micro-batch size.
 
-    ``given`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth of the
-    budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and one of
-    recomputation follow at least, of two. Without ``split`` none is split.
+    ``inputs_by_size`` holds, by size, what the chain's layers read and none of them makes. Rounds warm up for a tenth
+    of the budget; then they go on until it is used up, of three recorded steps each; a round of split backwards and
+    one of recomputation follow at least, of two. Without ``split`` none is split.
     """
-    sizes = tuple(given)
-    timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in given}
+    sizes = tuple(inputs_by_size)
+    timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in inputs_by_size}
 
     def plain(size: int) -> None:
-        for layer, forward, backward in _in_a_row(partial(chain.step, given[size]), IN_A_ROW):
+        for layer, forward, backward in _in_a_row(partial(chain.step, inputs_by_size[size]), IN_A_ROW):
             timings[layer.fingerprint, size].forward.append(forward)
             timings[layer.fingerprint, size].backward.append(backward)
 
     def halves(size: int) -> None:
-        for layer, first, second in _in_a_row(partial(chain.split, given[size]), EXTRA_IN_A_ROW):
+        for layer, first, second in _in_a_row(partial(chain.split, inputs_by_size[size]), EXTRA_IN_A_ROW):
             timings[layer.fingerprint, size].backward_input.append(first)
             timings[layer.fingerprint, size].backward_weight.append(second)
 
-    def recomputed(size: int) -> None:
-        for layer, again in _in_a_row(partial(chain.recomputed, given[size]), EXTRA_IN_A_ROW):
+    def recomputation(size: int) -> None:
+        for layer, again in _in_a_row(partial(chain.recompute, inputs_by_size[size]), EXTRA_IN_A_ROW):
             timings[layer.fingerprint, size].recompute.append(again)
 
-    _rounds(lambda size: chain.step(given[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
+    _rounds(
+        lambda size: chain.step(inputs_by_size[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up")
+    )
     _rounds(plain, sizes, budget_s, partial(progress, "timing layers"))
     if split:
         _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
-    _rounds(recomputed, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
+    _rounds(recomputation, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
     return timings
 
 
@@ -121,15 +127,15 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> Line | None:
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line | None:
     """Fit ``fixed_s + per_sample_s * rows``, neither part negative, with the least squares of relative errors.
 
     Returns none for a single size, which no line follows from.
 
-    >>> line = fitted((1, 4, 8), (3.0, 6.0, 10.0))
+    >>> line = fit_line((1, 4, 8), (3.0, 6.0, 10.0))
     >>> round(line.fixed_s, 9), round(line.per_sample_s, 9), round(line.residual, 9)
     (2.0, 1.0, 0.0)
-    >>> fitted((1, 4), (1.0, 0.5)).per_sample_s, fitted((1, 4), (0.0, 0.0)).at(8), fitted((4,), (1.0,))
+    >>> fit_line((1, 4), (1.0, 0.5)).per_sample_s, fit_line((1, 4), (0.0, 0.0)).at(8), fit_line((4,), (1.0,))
     (0.0, 0.0, None)
     """
     if len(sizes) < 2:

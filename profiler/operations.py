@@ -65,7 +65,7 @@ class Computing:
 
 def gathering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
     """Return what gathers the parameters of a layer of so many bytes, lets go of them, and returns its seconds."""
-    layer = _divided(size_bytes, group)
+    layer = _sharded_layer(size_bytes, group)
 
     def gather() -> float:
         started = time.perf_counter()
@@ -82,7 +82,7 @@ def scattering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]
     They are those of a forward and a backward of a layer that computes nothing, less the making of the gradients: what
     ``fully_shard`` does around either is theirs, too.
     """
-    layer = _divided(size_bytes, group)
+    layer = _sharded_layer(size_bytes, group)
     # Gathered once, the parameters stay.
     layer.set_reshard_after_backward(False)
 
@@ -98,19 +98,19 @@ def scattering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]
     return scatter
 
 
-def _divided(size_bytes: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
+def _sharded_layer(size_bytes: int, group: dist.ProcessGroup) -> Any:  # noqa: ANN401
     # It takes most of a second to import, and GPUs need none of it.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
-    layer = fully_shard(_Layer(size_bytes, group.size()), mesh=mesh)
+    layer = fully_shard(_ParameterLayer(size_bytes, group.size()), mesh=mesh)
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     return layer
 
 
-class _Layer(nn.Module):
+class _ParameterLayer(nn.Module):
     """Some parameters that computing takes no time with."""
 
     def __init__(self, size_bytes: int, ranks: int) -> None:
@@ -118,16 +118,16 @@ class _Layer(nn.Module):
         part = -(-size_bytes // (4 * PARAMETERS * ranks))
         self.weights = nn.ParameterList(torch.zeros(ranks, part) for _ in range(PARAMETERS))
 
-    def forward(self, made: list[float]) -> torch.Tensor:
-        return _Gradients.apply(made, *self.weights)  # type: ignore[no-untyped-call, no-any-return]
+    def forward(self, gradient_seconds: list[float]) -> torch.Tensor:
+        return _Gradients.apply(gradient_seconds, *self.weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Gradients(torch.autograd.Function):
     """Makes gradients of parameters, and notes its seconds."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[float], *weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        ctx.made, ctx.shapes = made, [weight.shape for weight in weights]
+    def forward(ctx: Any, gradient_seconds: list[float], *weights: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.made, ctx.shapes = gradient_seconds, [weight.shape for weight in weights]
         return torch.zeros(())
 
     @staticmethod
@@ -209,7 +209,7 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
     computing = Computing()
     # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
     alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
-    counts = [_agreed(computing.count(min(seconds, LONGEST_S)), operation.group) for seconds in alone]
+    counts = [_least_count(computing.count(min(seconds, LONGEST_S)), operation.group) for seconds in alone]
     times: list[list[float]] = [[] for _ in sizes]
     started = time.perf_counter()
     for number in range(pace.iterations):
@@ -224,7 +224,7 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
     return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]
 
 
-def _agreed(count: int, group: dist.ProcessGroup) -> int:
+def _least_count(count: int, group: dist.ProcessGroup) -> int:
     least = torch.tensor([count])
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return int(least)
@@ -236,7 +236,7 @@ def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int
     for number in range(most):
         for work, found in zip(works, times, strict=True):
             time.sleep(operation.pause_s)
-            found.append(_timed(operation.context, work, repeats))
+            found.append(_mean_seconds(operation.context, work, repeats))
         if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
             break
     return times
@@ -249,7 +249,7 @@ def _longest(seconds: float, group: dist.ProcessGroup) -> float:
     return float(spent)
 
 
-def _timed(context: RankContext, work: Work, repeats: int) -> float:
+def _mean_seconds(context: RankContext, work: Work, repeats: int) -> float:
     if context.device.type != "cuda":
         started = time.perf_counter()
         for _ in range(repeats):

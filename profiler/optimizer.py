@@ -31,7 +31,7 @@ COPIES = 5
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateCosts:
     """What training costs a layer once a step, and once a micro-batch but the first."""
 
     seconds: float
@@ -41,7 +41,7 @@ class Update:
 
 def measure_updates(
     user: UserModel, layers: Sequence[tuple[Kind, NamedParameters]], device: torch.device
-) -> dict[Kind, Update]:
+) -> dict[Kind, UpdateCosts]:
     """Return, by kind, the optimizer's step over copies of parameters.
 
     ``layers`` gives a kind and the parameters of every layer to measure. Where memory has room, copies of all are
@@ -51,36 +51,39 @@ def measure_updates(
     groups = [list(layers)]
     if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
-    times: dict[Kind, _Times] = {}
+    times: dict[Kind, _StepTimes] = {}
     for group in groups:
-        turns = [_Turn(user, times.setdefault(kind, _Times()), parameters, device, room) for kind, parameters in group]
+        turns = [
+            _LayerOptimizer(user, times.setdefault(kind, _StepTimes()), parameters, device, room)
+            for kind, parameters in group
+        ]
         for number in range(WARM_UP + REPEATS):
             for turn in turns:
-                turn.take(recorded=number >= WARM_UP)
-    return {kind: Update(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
+                turn.take(is_recorded=number >= WARM_UP)
+    return {kind: UpdateCosts(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
 
 
 @dataclass
-class _Times:
+class _StepTimes:
     update: list[float] = field(default_factory=list)
     add: list[float] = field(default_factory=list)
 
 
-class _Turn:
+class _LayerOptimizer:
     """One layer's copies and their optimizer."""
 
     def __init__(
-        self, user: UserModel, times: _Times, parameters: NamedParameters, device: torch.device, room: int
+        self, user: UserModel, times: _StepTimes, parameters: NamedParameters, device: torch.device, room: int
     ) -> None:
         self._times, self._device = times, device
         self._copies, self._scale = _copies([each for _, each in parameters], room)
         named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
         self._step: Callable[[], object] = user.make_optimizer(named).step if named else _nothing
 
-    def take(self, recorded: bool) -> None:
+    def take(self, is_recorded: bool) -> None:
         terms = [torch.zeros_like(copy) for copy in self._copies]
         add_s, update_s = self._seconds(lambda: self._add(terms)), self._seconds(self._step)
-        if recorded:
+        if is_recorded:
             self._times.add.append(self._scale * add_s)
             self._times.update.append(self._scale * update_s)
 
@@ -146,11 +149,11 @@ def optimizer_memory(user: UserModel, layers: Mapping[str, NamedParameters], dev
     On CUDA, optimizers of torch work on many parameters at once unless told otherwise; here they are told so, because
     tensors without data lie on no device. An optimizer that reads values is stepped on real ones, layer by layer.
     """
-    found = {kind: _stepped(user, [parameters], device) for kind, parameters in layers.items()}
+    found = {kind: _measure_memory(user, [parameters], device) for kind, parameters in layers.items()}
     some = [kind for kind, parameters in layers.items() if parameters]
     # Of a single kind there can be several layers, too.
     several = some if len(some) > 1 else 2 * some
-    total = _stepped(user, [layers[kind] for kind in several], device)[1]
+    total = _measure_memory(user, [layers[kind] for kind in several], device)[1]
     each = [found[kind][1] for kind in several]
     return OptimizerMemory(
         state={kind: state for kind, (state, _) in found.items()},
@@ -166,7 +169,7 @@ def work_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def _stepped(user: UserModel, groups: Iterable[NamedParameters], device: torch.device) -> tuple[int, int]:
+def _measure_memory(user: UserModel, groups: Iterable[NamedParameters], device: torch.device) -> tuple[int, int]:
     """Return the bytes of state and of workspace; the optimizer makes its state in its first step."""
     parameters = [(name, parameter) for group in groups for name, parameter in group if parameter.requires_grad]
     if not parameters:

@@ -151,7 +151,7 @@ class MeasuredOverlap(TypedDict):
     communication: float
 
 
-class Measured(TypedDict):
+class LinkMeasurements(TypedDict):
     """What all ranks found together."""
 
     curves: list[MeasuredCurve]
@@ -164,7 +164,7 @@ class Measured(TypedDict):
     notes: list[str]
 
 
-class Groups(NamedTuple):
+class RankGroups(NamedTuple):
     """Disjoint groups of ranks that communicate at the same time."""
 
     kind: CurveKind
@@ -180,7 +180,7 @@ class Groups(NamedTuple):
         return f"{self.kind.replace('_', '-')} among {len(self.members[0])} ranks {where}"
 
 
-def groups_of(nodes: Sequence[int]) -> list[Groups]:
+def groups_of(nodes: Sequence[int]) -> list[RankGroups]:
     """Return what to measure among ranks on these nodes, no two for the same operation, level and number of ranks.
 
     In the fullest node: messages between its neighbours, all pairs at once, as pipelines have them; collectives of 2,
@@ -200,11 +200,11 @@ def groups_of(nodes: Sequence[int]) -> list[Groups]:
     """
     places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
     fullest = max(places, key=len)
-    found: dict[tuple[CurveKind, Level, int], Groups] = {}
+    found: dict[tuple[CurveKind, Level, int], RankGroups] = {}
 
     def add(kind: CurveKind, level: Level, *members: Sequence[int]) -> None:
         key = (kind, level, len(members[0]))
-        found.setdefault(key, Groups(kind, level, tuple(tuple(group) for group in members)))
+        found.setdefault(key, RankGroups(kind, level, tuple(tuple(group) for group in members)))
 
     if len(fullest) > 1:
         add("p2p", "node", *zip(fullest[::2], fullest[1::2], strict=False))
@@ -221,7 +221,7 @@ def groups_of(nodes: Sequence[int]) -> list[Groups]:
     return list(found.values())
 
 
-def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
+def measure(context: RankContext, arguments: Mapping[str, Any]) -> LinkMeasurements:
     """Measure, in every rank, what ``arguments`` (a :class:`Probe`) asks; every rank returns what all found.
 
     Raises:
@@ -235,23 +235,23 @@ def measure(context: RankContext, arguments: Mapping[str, Any]) -> Measured:
         ) from error
 
 
-def _measure(context: RankContext, probe: Probe) -> Measured:
+def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
     device = describe(context.device, 1)
     place = {"host": socket.gethostname(), "index": context.local_rank}
     own = {**place, "memory": device.memory_bytes, "name": device.name}
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes)
-    ways = _Ways(_join(wanted), _channels(context, wanted))
+    ways = _Communicators(_join(wanted), _channels(context, wanted))
     sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
     times: list[list[float] | None] = []
     for number, groups in enumerate(wanted):
         _say(context, str(groups), number, number / (len(wanted) + 1))
         times.append(_time(context, groups, ways, sizes, probe))
         context.barrier()
-    overlaps = [] if probe.quick else _overlaps(context, wanted, ways.joined)
+    overlaps = [] if probe.quick else _overlaps(context, wanted, ways.process_groups)
     every = [json.loads(text) for text in context.gather(json.dumps({"times": times, "overlaps": overlaps}))]
-    return Measured(
+    return LinkMeasurements(
         curves=[
             MeasuredCurve(
                 kind=groups.kind,
@@ -262,7 +262,7 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
             )
             for number, groups in enumerate(wanted)
         ],
-        overlaps=_merged([each["overlaps"] for each in every]),
+        overlaps=_merge_overlaps([each["overlaps"] for each in every]),
         nodes=nodes,
         memory_bytes=[each["memory"] for each in ranks],
         names=[each["name"] for each in ranks],
@@ -270,35 +270,35 @@ def _measure(context: RankContext, probe: Probe) -> Measured:
     )
 
 
-def _join(wanted: Sequence[Groups]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _join(all_groups: Sequence[RankGroups]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Make every group once; all ranks make all of them, in the same order."""
-    distinct = dict.fromkeys(group for groups in wanted for group in groups.members)
+    distinct = dict.fromkeys(group for groups in all_groups for group in groups.members)
     return {group: dist.new_group(list(group)) for group in distinct}
 
 
-class _Ways(NamedTuple):
+class _Communicators(NamedTuple):
     """What a rank communicates through."""
 
-    joined: Mapping[tuple[int, ...], dist.ProcessGroup]
+    process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
     channels: Mapping[int, Channel]
 
     def operation(self, context: RankContext, kind: CurveKind, ranks: tuple[int, ...]) -> Operation:
         """Return an operation of some ranks, this one among them."""
         ends = (self.channels[rank] for rank in ranks if rank in self.channels)
         channel = next(ends, None) if kind == "p2p" else None
-        return Operation(context, kind, ranks, self.joined[ranks], channel)
+        return Operation(context, kind, ranks, self.process_groups[ranks], channel)
 
 
-def _channels(context: RankContext, wanted: Sequence[Groups]) -> dict[int, Channel]:
+def _channels(context: RankContext, all_groups: Sequence[RankGroups]) -> dict[int, Channel]:
     """Open what messages between CPUs of a host go through."""
-    pairs = [(first, second) for groups in wanted if groups.kind == "p2p" for first, second in groups.members]
+    pairs = [(first, second) for groups in all_groups if groups.kind == "p2p" for first, second in groups.members]
     return open_channels(context, pairs) if context.device.type == "cpu" else {}
 
 
 def _time(
     context: RankContext,
-    groups: Groups,
-    ways: _Ways,
+    groups: RankGroups,
+    ways: _Communicators,
     sizes: Sequence[int],
     probe: Probe,
 ) -> list[float] | None:
@@ -313,27 +313,27 @@ def _time(
 
 
 def _overlaps(
-    context: RankContext, wanted: Sequence[Groups], joined: Mapping[tuple[int, ...], dist.ProcessGroup]
+    context: RankContext, all_groups: Sequence[RankGroups], process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
 ) -> list[MeasuredOverlap]:
     """Measure the largest all-reduce of every level against computing; this rank's part."""
-    largest: dict[Level, Groups] = {}
-    for groups in wanted:
+    largest: dict[Level, RankGroups] = {}
+    for groups in all_groups:
         if groups.kind == "all_reduce":
             largest[groups.level] = max(
                 largest.get(groups.level, groups), groups, key=lambda each: len(each.members[0])
             )
     found = []
     for level, groups in largest.items():
-        _say(context, "computing while communicating", len(wanted), len(wanted) / (len(wanted) + 1))
+        _say(context, "computing while communicating", len(all_groups), len(all_groups) / (len(all_groups) + 1))
         own = groups.of(context.rank)
         if own is not None:
-            compute, communication = measure_overlap(context, joined[own])
+            compute, communication = measure_overlap(context, process_groups[own])
             found.append(MeasuredOverlap(level=level, compute=compute, communication=communication))
         context.barrier()
     return found
 
 
-def _merged(every: Sequence[Sequence[MeasuredOverlap]]) -> list[MeasuredOverlap]:
+def _merge_overlaps(every: Sequence[Sequence[MeasuredOverlap]]) -> list[MeasuredOverlap]:
     levels = dict.fromkeys(each["level"] for found in every for each in found)
     merged = []
     for level in levels:

@@ -13,40 +13,40 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
-from autopar.capture.model_state import unchanged
+from autopar.capture.model_state import preserve_buffers
 from autopar.capture.source import NamedParameters
 from autopar.ending import unwinding_aborts
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
-from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pinned
+from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pin_threads
 from autopar.profiler.layer_runs import (
     OF_A_KIND,
-    Chained,
-    Inputs,
+    LayerChain,
+    LayerInputs,
     LayerPass,
     Recording,
     SplitPass,
-    compiled,
+    compile_layers,
     compiling,
-    drawn,
-    filled,
+    random_inputs,
     record,
     record_layer,
-    renamed,
+    rename_storages,
+    with_random_weights,
 )
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer import measure_updates, optimizer_memory
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 MAX_SIZES = 5
 # On an idle machine the spread is below this.
 BUSY_SPREAD = 0.1
 
 
-def profile(user: UserModel, options: ProfileOptions, progress: Progress = untold) -> formats.Profile:
+def profile(user: UserModel, options: ProfileOptions, progress: Progress = no_progress) -> formats.Profile:
     """Capture a model, check it against itself, and measure its layers.
 
     The source is recorded as the user gave it; who writes the profile makes it relative to the file.
@@ -57,11 +57,11 @@ def profile(user: UserModel, options: ProfileOptions, progress: Progress = untol
         CaptureError: the model cannot be captured.
     """
     devices.choose(options.device)
-    return measured(prepare(user, options, progress), options, progress)
+    return measure_layers(prepare(user, options, progress), options, progress)
 
 
 @unwinding_aborts()
-def measured(subject: Subject, options: ProfileOptions, progress: Progress = untold) -> formats.Profile:
+def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress = no_progress) -> formats.Profile:
     """Measure the layers of a model that is captured.
 
     Raises:
@@ -75,18 +75,18 @@ def measured(subject: Subject, options: ProfileOptions, progress: Progress = unt
             "leave the option out"
         )
     context = computing(subject.precision, device)
-    with pinned(options.threads), contextlib.redirect_stdout(sys.stderr), unchanged(subject.module):
+    with pin_threads(options.threads), contextlib.redirect_stdout(sys.stderr), preserve_buffers(subject.module):
         _move(subject.module, subject.graph, device)
         before = observe(device)
-        with compiling(device) if options.compile else contextlib.nullcontext(), _roomy(options.batch):
-            survey = _Survey(subject, options, device, context, progress)
+        with compiling(device) if options.compile else contextlib.nullcontext(), _report_out_of_memory(options.batch):
+            survey = _ModelMeasurement(subject, options, device, context, progress)
             costs = survey.costs()
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
     noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
     return formats.Profile(
-        model=subject.user.recorded,
+        model=subject.user.model_source,
         batch=options.batch,
         device=devices.describe(device, options.threads),
         precision=subject.precision,
@@ -106,7 +106,7 @@ def measured(subject: Subject, options: ProfileOptions, progress: Progress = unt
 
 
 @contextlib.contextmanager
-def _roomy(batch: int) -> Iterator[None]:
+def _report_out_of_memory(batch: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -128,7 +128,7 @@ def _move(module: nn.Module, graph: LayerGraph, device: torch.device) -> None:
             materialize(layer, tensors, device)
 
 
-class _Survey:
+class _ModelMeasurement:
     """Everything that is measured of one model."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Survey:
     ) -> None:
         self._subject, self._graph, self._options = subject, subject.graph, options
         self._device, self._context, self._progress = device, context, progress
-        self._running = compiled(subject.graph) if options.compile else subject.graph
+        self._running = compile_layers(subject.graph) if options.compile else subject.graph
         self._most = OF_A_KIND if options.compile else REPRESENTATIVES
         # The backward of a compiled layer is one operator, which nothing splits.
         self._splits = not options.compile
@@ -154,19 +154,19 @@ class _Survey:
             self._one_at_a_time(batch)
         else:
             chain = self._chain(representatives(self._running.layers, self._most))
-            self._time(chain, self._recorded(chain, batch), self._options.budget_s)
+            self._time(chain, self._record_sizes(chain, batch), self._options.budget_s)
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
         kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
         self._costs.optimizer = optimizer_memory(self._subject.user, kinds, self._device)
         return self._costs
 
-    def _chain(self, layers: Sequence[Layer]) -> Chained:
-        return Chained(layers, self._graph.outputs, self._context, self._device)
+    def _chain(self, layers: Sequence[Layer]) -> LayerChain:
+        return LayerChain(layers, self._graph.outputs, self._context, self._device)
 
-    def _recorded(self, chain: Chained, batch: Mapping[str, torch.Tensor]) -> dict[int, Inputs]:
+    def _record_sizes(self, chain: LayerChain, batch: Mapping[str, torch.Tensor]) -> dict[int, LayerInputs]:
         """Run every size once for what it keeps; return what the chain is given at every size."""
-        given: dict[int, Inputs] = {}
+        given: dict[int, LayerInputs] = {}
         for size in self._sizes():
             self._progress(f"recording micro-batches of {size}", 0.0)
             rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
@@ -197,7 +197,7 @@ class _Survey:
         """Tell whether larger sizes are left to the line that three make: a few steps would outlast all patience."""
         return sizes >= 3 and 3 * forward_s > self._options.budget_s
 
-    def _measure_bytes(self, layer: Layer, inputs: Inputs) -> None:
+    def _measure_bytes(self, layer: Layer, inputs: LayerInputs) -> None:
         """Measure the peak of a layer that is not compiled, for what counts storages sees only operators; and what it
         holds between the halves of its backward.
         """
@@ -209,7 +209,7 @@ class _Survey:
         if self._splits:
             self._measure_halves(layer, inputs)
 
-    def _measure_halves(self, layer: Layer, inputs: Inputs) -> None:
+    def _measure_halves(self, layer: Layer, inputs: LayerInputs) -> None:
         """Measure what a layer holds between the halves of its backward; a listed module may not have any."""
         halved = SplitPass(layer, inputs, self._graph.outputs, self._context)
         try:
@@ -224,8 +224,8 @@ class _Survey:
             self.notes.append(f"backwards are not split in halves, which layer {layer.name} does not have")
             layer.module.zero_grad(set_to_none=True)
 
-    def _time(self, chain: Chained, given: Mapping[int, Inputs], budget_s: float) -> None:
-        self._costs.timings |= measure(chain, given, budget_s, self._progress, self._splits)
+    def _time(self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float) -> None:
+        self._costs.timings |= measure(chain, inputs_by_size, budget_s, self._progress, self._splits)
 
     def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
@@ -244,30 +244,30 @@ class _Survey:
         for kind, layer in self._firsts.items():
             self._progress(f"measuring {layer.name} alone", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
-            with filled(layer, self._device):
-                given = self._recorded_alone(layer, same, batch)
+            with with_random_weights(layer, self._device):
+                given = self._record_alone(layer, same, batch)
                 self._time(self._chain([layer]), given, budget_s)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
                     groups = [((kind, places), _parameters_at(layer, places))]
                     self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
 
-    def _recorded_alone(
+    def _record_alone(
         self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]
-    ) -> dict[int, Inputs]:
-        given: dict[int, Inputs] = {}
+    ) -> dict[int, LayerInputs]:
+        given: dict[int, LayerInputs] = {}
         known = self._costs.recordings
         for size in sorted(known) or self._sizes():
             found = known.setdefault(size, Recording())
-            made = {name: dtype for name, (dtype, _) in found.made.items()}
-            given[size] = drawn(self._graph, layer, batch, made, size)
+            made = {name: dtype for name, (dtype, _) in found.crossing_outputs.items()}
+            given[size] = random_inputs(self._graph, layer, batch, made, size)
             started = time.perf_counter()
             one = record_layer(layer, given[size], self._graph.outputs, self._costs.crossing, self._context)
             forward_s = time.perf_counter() - started
             for other in same:
                 names = dict(zip(layer.outputs, other.outputs, strict=True))
-                found.saved[other.name] = renamed(one.saved, layer, other)
+                found.saved_bytes[other.name] = rename_storages(one.saved_bytes, layer, other)
                 found.output_bytes[other.name] = one.output_bytes
-                found.made |= {names[name]: what for name, what in one.made.items()}
+                found.crossing_outputs |= {names[name]: what for name, what in one.crossing_outputs.items()}
             self._measure_bytes(layer, given[size])
             if self._enough(len(given), forward_s):
                 break
@@ -282,10 +282,10 @@ def _parameters_at(layer: Layer, places: Sequence[int]) -> NamedParameters:
     return [(named[place][1], layer.parameter(named[place][0])) for place in places]
 
 
-def _missing(chain: Chained, found: Recording, size: int) -> Inputs:
+def _missing(chain: LayerChain, recording: Recording, size: int) -> LayerInputs:
     names = set(chain.missing())
-    inputs = {name: found.inputs[layer.name] for layer in chain.layers for name in layer.inputs if name in names}
-    return Inputs(
+    inputs = {name: recording.inputs[layer.name] for layer in chain.layers for name in layer.inputs if name in names}
+    return LayerInputs(
         size,
         {name: each.tensors[name] for name, each in inputs.items()},
         {name: each.gradient[name] for name, each in inputs.items()},

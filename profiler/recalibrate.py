@@ -30,7 +30,7 @@ from autopar.formats.program import (
 )
 from autopar.formats.timeline import OwnTimes
 from autopar.hardware.topology import Topology
-from autopar.profiler.measure import fitted
+from autopar.profiler.measure import fit_line
 from autopar.schedules.expand import messages, stages_of
 
 LayerSeconds = Sequence[Mapping[str, tuple[float, float]]]
@@ -48,8 +48,13 @@ class _Factors(NamedTuple):
     update: float = 1.0
 
 
-def corrected(
-    profile: Profile, plan: Plan, measured: OwnTimes, predicted: OwnTimes, layers_s: LayerSeconds, overhead_s: float
+def correct_profile(
+    profile: Profile,
+    plan: Plan,
+    measured_times: OwnTimes,
+    predicted_times: OwnTimes,
+    layers_s: LayerSeconds,
+    overhead_s: float,
 ) -> Profile:
     """Return a profile from which the plan's program is predicted to take what it took.
 
@@ -70,16 +75,16 @@ def corrected(
         for index in stages_of(plan, rank)[0]:
             kind = _kind_of(plan.stages[index], profile)
             if kind is not None and plan.stages[index].shard not in SCATTERING:
-                ratios = _ratios(index, rank, measured, predicted)
+                ratios = _ratios(index, rank, measured_times, predicted_times)
                 if plan.stages[index].shard != "none":
                     # Predicted with the gathering behind it, which a run does in the next step's first forward.
                     ratios = ratios._replace(update=1.0)
-                for name, factors in _parted(profile, plan, rank, index, kind, ratios, layers_s).items():
+                for name, factors in _layer_factors(profile, plan, rank, index, kind, ratios, layers_s).items():
                     found[kind][name].append(factors)
     rows = frozenset(row for stage in plan.stages for row in stage.rows)
-    layers = _scaled(profile.layers, found[profile.device.name], rows)
+    layers = _scale_layers(profile.layers, found[profile.device.name], rows)
     others = tuple(
-        other.model_copy(update={"layers": _scaled(other.layers, found[other.device.name], rows)})
+        other.model_copy(update={"layers": _scale_layers(other.layers, found[other.device.name], rows)})
         for other in profile.others
     )
     notes = (*(note for note in profile.notes if note != NOTE), NOTE) if any(found.values()) else profile.notes
@@ -94,17 +99,17 @@ def _kind_of(stage: Stage, profile: Profile) -> str | None:
     return stage.types[0] if stage.types else profile.device.name
 
 
-def _ratios(stage: int, rank: int, measured: OwnTimes, predicted: OwnTimes) -> _Factors:
+def _ratios(stage: int, rank: int, measured_times: OwnTimes, predicted_times: OwnTimes) -> _Factors:
     """Return a stage's measured over predicted times on one rank."""
     found: dict[str, list[float]] = defaultdict(list)
-    for (other, action), seconds in predicted.items():
-        if other == rank and action.stage == stage and seconds > 0 and (other, action) in measured:
-            found[action.kind].append(measured[other, action] / seconds)
+    for (other, action), seconds in predicted_times.items():
+        if other == rank and action.stage == stage and seconds > 0 and (other, action) in measured_times:
+            found[action.kind].append(measured_times[other, action] / seconds)
     # Of a rank's stages, an update names one.
     updates = [
-        measured[key] / seconds
-        for key, seconds in predicted.items()
-        if key[0] == rank and key[1].kind == UPDATE and seconds > 0 and key in measured
+        measured_times[key] / seconds
+        for key, seconds in predicted_times.items()
+        if key[0] == rank and key[1].kind == UPDATE and seconds > 0 and key in measured_times
     ]
     backward = _middle(ratio for kind in BACKWARDS for ratio in found[kind])
     by_input, by_weight = (
@@ -119,7 +124,7 @@ def _middle(ratios: Iterable[float]) -> float:
     return median(known) if known else 1.0
 
 
-def _parted(
+def _layer_factors(
     profile: Profile, plan: Plan, rank: int, stage: int, kind: str, ratios: _Factors, layers_s: LayerSeconds
 ) -> dict[str, _Factors]:
     """Return the factors of a stage's layers on one rank."""
@@ -156,29 +161,29 @@ def _again_s(cost: Cost) -> float:
     return cost.forward_s if cost.recompute_s is None else cost.recompute_s
 
 
-def _own_parts(planned: Mapping[str, float], timed: Mapping[str, float]) -> dict[str, float]:
+def _own_parts(predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) -> dict[str, float]:
     """Return each layer's part of what was measured over its part of what was planned; 1 where that is not known."""
-    known = [name for name, seconds in planned.items() if seconds > 0 and timed.get(name, 0.0) > 0]
-    if len(known) < sum(seconds > 0 for seconds in planned.values()):
-        return dict.fromkeys(planned, 1.0)
-    longer = sum(planned[name] for name in known) / (sum(timed[name] for name in known) or 1.0)
-    return {name: timed[name] / planned[name] * longer if name in known else 1.0 for name in planned}
+    known = [name for name, seconds in predicted_s.items() if seconds > 0 and measured_s.get(name, 0.0) > 0]
+    if len(known) < sum(seconds > 0 for seconds in predicted_s.values()):
+        return dict.fromkeys(predicted_s, 1.0)
+    longer = sum(predicted_s[name] for name in known) / (sum(measured_s[name] for name in known) or 1.0)
+    return {name: measured_s[name] / predicted_s[name] * longer if name in known else 1.0 for name in predicted_s}
 
 
-def _scaled(
-    layers: Sequence[Layer], found: Mapping[str, Sequence[_Factors]], rows: frozenset[int]
+def _scale_layers(
+    layers: Sequence[Layer], factors_by_name: Mapping[str, Sequence[_Factors]], rows: frozenset[int]
 ) -> tuple[Layer, ...]:
     """Multiply the times of layers; those that were measured as one have the median of all their factors."""
     alike: dict[str, list[_Factors]] = defaultdict(list)
     for layer in layers:
-        alike[layer.measured_as or layer.name] += found.get(layer.name, ())
-    return tuple(_corrected(layer, alike[layer.measured_as or layer.name], rows) for layer in layers)
+        alike[layer.measured_as or layer.name] += factors_by_name.get(layer.name, ())
+    return tuple(_scale_layer(layer, alike[layer.measured_as or layer.name], rows) for layer in layers)
 
 
-def _corrected(layer: Layer, found: Sequence[_Factors], rows: frozenset[int]) -> Layer:
-    if not found:
+def _scale_layer(layer: Layer, all_factors: Sequence[_Factors], rows: frozenset[int]) -> Layer:
+    if not all_factors:
         return layer
-    factors = _Factors(*(median(column) for column in zip(*found, strict=True)))
+    factors = _Factors(*(median(column) for column in zip(*all_factors, strict=True)))
     return layer.model_copy(
         update={
             "costs": tuple(_cost(cost, factors, cost.micro_batch in rows) for cost in layer.costs),
@@ -221,26 +226,28 @@ class _Sample(NamedTuple):
     predicted_s: float
 
 
-def relinked(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTimes) -> Cluster:
+def correct_links(cluster: Cluster, plan: Plan, measured_times: OwnTimes, predicted_times: OwnTimes) -> Cluster:
     """Return a cluster with links, and curves of messages, as a run found them; as it is, where it measured none.
 
     Messages of several sizes give a link's latency and bandwidth. Those of one size, and of levels with a curve or with
     several links, give a factor for all of the level's numbers. Collectives are left as they are: a run hides most of
     all-reduces behind backwards, and of others :mod:`autopar.profiler.recalibrate` knows more.
     """
-    samples = _samples(cluster, plan, measured, predicted)
+    samples = _samples(cluster, plan, measured_times, predicted_times)
     links = tuple(
-        _relinked(link, samples[link.level], _alone(cluster, link)) if samples.get(link.level) else link
+        _correct_link(link, samples[link.level], _alone(cluster, link)) if samples.get(link.level) else link
         for link in cluster.links
     )
     curves = tuple(
-        slowed(curve, _factor(samples[curve.level])) if curve.kind == "p2p" and samples.get(curve.level) else curve
+        scale_curve(curve, _factor(samples[curve.level])) if curve.kind == "p2p" and samples.get(curve.level) else curve
         for curve in cluster.curves
     )
     return cluster.model_copy(update={"links": links, "curves": curves})
 
 
-def _samples(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTimes) -> dict[Level, list[_Sample]]:
+def _samples(
+    cluster: Cluster, plan: Plan, measured_times: OwnTimes, predicted_times: OwnTimes
+) -> dict[Level, list[_Sample]]:
     sizes: dict[tuple[str, int, int, int, int], int] = {}
     for each in messages(plan):
         rows = each.stop - each.start
@@ -252,11 +259,11 @@ def _samples(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTim
         sizes[SEND_GRADIENT, each.receiver, each.consumer, each.sender, each.producer] = back
     topology = Topology.of(cluster, plan)
     found: dict[Level, list[_Sample]] = defaultdict(list)
-    for (rank, action), seconds in measured.items():
-        if action.kind in (SEND, SEND_GRADIENT) and predicted.get((rank, action), 0.0) > 0:
+    for (rank, action), seconds in measured_times.items():
+        if action.kind in (SEND, SEND_GRADIENT) and predicted_times.get((rank, action), 0.0) > 0:
             size = sizes[action.kind, rank, action.stage, action.peer, action.peer_stage]
             level = topology.pair(plan.devices[rank], plan.devices[action.peer])
-            found[level].append(_Sample(size, seconds, predicted[rank, action]))
+            found[level].append(_Sample(size, seconds, predicted_times[rank, action]))
     return found
 
 
@@ -270,13 +277,13 @@ def _factor(samples: Sequence[_Sample]) -> float:
     return median(sample.measured_s / sample.predicted_s for sample in samples)
 
 
-def _relinked(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
+def _correct_link(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
     by_size: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         by_size[sample.bytes].append(sample.measured_s)
     sizes = sorted(size for size in by_size if size > 0)
     if alone and sizes and sizes[-1] >= LEAST_SPREAD * sizes[0]:
-        line = fitted(sizes, [median(by_size[size]) for size in sizes])
+        line = fit_line(sizes, [median(by_size[size]) for size in sizes])
         if line is not None and line.per_sample_s > 0:
             # A price assumes that all who share a link send at once.
             shared = link.shared_by * (2 if link.duplex == "half" else 1)
@@ -288,7 +295,7 @@ def _relinked(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
     return link.model_copy(update={**update, "provenance": "measured"})
 
 
-def slowed(curve: Curve, factor: float) -> Curve:
+def scale_curve(curve: Curve, factor: float) -> Curve:
     """Return a curve whose seconds are multiplied, as a run measured them."""
     seconds = tuple(seconds * factor for seconds in curve.seconds)
     return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})
@@ -299,19 +306,21 @@ _LEAST = 0.01
 """Of what actions take: gathers that are predicted to be less of it are hidden, and not told from noise."""
 
 
-class _Added(NamedTuple):
+class _AddedSeconds(NamedTuple):
     """Seconds that gathers and scatters add to computing."""
 
     measured_s: float
     predicted_s: float
 
 
-def ungathered(cluster: Cluster) -> Cluster:
+def without_gathering(cluster: Cluster) -> Cluster:
     """Return a cluster where nothing that has a curve takes time to be gathered or scattered."""
     return _times(cluster, dict.fromkeys(LEVELS, 0.0))
 
 
-def regathered(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnTimes, computing: OwnTimes) -> Cluster:
+def correct_gathering(
+    cluster: Cluster, plan: Plan, measured_times: OwnTimes, predicted_times: OwnTimes, computing: OwnTimes
+) -> Cluster:
     """Return a cluster with curves of gathers and scatters as a run found them; as it is, where it does not tell.
 
     What stages that divide gradients or parameters took beyond computing is taken for these, of a level together.
@@ -321,13 +330,13 @@ def regathered(cluster: Cluster, plan: Plan, measured: OwnTimes, predicted: OwnT
         plan: what was run.
         measured: every action's seconds.
         predicted: what the cluster has of them.
-        computing: what they take where the cluster is :func:`ungathered`.
+        computing: what they take where the cluster is :func:`without_gathering`.
     """
-    added: dict[Level, list[_Added]] = defaultdict(list)
-    for level, key in _actions(cluster, plan, predicted):
-        more_s = predicted[key] - computing[key]
-        if key in measured and more_s > _LEAST * predicted[key]:
-            added[level].append(_Added(measured[key] - computing[key], more_s))
+    added: dict[Level, list[_AddedSeconds]] = defaultdict(list)
+    for level, key in _actions(cluster, plan, predicted_times):
+        more_s = predicted_times[key] - computing[key]
+        if key in measured_times and more_s > _LEAST * predicted_times[key]:
+            added[level].append(_AddedSeconds(measured_times[key] - computing[key], more_s))
     factors = {
         level: sum(each.measured_s for each in found) / sum(each.predicted_s for each in found)
         for level, found in added.items()
@@ -347,7 +356,7 @@ def _actions(cluster: Cluster, plan: Plan, times: OwnTimes) -> Iterator[tuple[Le
 def _times(cluster: Cluster, factors: Mapping[Level, float]) -> Cluster:
     """Multiply the seconds of gathers and scatters, by level."""
     curves = tuple(
-        slowed(curve, factors[curve.level]) if curve.kind in _KINDS and curve.level in factors else curve
+        scale_curve(curve, factors[curve.level]) if curve.kind in _KINDS and curve.level in factors else curve
         for curve in cluster.curves
     )
     return cluster.model_copy(update={"curves": curves})

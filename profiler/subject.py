@@ -16,12 +16,12 @@ from autopar.capture import LayerGraph, UserModel, capture, named_tensors
 from autopar.capture.check import check_gradients
 from autopar.capture.data import check_reading
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
-from autopar.capture.optimizer import needs_all, tried_divided
+from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Precision
 from autopar.profiler import device as devices
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 
 MOST = 2**31 - 1
 
@@ -98,7 +98,7 @@ class Subject:
 
 
 @unwinding_aborts()
-def prepare(user: UserModel, options: ProfileOptions, progress: Progress = untold) -> Subject:
+def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_progress) -> Subject:
     """Build and capture a model, and check the captured graph against it.
 
     Raises:
@@ -134,11 +134,11 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = untol
         why = needs_all(user, trained)
         if why is not None:
             notes.append(NEEDS_ALL.format(why=why))
-        indivisible = tried_divided(user, trained)
+        indivisible = try_sharding(user, trained)
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
 
 
-def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> Precision:
+def _precision(module: nn.Module, user: UserModel, precision: Precision | None) -> Precision:
     kinds = {parameter.dtype for parameter in module.parameters()}
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(f"{user.path}: the model has no parameter that requires a gradient; there is nothing to train")
@@ -152,12 +152,12 @@ def _precision(module: nn.Module, user: UserModel, asked: Precision | None) -> P
         raise ModelError(
             f"{user.path}: parameters are {names}; all must be float32 or complex64, or all float64 or complex128"
         )
-    if asked is None or asked == own:
+    if precision is None or precision == own:
         return own
-    if own == "fp64" or asked == "fp64":
+    if own == "fp64" or precision == "fp64":
         remedy = "leave the option out" if own == "fp32" else "leave the option out, or build them in float32"
-        raise UsageError(f"`precision={asked!r}`: the parameters of {user.path} are {own}; {remedy}")
-    return asked
+        raise UsageError(f"`precision={precision!r}`: the parameters of {user.path} are {own}; {remedy}")
+    return precision
 
 
 def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> LossCheck:
@@ -165,7 +165,7 @@ def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, 
     check_gradients(module, graph, user.load_batch(user.dataset(), range(min(4, samples))), user.loss)
     if samples < LEAST:
         return LossCheck(note=f"{UNKNOWN}: the dataset has {samples} samples, and it takes {LEAST}")
-    return check_loss(user, module, graph, accepted=accept_loss)
+    return check_loss(user, module, graph, accept_loss=accept_loss)
 
 
 def _remarks(module: nn.Module) -> list[str]:

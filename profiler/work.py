@@ -17,7 +17,7 @@ from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
 from autopar.profiler.device import Computing, peak_bytes
 from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda
-from autopar.profiler.layer_runs import Inputs, LayerPass, SavedStorages
+from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayerWork:
     """What makes the gradients of the inputs alone."""
     accumulate: tuple[Kernel, ...]
     """What adding to gradients that are there takes beyond ``backward``."""
-    saved: Mapping[str, int]
+    saved_bytes: Mapping[str, int]
     peak_bytes: int
     outputs: tuple[tuple[torch.dtype, bool, int], ...]
     """Of every output: type, whether a gradient flows back over it, bytes."""
@@ -80,10 +80,10 @@ def _run(
 ) -> LayerWork:
     # A module that the user lists, or that runs the forward of the whole model, reads tensors that are not its own.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faked = _faked(layer, mode)
+    faked = _fake_layer(layer, mode)
     with mode:
         tensors = {name: torch.empty(spec.shape(rows), dtype=types[name][0]) for name, spec in specs.items()}
-    inputs = Inputs(rows, tensors, {name: types[name][1] for name in specs})
+    inputs = LayerInputs(rows, tensors, {name: types[name][1] for name in specs})
     try:
         with mode:
             return _record(faked, inputs, graph.outputs, computing)
@@ -97,7 +97,7 @@ def _run(
         ) from error
 
 
-def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Computing) -> LayerWork:
+def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing: Computing) -> LayerWork:
     trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
@@ -105,7 +105,7 @@ def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Comp
         work.forward()
     tensors = list(work.outputs.values())
     outputs = tuple((tensor.dtype, tensor.requires_grad, tensor.nbytes) for tensor in tensors)
-    saved = storages.named(
+    saved = storages.bytes_by_name(
         {f"input {index}": tensor for index, tensor in enumerate(work.inputs.values())},
         {f"output {index}": tensor for index, tensor in enumerate(tensors) if layer.outputs[index] not in loss},
     )
@@ -124,16 +124,20 @@ def _record(layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Comp
         backward=tuple(backward.kernels),
         backward_input=_input_half(layer, inputs, loss, computing, trained),
         accumulate=tuple(adding.kernels),
-        saved=saved,
+        saved_bytes=saved,
         peak_bytes=peak,
         outputs=outputs,
     )
 
 
 def _input_half(
-    layer: Layer, inputs: Inputs, loss: tuple[str, ...], computing: Computing, trained: list[nn.Parameter]
+    layer: Layer,
+    inputs: LayerInputs,
+    loss: tuple[str, ...],
+    computing: Computing,
+    trained_parameters: list[nn.Parameter],
 ) -> tuple[Kernel, ...]:
-    for parameter in trained:
+    for parameter in trained_parameters:
         parameter.requires_grad_(False)
     work = LayerPass(layer, inputs, loss, computing)
     work.forward()
@@ -143,7 +147,7 @@ def _input_half(
     return tuple(log.kernels)
 
 
-def _faked(layer: Layer, mode: FakeTensorMode) -> Layer:
+def _fake_layer(layer: Layer, mode: FakeTensorMode) -> Layer:
     """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
     held = [*layer.module.parameters(), *layer.module.buffers(), *_constants(layer.module)]
     memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in held}

@@ -18,7 +18,7 @@ from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.copies import Copies, brought
+from autopar.runtime.messages.copies import Copies, move_to_device
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 
@@ -64,7 +64,9 @@ def split_rows(
     start, own = plan.stages[stage].row_starts[replica], mine(plan, rank)
     stop, size = start + plan.stages[stage].rows[replica], plan.micro_batch_size
     return [
-        {name: brought(values[name][m * size + start : m * size + stop], device) for name in names} if m in own else {}
+        {name: move_to_device(values[name][m * size + start : m * size + stop], device) for name in names}
+        if m in own
+        else {}
         for m in range(plan.micro_batches)
     ]
 
@@ -158,14 +160,14 @@ class ShareLoader:
             loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
         return loaded
 
-    def _share(self, picked: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+    def _share(self, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return this replica's rows of the micro-batch of the picked samples.
 
         The user's own ``collate`` is given the whole micro-batch on every rank: what it makes of a sample may depend
         on the others (padding) or on chance, and must not depend on how a stage divides them.
         """
         start, stop = self._start, self._stop
-        wanted = picked if self._model.collates else picked[start:stop]
+        wanted = indices if self._model.collates else indices[start:stop]
         samples = [self._sample(sample) for sample in wanted]
         seed_data(self._plan.seed, "collate", step, micro_batch)
         values = named_tensors(self._model.collate(samples))
@@ -194,18 +196,18 @@ class Prefetch:
     def load(self, step: int) -> Batch:
         """Return a step's mini-batch on the device, whose work from now on waits for it."""
         ahead, self._ahead = self._ahead, None
-        batch = ahead[1] if ahead is not None and ahead[0] == step else self._brought(step)
+        batch = ahead[1] if ahead is not None and ahead[0] == step else self._load_batch(step)
         self._copies.admit(tensor for inputs in batch for tensor in inputs.values())
         return batch
 
     def look_ahead(self, step: int) -> None:
         """Begin to bring the mini-batch of a later step; what is wrong with it is said when that step begins."""
         try:
-            self._ahead = step, self._brought(step)
+            self._ahead = step, self._load_batch(step)
         except Exception:
             self._ahead = None
 
-    def _brought(self, step: int) -> Batch:
+    def _load_batch(self, step: int) -> Batch:
         return [self._bring(inputs) for inputs in self._load(step)]
 
     def _bring(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -33,18 +33,18 @@ from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
-from autopar.runtime.stage.stage import Flight, Stage
+from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.times import Clock
 from autopar.schedules.expand import stages_of
 
 
 @dataclass(frozen=True)
-class Foresight:
+class ProgramAnalysis:
     """Positions of actions in the program, and what actions there are."""
 
     last_backward: Mapping[int, int]
     """Stage -> position of its last backward, or half of one."""
-    halved: Collection[tuple[int, int]]
+    split_backwards: Collection[tuple[int, int]]
     """(stage, micro-batch) of every backward that comes in halves."""
     early: Mapping[int, tuple[int, int]]
     """Position of a receive -> (stage, micro-batch) that is recomputed while the rank waits there."""
@@ -52,24 +52,26 @@ class Foresight:
     """Positions of the sends."""
     last_send: Mapping[tuple[str, int, int], int]
     """(kind, stage, micro-batch) of sends to one or several peers -> position of the last one."""
-    carried: Collection[tuple[str, int]]
+    remote_messages: Collection[tuple[str, int]]
     """(kind, stage) of the messages that go between ranks."""
 
 
-def foresee(actions: Sequence[Action], recomputing: Collection[int]) -> Foresight:
+def analyze_program(actions: Sequence[Action], recomputing: Collection[int]) -> ProgramAnalysis:
     """Return what the actions of a rank tell; ``recomputing`` are the stages that recompute layers."""
     sends = {position: action for position, action in enumerate(actions) if action.kind in (SEND, SEND_GRADIENT)}
-    return Foresight(
+    return ProgramAnalysis(
         last_backward={action.stage: position for position, action in enumerate(actions) if action.kind in BACKWARDS},
-        halved={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
-        early={position: place for position, place in _followed(actions).items() if place[0] in recomputing},
+        split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
+        early={
+            position: place for position, place in _receives_before_backward(actions).items() if place[0] in recomputing
+        },
         sends=sends.keys(),
         last_send={action[:3]: position for position, action in sends.items()},
-        carried={(action.kind, action.stage) for action in actions if action.peer >= 0},
+        remote_messages={(action.kind, action.stage) for action in actions if action.peer >= 0},
     )
 
 
-def _followed(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
+def _receives_before_backward(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
     """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
 
     While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
@@ -100,7 +102,7 @@ class StepRecord:
     """The mini-batch's loss, where all ranks had to know it."""
     gradient_norm: float | None = None
     """Of all gradients of the model before clipping, where it was asked for."""
-    overflowed: bool = False
+    overflow: bool = False
     """Whether scaled gradients were not finite: nothing was updated."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
@@ -157,17 +159,17 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        self._foreseen = foresee(self._actions, {index for index in chunks if plan.stages[index].recompute})
+        self._analysis = analyze_program(self._actions, {index for index in chunks if plan.stages[index].recompute})
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
-        self._passing = self._foreseen.sends if device.type == "cpu" else frozenset()
+        self._passing = self._analysis.sends if device.type == "cpu" else frozenset()
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
-        self._flights: dict[tuple[int, int], Flight] = {}
+        self._flights: dict[tuple[int, int], InFlightMicroBatch] = {}
         self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
         self._inputs: list[dict[str, torch.Tensor]] = []
         self._began: dict[int, object] = {}
         self._step, self._record = 0, StepRecord()
-        self._performs = [self._bound(position, action) for position, action in enumerate(self._actions)]
+        self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
 
     def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
         """Perform one step.
@@ -196,7 +198,7 @@ class Executor:
                     post(position)
                 perform()
             except Exception as error:
-                raise self._placed(error, self._actions[position]) from error
+                raise self._error_at(error, self._actions[position]) from error
             marks.append(mark())
         self._record.untold = partial(self._times_s, dict(self._began), marks)
         if not self._clock.lags:
@@ -212,7 +214,7 @@ class Executor:
             starts_s[position] = start_s
         return list(zip(starts_s, ends_s[1:], strict=True))
 
-    def _placed(self, error: Exception, action: Action) -> AutoparError:
+    def _error_at(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
         place = f"rank {self._rank} (stage {action.stage}, step {self._step}, {action})"
         if isinstance(error, AutoparError):
@@ -223,20 +225,20 @@ class Executor:
             return TrainingError(f"{place}: {said}; plan with a smaller `memory_bytes`")
         return TrainingError(f"{place}: {type(error).__name__}: {error}")
 
-    def _bound(self, position: int, action: Action) -> Callable[[], None]:
+    def _bind(self, position: int, action: Action) -> Callable[[], None]:
         """Return what performs an action; a step only calls it."""
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         if kind == FORWARD:
             return partial(self._forward, stage, micro_batch)
         if kind in BACKWARDS:
-            run = self._last_backward if position == self._foreseen.last_backward[stage] else self._backward
+            run = self._last_backward if position == self._analysis.last_backward[stage] else self._backward
             return partial(run, kind, stage, micro_batch)
-        if position in self._foreseen.early:
-            return partial(self._recompute_and_receive, position, self._foreseen.early[position])
+        if position in self._analysis.early:
+            return partial(self._recompute_and_receive, position, self._analysis.early[position])
         if kind in (RECEIVE, RECEIVE_GRADIENT):
             return partial(self._mailbox.receive, position)
         if kind in (SEND, SEND_GRADIENT):
-            return partial(self._send, position, action[:3], position == self._foreseen.last_send[action[:3]])
+            return partial(self._send, position, action[:3], position == self._analysis.last_send[action[:3]])
         if kind == REDUCE:
             return partial(self._finish_reduction, position, stage)
         if kind == REDUCE_TIED:
@@ -247,14 +249,14 @@ class Executor:
 
     def _forward(self, index: int, micro_batch: int) -> None:
         stage, received = self._stages[index], {}
-        for spec in stage.received:
+        for spec in stage.received_specs:
             value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
-        split = (index, micro_batch) in self._foreseen.halved
+        split = (index, micro_batch) in self._analysis.split_backwards
         values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
         outputs, passes = stage.forward(self._rows, values, seed, split=split)
-        if self._mailbox.marked:
+        if self._mailbox.with_marks:
             _check_gradients(stage, outputs)
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
@@ -263,7 +265,7 @@ class Executor:
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
         weight *= self._scale.value if self._scale is not None else 1.0
-        self._flights[index, micro_batch] = Flight(stage, passes, received, outputs, weight)
+        self._flights[index, micro_batch] = InFlightMicroBatch(stage, passes, received, outputs, weight)
 
     def _seed(self, micro_batch: int, layer: str) -> None:
         number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
@@ -278,7 +280,7 @@ class Executor:
                 flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
-        gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited]
+        gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names]
         self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
 
     def _last_backward(self, kind: str, index: int, micro_batch: int) -> None:
@@ -306,7 +308,7 @@ class Executor:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
         if len(self._stages) > 1:
             self._mailbox.pass_on(kind, index, micro_batch, tensors)
-        if tensors and (kind, index) in self._foreseen.carried:
+        if tensors and (kind, index) in self._analysis.remote_messages:
             self._outgoing[kind, index, micro_batch] = tensors
 
     def _joined_gradient(self, name: str, index: int, micro_batch: int) -> torch.Tensor | None:
@@ -333,7 +335,7 @@ def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:
     Raises:
         TrainingError: names it.
     """
-    for spec in stage.sent:
+    for spec in stage.sent_specs:
         if outputs[spec.name].requires_grad and not spec.gradient:
             raise TrainingError(
                 f"tensor {spec.name} requires a gradient, which it did not when the layers were listed; make layers "

@@ -124,7 +124,7 @@ class LayerTimes:
         self._clock, self._stages = clock, stages
         self._actions = list(actions)
         self._forwards: list[tuple[str, object, object]] = []
-        self._reached: dict[tuple[str, int], object] = {}
+        self._gradient_marks: dict[tuple[str, int], object] = {}
         """The latest moment at which a gradient of a layer's outputs was complete, by its forwards in order."""
         self._again: dict[tuple[str, int], object] = {}
         """When a layer was begun once more, by its backwards in order."""
@@ -150,18 +150,18 @@ class LayerTimes:
         """Forget the marks of the step before."""
         self._clock.start()
         self._forwards.clear()
-        self._reached.clear()
+        self._gradient_marks.clear()
         self._again.clear()
         self._runs.clear()
 
     def end_step(self, times_s: Sequence[tuple[float, float]]) -> None:
         """Take in a step, given when its actions ran."""
         marks = [mark for _, start, end in self._forwards for mark in (start, end)]
-        resolved = self._clock.resolve([*marks, *self._reached.values(), *self._again.values()])
+        resolved = self._clock.resolve([*marks, *self._gradient_marks.values(), *self._again.values()])
         for index, (layer, _, _) in enumerate(self._forwards):
             self._seconds[layer][0].append(resolved[2 * index + 1] - resolved[2 * index])
         rest = resolved[len(marks) :]
-        reached = dict(zip(self._reached, rest, strict=False))
+        reached = dict(zip(self._gradient_marks, rest, strict=False))
         again = dict(zip(self._again, rest[len(reached) :], strict=True))
         turns: dict[tuple[int, str], list[int]] = defaultdict(list)
         for action, span in zip(self._actions, times_s, strict=True):
@@ -181,14 +181,14 @@ class LayerTimes:
         }
 
     def _reach(self, key: tuple[str, int]) -> None:
-        self._reached[key] = self._clock.mark()
+        self._gradient_marks[key] = self._clock.mark()
 
-    def _part(self, stage: int, begun: Mapping[str, float | None], span: tuple[float, float]) -> None:
+    def _part(self, stage: int, starts_s: Mapping[str, float | None], span: tuple[float, float]) -> None:
         """Divide a stage's backward among its layers, given when that of each began."""
         layers = list(reversed(self._stages[stage]))
         moments, latest = [], span[0]
         for layer in layers:
-            moment = begun[layer]
+            moment = starts_s[layer]
             latest = latest if moment is None else min(max(moment, latest), span[1])
             moments.append(latest)
         for layer, (start_s, end_s) in zip(layers, pairwise([*moments, span[1]]), strict=True):

@@ -25,7 +25,7 @@ from autopar.runtime.gradients.loss import LossScale, all_finite, first_not_fini
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.stage.layers import seed_optimizer
-from autopar.runtime.stage.parameters import Twins, local
+from autopar.runtime.stage.parameters import OptimizerParameters, local
 
 
 def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
@@ -69,7 +69,10 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
 
 
 def left_out(
-    optimizer: torch.optim.Optimizer, given: Mapping[str, nn.Parameter], user: UserModel, whole: Collection[str] | None
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    user: UserModel,
+    whole: Collection[str] | None,
 ) -> list[str]:
     """Return the names of the parameters that an optimizer was given and does not step.
 
@@ -82,7 +85,7 @@ def left_out(
     Raises:
         ModelError: it steps something that it was not given.
     """
-    names = {id(parameter): name for name, parameter in given.items()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     stepped = [each for group in optimizer.param_groups for each in group["params"]]
     others = [each for each in stepped if id(each) not in names]
     if others:
@@ -92,17 +95,17 @@ def left_out(
             "goes by names, call the argument named_parameters to be given pairs (name, parameter)"
         )
     found = {names[id(each)] for each in stepped}
-    return [name for name in given if name not in found and (whole is None or name not in whole)]
+    return [name for name in parameters if name not in found and (whole is None or name not in whole)]
 
 
-def check_settings(user: UserModel, given: Mapping[str, nn.Parameter], whole: Settings, rank: int) -> None:
+def check_settings(user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int) -> None:
     """Hold what a rank's optimizer gives its parameters against what one for all of the model's parameters does.
 
     Raises:
         ModelError: a parameter gets something else; names it and the setting.
     """
-    own = settings_of(user, list(given.items()))
-    for name in given:
+    own = settings_of(user, list(parameters.items()))
+    for name in parameters:
         said = _difference(own.get(name), whole.get(name))
         if said is not None:
             raise ModelError(
@@ -143,7 +146,7 @@ class Update:
         self,
         plan: Plan,
         rank: int,
-        twins: Twins,
+        twins: OptimizerParameters,
         stage_of: Mapping[str, int],
         model: UserModel,
         reducer: Reducer,
@@ -174,15 +177,17 @@ class Update:
                 with all of the model's.
         """
         self._rank = rank
-        self._device = next((each.device for each in twins.trained.values()), torch.device("cpu"))
-        self._plan, self._trained, self._stage_of = plan, twins.trained, stage_of
-        self.optimizer = model.make_optimizer(twins.stepped.items()) if self._trained else None
+        self._device = next((each.device for each in twins.trainable_parameters.values()), torch.device("cpu"))
+        self._plan, self._trainable_parameters, self._stage_of = plan, twins.trainable_parameters, stage_of
+        self.optimizer = (
+            model.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
+        )
         self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
         self.notes: list[str] = []
         """What whoever reads the report should know."""
         if self.optimizer is not None:
             _check_steps(self.optimizer, model)
-            self._check_parameters(self.optimizer, twins.stepped, model, whole)
+            self._check_parameters(self.optimizer, twins.optimizer_parameters, model, whole)
         self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(plan.devices)))
         self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
         self._watches: bool | None = None if model.schedules else False
@@ -191,16 +196,16 @@ class Update:
     def _check_parameters(
         self,
         optimizer: torch.optim.Optimizer,
-        given: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter],
         model: UserModel,
         whole: Settings | None,
     ) -> None:
-        left = left_out(optimizer, given, model, whole)
+        left = left_out(optimizer, parameters, model, whole)
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
         if whole is not None:
-            check_settings(model, given, whole, self._rank)
+            check_settings(model, parameters, whole, self._rank)
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -243,13 +248,13 @@ class Update:
         factor = 1.0 / divisor
         if self._scale is not None:
             factor /= self._scale.value
-            record.overflowed = not math.isfinite(squares)
-            self._scale.settle(record.overflowed)
-        if normed and not record.overflowed:
+            record.overflow = not math.isfinite(squares)
+            self._scale.settle(record.overflow)
+        if normed and not record.overflow:
             record.gradient_norm = math.sqrt(squares) * factor
         if self._clip_norm is not None and record.gradient_norm is not None:
             factor *= min(1.0, self._clip_norm / (record.gradient_norm + TINY))
-        return factor, not record.overflowed
+        return factor, not record.overflow
 
     def _unless_finite(self) -> float:
         """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
@@ -257,7 +262,7 @@ class Update:
 
     def _not_finite(self) -> TrainingError:
         """Return what to say of gradients that are not finite."""
-        there = ((name, each.grad) for name, each in self._trained.items())
+        there = ((name, each.grad) for name, each in self._trainable_parameters.items())
         name = first_not_finite((name, local(gradient)) for name, gradient in there if gradient is not None)
         if name is not None:
             place = f"stage {self._stage_of[name]}" + (", micro-batch 0" if self._plan.micro_batches == 1 else "")
@@ -268,7 +273,7 @@ class Update:
 
     def _squares(self) -> float:
         """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
-        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned())
+        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned_gradients())
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 

@@ -62,7 +62,7 @@ def living_pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> Calla
     from autopar.ranks.pool import RankPool
 
     def living() -> RankPool:
-        if not pools or pools[-1].closed:
+        if not pools or pools[-1].is_closed:
             with monkeypatch.context() as patch:
                 patch.setenv("PYTHONPATH", str(Path(__file__).parent / "runtime"), prepend=os.pathsep)
                 pools.append(RankPool(6))

@@ -147,7 +147,7 @@ class StepModule(nn.Module):
         self.model = model
         self.template = Opaque(template)
         self.loss = Opaque(loss)
-        self.replaced = Opaque([])
+        self.replaced_tensors = Opaque([])
         """Of the last forward: paths and tensors that Python state held before it, and no longer does."""
         self.names = tuple(named_tensors(template))
         self.roots = Opaque(roots_of(model, loss))
@@ -160,7 +160,7 @@ class StepModule(nn.Module):
         output = self.model(*positional, **named)
         result = loss_outputs(_loss_of(loss, output, batch) if loss else output, loss is not None)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
-        self.replaced.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
+        self.replaced_tensors.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return result
 
 
@@ -170,11 +170,11 @@ def _loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:
         return loss(output, batch)
     except (TypeError, AttributeError) as error:
         if not isinstance(batch, torch.Tensor):
-            error.add_note(_given(batch))
+            error.add_note(_describe_batch(batch))
         raise
 
 
-def _given(batch: object) -> str:
+def _describe_batch(batch: object) -> str:
     if isinstance(batch, Mapping):
         keys = ", ".join(map(str, batch))
         return f"loss(output, batch) is given the whole batch, a dict of {keys}; take what it needs"
@@ -217,12 +217,12 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
             raise ModelError("a tuple sample has inputs and, last, the target; this one has a single item")
         inputs = batch[:-1] if has_loss else batch
         if wrong := unlike(model, inputs):
-            raise ModelError(f"{_place(model)}: {_refused(model, batch, wrong, has_loss)}")
+            raise ModelError(f"{_place(model)}: {_describe_mismatch(model, batch, wrong, has_loss)}")
         return inputs, {}
     return (batch,), {}
 
 
-def _refused(model: nn.Module, batch: Sequence[Any], wrong: str, has_loss: bool) -> str:
+def _describe_mismatch(model: nn.Module, batch: Sequence[Any], wrong: str, has_loss: bool) -> str:
     """Say why a tuple's items are not what ``forward`` takes, and what to write."""
     taken = f"forward{inspect.signature(model.forward)} is given"
     if has_loss:

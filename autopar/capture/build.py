@@ -30,10 +30,10 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.batch import row_count
-from autopar.capture.effects import Storages, operands, submodules, written
+from autopar.capture.effects import Storages, operands, submodules, written_arguments
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.model_state import WriteLog, kept_parameters, unchanged
-from autopar.capture.segment import Inputs, Segment, batch_dim, is_size
+from autopar.capture.model_state import WriteLog, preserve_buffers, preserve_parameters
+from autopar.capture.segment import GraphInputs, LayerNodes, batch_dim, is_size
 from autopar.errors import CaptureError
 from autopar.formats.profile import Writes
 
@@ -56,7 +56,7 @@ def graph_writes(
     storages = Storages(nodes)
     # A constant that the forward makes is detached in place, which writes no value.
     calls = [node for node in nodes if node.op == "call_function" and node.target is not torch.ops.aten.detach_.default]
-    roots = {storages.root(target) for node in calls for target in written(node)}
+    roots = {storages.root(target) for node in calls for target in written_arguments(node)}
     changed = [node for node in nodes if storages.root(node) in roots]
     named = {buffers[str(node.target)]: node for node in changed if node.op == "get_attr" and node.target in buffers}
     statistics = {name for name, node in named.items() if _is_statistic(node)}
@@ -89,7 +89,7 @@ def _normalizes(user: fx.Node, buffer: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def watched(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[list[Writes]]:
+def record_writes(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[list[Writes]]:
     """Watch a listed module run inside the block; the list then holds what it changed, if anything.
 
     Names are those that the module has for its buffers and parameters, and the keys of ``inputs``.
@@ -101,15 +101,15 @@ def watched(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[l
     log = WriteLog([*module.parameters(), *buffers.values(), *inputs.values()])
     with log:
         yield found
-    written_ids = {id(tensor) for tensor, _ in log.written}
+    written_ids = {id(tensor) for tensor, _ in log.previous_values}
     after = _buffers(module)
 
-    def replaced(name: str) -> bool:
+    def is_replaced(name: str) -> bool:
         now = after.get(name)
         return now is not buffers[name] or now.untyped_storage()._cdata != memory[name]
 
     changes = _of(
-        [name for name, each in buffers.items() if id(each) in written_ids or replaced(name)],
+        [name for name, each in buffers.items() if id(each) in written_ids or is_replaced(name)],
         [name for name, each in module.named_parameters(remove_duplicate=False) if id(each) in written_ids],
         [name for name, each in inputs.items() if id(each) in written_ids],
     )
@@ -156,7 +156,7 @@ def read_statistics(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
     return () if alike else tuple(statistics)
 
 
-def joined(every: Sequence[Writes]) -> Writes | None:
+def merge_writes(every: Sequence[Writes]) -> Writes | None:
     """Return all changes of several runs."""
     return _of(
         [name for each in every for name in each.buffers],
@@ -194,7 +194,7 @@ def right_for_one(
     step: nn.Module,
     layers: Sequence[Layer],
     tensors: Mapping[str, torch.Tensor],
-    compared: Sequence[bool] | None = None,
+    output_mask: Sequence[bool] | None = None,
 ) -> bool:
     """Tell whether a model's layers give for one sample what the model gives for it.
 
@@ -204,7 +204,9 @@ def right_for_one(
         tensors: a batch of two samples or more, by name; on two of them layers that differ from the model tell nothing.
         compared: which of what ``step`` returns the layers give; none: all.
     """
-    return _alike(step, layers, _first(tensors, 1), compared) or not _alike(step, layers, _first(tensors, 2), compared)
+    return _alike(step, layers, _first(tensors, 1), output_mask) or not _alike(
+        step, layers, _first(tensors, 2), output_mask
+    )
 
 
 def _first(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
@@ -212,23 +214,23 @@ def _first(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Te
 
 
 def _alike(
-    step: nn.Module, layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor], compared: Sequence[bool] | None
+    step: nn.Module, layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor], output_mask: Sequence[bool] | None
 ) -> bool:
     known = {name: tensor.clone() for name, tensor in tensors.items()}
     rows = row_count(tensors)
     found: tuple[torch.Tensor, ...] = ()
     try:
         # Batch normalisation is known by its layers: elsewhere a single sample may do.
-        with unchanged(step), kept_parameters(step), patch.object(functional, "_verify_batch_size"):
+        with preserve_buffers(step), preserve_parameters(step), patch.object(functional, "_verify_batch_size"):
             expected = list(step(*(tensor.clone() for tensor in tensors.values())))
-        with unchanged(step), kept_parameters(step):
+        with preserve_buffers(step), preserve_parameters(step):
             for layer in layers:
                 found = layer.module(rows, *(known[name].detach() for name in layer.inputs))
                 known.update(zip(layer.outputs, found, strict=True))
     except Exception:
         return False
-    if compared is not None:
-        expected = list(compress(expected, compared))
+    if output_mask is not None:
+        expected = list(compress(expected, output_mask))
     return all(
         one.shape == other.shape and torch.allclose(one, other, _ALLOWED, _ALLOWED * 1e-3, equal_nan=True)
         for one, other in zip(expected, found[-len(expected) :], strict=True)
@@ -245,7 +247,7 @@ class Values:
 
 
 def build_layers(
-    graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], values: Values, results: Sequence[str] = ()
+    graph: fx.Graph, inputs: GraphInputs, segments: Sequence[LayerNodes], values: Values, results: Sequence[str] = ()
 ) -> list[Layer]:
     """Build one graph module per segment; ``results`` names what the graph gives, if that is no loss."""
     names = _crossing_names(graph, segments)
@@ -261,9 +263,9 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return list(output.args[0])
 
 
-def _crossing_names(graph: fx.Graph, segments: Sequence[Segment]) -> dict[str, str]:
+def _crossing_names(graph: fx.Graph, segments: Sequence[LayerNodes]) -> dict[str, str]:
     """Return the names of the tensors that cross boundaries, by node: ``layer:node``."""
-    owner = {name: part for part in segments for name in part.owned}
+    owner = {name: part for part in segments for name in part.owned_nodes}
     nodes = {node.name: node for node in graph.nodes}
     crossing = {}
     for part in segments:
@@ -285,10 +287,10 @@ class _Builder:
     """Copies the nodes of one segment into a graph of their own."""
 
     source: fx.Graph
-    inputs: Inputs
+    inputs: GraphInputs
     values: Values
     crossing: Mapping[str, str]
-    part: Segment
+    part: LayerNodes
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -306,7 +308,7 @@ class _Builder:
             self.copies[node].meta = dict(node.meta)
         for node in nodes:
             self.copies[node] = self.graph.node_copy(node, self._argument)
-        sent = [node for node in nodes if node.name in self.crossing and node.name in self.part.owned]
+        sent = [node for node in nodes if node.name in self.crossing and node.name in self.part.owned_nodes]
         given = [self.copies[node] for node in sent]
         if results:
             given += [self._argument(node) for node in _results(self.source)]
@@ -329,7 +331,7 @@ class _Builder:
         )
 
     def _inputs(
-        self, nodes: Sequence[fx.Node], chosen: set[str], results: Sequence[fx.Node]
+        self, nodes: Sequence[fx.Node], node_names: set[str], results: Sequence[fx.Node]
     ) -> list[tuple[fx.Node, str]]:
         """Return what is read from outside: tensors of the batch, then crossing tensors, each in graph order."""
         read = {argument for node in nodes for argument in node.all_input_nodes}
@@ -337,7 +339,7 @@ class _Builder:
         batch = [
             (n, self.inputs.tensors[n.name]) for n in self.source.nodes if n in read and n.name in self.inputs.tensors
         ]
-        others = [n for n in self.source.nodes if n in read and n.name in self.crossing and n.name not in chosen]
+        others = [n for n in self.source.nodes if n in read and n.name in self.crossing and n.name not in node_names]
         return batch + [(node, self.crossing[node.name]) for node in others]
 
     def _argument(self, node: fx.Node) -> Any:  # noqa: ANN401
@@ -353,9 +355,9 @@ class _Builder:
         name = node.name
         value: torch.Tensor | nn.Module
         if node.name in self.inputs.parameters:
-            name, value = self._named("parameter", self.inputs.parameters[node.name], self.parameters)
+            name, value = self._tensor_attribute("parameter", self.inputs.parameters[node.name], self.parameters)
         elif node.name in self.inputs.buffers:
-            name, value = self._named("buffer", self.inputs.buffers[node.name], self.buffers)
+            name, value = self._tensor_attribute("buffer", self.inputs.buffers[node.name], self.buffers)
         elif node.name in self.inputs.constants:
             name, value = f"constant_{node.name}", self.values.constants[node.name]
         elif node.op == "get_attr":
@@ -369,7 +371,7 @@ class _Builder:
         copy.meta = dict(node.meta)
         return copy
 
-    def _named(self, kind: str, full_name: str, table: dict[str, str]) -> tuple[str, torch.Tensor]:
+    def _tensor_attribute(self, kind: str, full_name: str, table: dict[str, str]) -> tuple[str, torch.Tensor]:
         attribute = f"{kind}_{_identifier(full_name)}"
         while table.get(attribute, full_name) != full_name:
             attribute += "_"
@@ -433,7 +435,7 @@ def _shape(value: object) -> str:
 
 
 def tensor_specs(
-    graph: fx.Graph, inputs: Inputs, segments: Sequence[Segment], layers: Sequence[Layer]
+    graph: fx.Graph, inputs: GraphInputs, segments: Sequence[LayerNodes], layers: Sequence[Layer]
 ) -> list[TensorSpec]:
     """Describe every tensor that a layer reads."""
     nodes = {node.name: node for node in graph.nodes}

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.capture.batch import StepModule, named_tensors
 from autopar.capture.effects import FALLBACK
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.model_state import kept_parameters, unchanged
+from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.errors import CaptureError, ModelError
 
 
@@ -86,7 +86,7 @@ def check_gradients(
             raise ModelError(
                 f"the plain model's gradient of {name} is not finite in the first samples; correct the loss"
             )
-    found, buffers = _layered(model, graph, tensors, seed)
+    found, buffers = _run_layers(model, graph, tensors, seed)
     _check_buffers(left, buffers)
     largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
     for name in sorted(expected.keys() | found.keys()):
@@ -108,9 +108,9 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def _check_buffers(left: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
-    for name, expected in left.items():
-        other = found[name]
+def _check_buffers(plain_buffers: Mapping[str, torch.Tensor], layer_buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, expected in plain_buffers.items():
+        other = layer_buffers[name]
         tolerance = TOLERANCE.get(expected.dtype, 1e-4) if expected.is_floating_point() else 0.0
         if expected.shape != other.shape or not torch.allclose(expected, other, tolerance, tolerance, equal_nan=True):
             raise CaptureError(
@@ -123,7 +123,7 @@ def _plain(
     model: nn.Module, batch: object, loss: Callable[..., Any] | None, tensors: Mapping[str, torch.Tensor], seed: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the gradients, and the buffers afterwards."""
-    with unchanged(model), kept_parameters(model):
+    with preserve_buffers(model), preserve_parameters(model):
         torch.manual_seed(seed)
         outputs = StepModule(model, batch, loss)(*(tensor.clone() for tensor in tensors.values()))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -132,13 +132,13 @@ def _plain(
     return {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}, buffers
 
 
-def _layered(
+def _run_layers(
     model: nn.Module, graph: LayerGraph, tensors: Mapping[str, torch.Tensor], seed: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the gradients, and the buffers afterwards."""
     parameters = dict(model.named_parameters())
     kept = {name: parameter.grad for name, parameter in parameters.items()}
-    with unchanged(model), kept_parameters(model):
+    with preserve_buffers(model), preserve_parameters(model):
         torch.manual_seed(seed)
         for parameter in parameters.values():
             parameter.grad = None

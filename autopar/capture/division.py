@@ -29,7 +29,7 @@ Key = tuple[str, int]
 """A call: the module's path, and how often it has been called in this forward, from 1."""
 
 
-class Walk:
+class LayerTracer:
     """Runs forwards, and knows at every call of a module which layer it belongs to.
 
     A layer begins with the call that it is named after, ``path`` or ``path@2``, and lasts until the next one begins;
@@ -63,7 +63,7 @@ class Walk:
         self._counts.clear()
         self.switch(self._order[0])
         positional, named = model_arguments(self.model, batch, self._has_loss)
-        with self._followed():
+        with self._follow_calls():
             if self._elements is None:
                 return self.model(*positional, **named)
             return self._one_after_another(self._elements, positional, named)
@@ -83,16 +83,16 @@ class Walk:
         key: Key,
         run: Callable[..., Any],
         arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
         """Run one call of a module of the model."""
         self.arrive(key)
-        return run(module, *arguments, **named)
+        return run(module, *arguments, **kwargs)
 
     def _one_after_another(
-        self, elements: Sequence[nn.Module], positional: Sequence[Any], named: dict[str, Any]
+        self, elements: Sequence[nn.Module], positional: Sequence[Any], kwargs: dict[str, Any]
     ) -> object:
-        output: object = elements[0](*positional, **named)
+        output: object = elements[0](*positional, **kwargs)
         for layer, element in zip(self._order[1:], elements[1:], strict=True):
             self.switch(layer)
             output = element(tuple(output) if isinstance(output, list) else output)
@@ -116,16 +116,16 @@ class Walk:
         return found
 
     @contextmanager
-    def _followed(self) -> Iterator[None]:
+    def _follow_calls(self) -> Iterator[None]:
         """Let all calls of the model's modules pass through :meth:`around`."""
         run = nn.Module.__call__
 
-        def call(module: nn.Module, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        def call(module: nn.Module, *arguments: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             path = self._paths.get(id(module))
             if path is None:
-                return run(module, *arguments, **named)
+                return run(module, *arguments, **kwargs)
             self._counts[path] += 1
-            return self.around(module, (path, self._counts[path]), run, arguments, named)
+            return self.around(module, (path, self._counts[path]), run, arguments, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
@@ -190,30 +190,30 @@ def shares_of(stage: Stage, micro_batch: int, rows: int) -> tuple[Share, ...]:
 class Pattern:
     """Where the samples are in what a call is given, and in what it makes."""
 
-    given: Dims
-    made: Dims
+    argument_dims: Dims
+    result_dims: Dims
 
     def share(self, leaves: Sequence[Any], share: Share) -> list[Any]:
         """Return one share of what a call is given, as copies: what it writes is not what another share has read."""
         copies: dict[int, torch.Tensor] = {}
-        parts = _share(leaves, self.given, share)
-        for place, (leaf, dim) in enumerate(zip(leaves, self.given, strict=True)):
+        parts = _share(leaves, self.argument_dims, share)
+        for place, (leaf, dim) in enumerate(zip(leaves, self.argument_dims, strict=True)):
             if dim >= 0:
                 parts[place] = copies.setdefault(id(leaf), parts[place].clone())
         return parts
 
     def give_back(self, leaves: Sequence[Any], shares: Sequence[Sequence[Any]]) -> None:
         """Write what the shares of a call wrote of their copies into what it was given."""
-        for leaf, dim, copies in zip(leaves, self.given, zip(*shares, strict=True), strict=True):
+        for leaf, dim, copies in zip(leaves, self.argument_dims, zip(*shares, strict=True), strict=True):
             if dim >= 0 and any(copy._version for copy in copies):
                 leaf.copy_(torch.cat(copies, dim))
 
-    def joined(self, results: Sequence[Any]) -> Any:  # noqa: ANN401
+    def join(self, results: Sequence[Any]) -> Any:  # noqa: ANN401
         """Return what the whole call makes, of what its shares made."""
-        return joined(results, self.made)
+        return join_results(results, self.result_dims)
 
 
-def joined(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
+def join_results(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
     """Join the results of shares along the samples."""
     flat = [tree_flatten(result) for result in results]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -221,7 +221,7 @@ def joined(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
     return tree_unflatten(leaves, flat[0][1])
 
 
-def divided(result: Any, dims: Dims, share: Share) -> Any:  # noqa: ANN401
+def result_share(result: Any, dims: Dims, share: Share) -> Any:  # noqa: ANN401
     """Return one share of a whole result."""
     leaves, structure = tree_flatten(result)
     return tree_unflatten(_share(leaves, dims, share), structure)
@@ -240,11 +240,11 @@ def _share(leaves: Sequence[Any], dims: Dims, share: Share) -> list[Any]:
 class Division:
     """How forwards are run."""
 
-    aligned: int | None = None
+    share_stage: int | None = None
     """The stage by whose shares the whole model is run; none: on whole micro-batches."""
     splits: dict[Key, Pattern] = field(default_factory=dict)
     """Calls that are run share by share."""
-    written: dict[int, list[str]] = field(default_factory=dict)
+    written_buffers: dict[int, list[str]] = field(default_factory=dict)
     """Stage -> names of the buffers that its forward writes."""
     output: Dims | None = None
     """Of the model's output, if its samples can be told."""
@@ -258,24 +258,24 @@ def divide(build: Callable[[], nn.Module], plan: Plan, user: UserModel, batch: B
     """
     if all(stage.replicas == 1 for stage in plan.stages):
         return Division()
-    calls = _observed(build(), plan, user, batch)
+    calls = _record_calls(build(), plan, user, batch)
     ranges = [
         tuple((share.start, share.stop) for share in shares_of(stage, 0, plan.micro_batch_size))
         for stage in plan.stages
     ]
     if len(set(ranges)) == 1:
-        return Division(0, {}, calls.written, calls.output)
+        return Division(0, {}, calls.written_buffers, calls.output)
     several = {index for index, each in enumerate(ranges) if len(each) > 1}
     splits = {key: pattern for key, (stage, pattern) in calls.patterns.items() if stage in several and pattern}
     obstacles = [(layer, stage) for layer, stage in calls.obstacles(splits) if stage in several]
     carried = user.loss is None and len(plan.stages) - 1 in several
     if not obstacles and not carried:
-        return Division(None, splits, calls.written, calls.output)
+        return Division(None, splits, calls.written_buffers, calls.output)
     sensitive = calls.sensitive | ({len(plan.stages) - 1} if carried else set())
     if len({ranges[stage] for stage in sensitive}) == 1:
-        return Division(min(sensitive), {}, calls.written, calls.output)
+        return Division(min(sensitive), {}, calls.written_buffers, calls.output)
     if not obstacles:
-        return Division(None, splits, calls.written, calls.output)
+        return Division(None, splits, calls.written_buffers, calls.output)
     layer, stage = obstacles[0]
     raise UsageError(
         f"layer {layer} (stage {stage}) draws random numbers or keeps statistics in code that no single module of its "
@@ -290,10 +290,10 @@ class _Call:
 
     stage: int
     parent: _Call | None
-    given: list[Any]
+    argument_leaves: list[Any]
     end: int = -1
-    made: list[Any] | None = None
-    acted: list[tuple[str, int]] = field(default_factory=list)
+    result_leaves: list[Any] | None = None
+    side_effects: list[tuple[str, int]] = field(default_factory=list)
     """Layers and stages in which the call's own code drew or wrote, or normalised a batch."""
 
     @property
@@ -302,7 +302,7 @@ class _Call:
         return self.stage == self.end and (self.parent is None or self.parent.stage != self.parent.end)
 
 
-class _Observed(Walk):
+class _CallRecorder(LayerTracer):
     """A walk that notes what calls are given and make, and where random numbers are drawn and buffers written."""
 
     def __init__(self, model: nn.Module, plan: Plan, user: UserModel) -> None:
@@ -310,7 +310,7 @@ class _Observed(Walk):
         self.calls: dict[Key, _Call] = {}
         self.top = _Call(0, None, [])
         """What runs outside of all calls."""
-        self.written: dict[str, int] = {}
+        self.writing_stages: dict[str, int] = {}
         self._now = self.top
         self._generator = torch.get_rng_state()
         self._buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -319,16 +319,16 @@ class _Observed(Walk):
         self._look()
         super().switch(layer)
 
-    def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, named: Any) -> Any:  # noqa: ANN401
+    def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, kwargs: Any) -> Any:  # noqa: ANN401
         self._look()
         self.arrive(key)
-        before, call = self._now, _Call(self.stage, self._now, _leaves((arguments, named)))
+        before, call = self._now, _Call(self.stage, self._now, _leaves((arguments, kwargs)))
         self.calls[key] = self._now = call
         if isinstance(module, _BatchNorm) and module.training:
-            call.acted.append((self.layer, self.stage))
-        made = run(module, *arguments, **named)
+            call.side_effects.append((self.layer, self.stage))
+        made = run(module, *arguments, **kwargs)
         self._look()
-        call.end, call.made, self._now = self.stage, _leaves(made), before
+        call.end, call.result_leaves, self._now = self.stage, _leaves(made), before
         return made
 
     def _look(self) -> None:
@@ -337,55 +337,55 @@ class _Observed(Walk):
         for name, value in self.model.named_buffers():
             if not torch.equal(value, self._buffers[name]):
                 self._buffers[name] = value.clone()
-                self.written.setdefault(name, self.stage)
-                self._now.acted.append((self.layer, self.stage))
+                self.writing_stages.setdefault(name, self.stage)
+                self._now.side_effects.append((self.layer, self.stage))
         state = torch.get_rng_state()
         if not torch.equal(state, self._generator):
             self._generator = state
-            self._now.acted.append((self.layer, self.stage))
+            self._now.side_effects.append((self.layer, self.stage))
 
 
 @dataclass(frozen=True)
 class _Calls:
     """What was found of a model's calls."""
 
-    walk: _Observed
+    walk: _CallRecorder
     patterns: dict[Key, tuple[int, Pattern | None]]
     """Outermost calls within one stage: the stage, and where the samples are, if that is clear."""
     output: Dims | None
 
     @property
-    def written(self) -> dict[int, list[str]]:
+    def written_buffers(self) -> dict[int, list[str]]:
         """Names of written buffers, by stage."""
         found: dict[int, list[str]] = {}
-        for name, stage in self.walk.written.items():
+        for name, stage in self.walk.writing_stages.items():
             found.setdefault(stage, []).append(name)
         return found
 
     @property
     def sensitive(self) -> set[int]:
         """Stages whose results depend on how they divide rows."""
-        return {stage for call in (self.walk.top, *self.walk.calls.values()) for _, stage in call.acted}
+        return {stage for call in (self.walk.top, *self.walk.calls.values()) for _, stage in call.side_effects}
 
     def obstacles(self, splits: dict[Key, Pattern]) -> list[tuple[str, int]]:
         """Return the layers, with their stages, that draw or write outside of the calls that are split."""
         covered = {id(self.walk.calls[key]) for key in splits}
-        found = list(self.walk.top.acted)
+        found = list(self.walk.top.side_effects)
         for call in self.walk.calls.values():
             above: _Call | None = call
             while above is not None and id(above) not in covered:
                 above = above.parent
-            found += call.acted if above is None else []
+            found += call.side_effects if above is None else []
         return found
 
 
-def _observed(model: nn.Module, plan: Plan, user: UserModel, batch: Batch) -> _Calls:
+def _record_calls(model: nn.Module, plan: Plan, user: UserModel, batch: Batch) -> _Calls:
     whole = {name: torch.cat([tensor] * 3)[:3] for name, tensor in batch.tensors.items()}
     three = Batch(rebuild(batch.part(0, 0), whole))
     kept = [(module, name, value, value.clone()) for module in model.modules() for name, value in _buffers(module)]
     walks, outputs = [], []
     for rows in (2, 3):
-        walks.append(_Observed(model, plan, user))
+        walks.append(_CallRecorder(model, plan, user))
         outputs.append(_leaves(walks[-1].forward(three.part(0, rows))))
         walks[-1].switch(walks[-1].layer)
     with torch.no_grad():
@@ -405,8 +405,15 @@ def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _pattern(small: _Call | None, large: _Call) -> Pattern | None:
     if small is None:
         return None
-    given, made = _dims(small.given, large.given), _dims(small.made or [], large.made or [])
-    if given is None or made is None or any(isinstance(leaf, torch.Size) for leaf in _whole(large.made or [], made)):
+    given, made = (
+        _dims(small.argument_leaves, large.argument_leaves),
+        _dims(small.result_leaves or [], large.result_leaves or []),
+    )
+    if (
+        given is None
+        or made is None
+        or any(isinstance(leaf, torch.Size) for leaf in _whole(large.result_leaves or [], made))
+    ):
         return None
     return Pattern(given, made)
 

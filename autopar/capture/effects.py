@@ -50,7 +50,7 @@ def _attribute(node: fx.Node) -> object:
     return found
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes in place."""
     if isinstance(node.target, torch._ops.OpOverload):
         return list(_written_by_operator(node, node.target))
@@ -80,7 +80,7 @@ def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
     arguments = tensor_arguments(node)
     for module in submodules(node):
         storages = Storages(module.graph.nodes)
-        roots = {storages.root(target) for inner in module.graph.nodes for target in written(inner)}
+        roots = {storages.root(target) for inner in module.graph.nodes for target in written_arguments(inner)}
         placeholders = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
         flat = [argument for argument in operands(node) if isinstance(argument, fx.Node)]
         if len(flat) == len(placeholders):
@@ -138,7 +138,7 @@ class Storages:
         self._parent: dict[fx.Node, fx.Node] = {}
         holders: dict[int, fx.Node] = {}
         for node in nodes:
-            for source in _aliased(node):
+            for source in _aliased_arguments(node):
                 self._join(node, source)
             value = node.meta.get("val")
             for tensor in value if isinstance(value, (tuple, list)) else [value]:
@@ -157,7 +157,7 @@ class Storages:
             self._parent[first] = second
 
 
-def _aliased(node: fx.Node) -> list[fx.Node]:
+def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -187,8 +187,8 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @contextlib.contextmanager
-def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[None]:
-    """Watch the calls inside the block; ``ignored`` tells which numbers of modules may be replaced.
+def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[None]:
+    """Watch the calls inside the block; ``is_ignored`` tells which numbers of modules may be replaced.
 
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
@@ -199,10 +199,10 @@ def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False
     """
     found: list[str] = []
 
-    def on_event(frame: FrameType, event: str, called: object) -> None:
-        if event == "c_call" and not found and isinstance(getattr(called, "__self__", None), random.Random):
+    def on_event(frame: FrameType, event: str, arg: object) -> None:
+        if event == "c_call" and not found and isinstance(getattr(arg, "__self__", None), random.Random):
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
-        if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _drawn():
+        if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _numpy_state():
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
         if event != "call" or found:
             return
@@ -215,10 +215,10 @@ def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False
             found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
         elif frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
             found.append(f"{_caller(frame)}: a hook on a gradient cannot be captured; remove it, {FALLBACK}")
-        elif frame.f_code is _ASSIGN and (replaced := _replaced(frame, ignored)):
+        elif frame.f_code is _ASSIGN and (replaced := _describe_replacement(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
 
-    before, drawn = sys.getprofile(), _drawn()
+    before, drawn = sys.getprofile(), _numpy_state()
     sys.setprofile(on_event)
     try:
         yield
@@ -228,13 +228,13 @@ def watch(ignored: Callable[[nn.Module, str], bool] = lambda module, name: False
         raise CaptureError(found[0])
 
 
-def _drawn() -> tuple[int, int]:
+def _numpy_state() -> tuple[int, int]:
     """Return something that changes when NumPy's global generator draws, whose functions a profile does not see."""
     state = numpy.random.get_state(legacy=False)["state"]
     return int(state["pos"]), int(state["key"][0])
 
 
-def _replaced(frame: FrameType, ignored: Callable[[nn.Module, str], bool]) -> str:
+def _describe_replacement(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:
     """Say what an assignment to a module's attribute replaces, if the next forward would miss it."""
     module, name, value = (frame.f_locals[key] for key in ("self", "name", "value"))
     if frame.f_back is None or not _is_users(frame.f_back.f_code.co_filename):
@@ -243,7 +243,7 @@ def _replaced(frame: FrameType, ignored: Callable[[nn.Module, str], bool]) -> st
     if isinstance(before, torch.Tensor) and name in module._buffers and value is not before:
         return f"the buffer {name} is replaced, which cannot be captured; write into it (self.{name}.copy_(...))"
     numbers = isinstance(before, (int, float)) and isinstance(value, (int, float))
-    if numbers and value != before and not ignored(module, name):
+    if numbers and value != before and not is_ignored(module, name):
         remedy = f"make it a buffer and write into it (self.{name}.add_(1))"
         return f"the attribute {name} changes from {before} to {value}, which cannot be captured; {remedy}"
     return ""

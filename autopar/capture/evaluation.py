@@ -19,11 +19,11 @@ from torch.export import ExportedProgram
 
 from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
 from autopar.capture.build import build_layers, right_for_one, spec_of, tensor_specs
-from autopar.capture.export import export_rows, sorted_inputs, told_apart
+from autopar.capture.export import convert_user_errors, export_rows, sorted_inputs
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.meta import faked, is_hollow
-from autopar.capture.model_state import kept_parameters, unchanged
+from autopar.capture.meta import fake_parameters, is_hollow
+from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
@@ -49,26 +49,28 @@ class EvaluationGraph:
 
 @unwinding_aborts()
 def capture_evaluation(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, training_graph: LayerGraph
 ) -> EvaluationGraph:
-    """Capture a model with its loss in evaluation mode, cut like ``trained``.
+    """Capture a model with its loss in evaluation mode, cut like ``training_graph``.
 
     Raises:
         ModelError: the model raises in evaluation mode.
         CaptureError: it cannot be captured in this mode, or not be cut so.
     """
-    if not trained.portable:
-        return _listed(trained)
+    if not training_graph.portable:
+        return _copy_listed_layers(training_graph)
     step = StepModule(model, batch, loss)
-    program = _exported(model, step, batch, trained)
-    return _checked(_cut(program, model, step.names, trained, trained.outputs), model, step, batch)
+    program = _export(model, step, batch, training_graph)
+    return _with_least_rows(
+        _cut(program, model, step.names, training_graph, training_graph.outputs), model, step, batch
+    )
 
 
 @unwinding_aborts()
 def capture_prediction(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, trained: LayerGraph
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, training_graph: LayerGraph
 ) -> EvaluationGraph:
-    """Capture a model without its loss in evaluation mode, cut like ``trained``.
+    """Capture a model without its loss in evaluation mode, cut like ``training_graph``.
 
     Outputs without the samples as one dimension (a loss among them) are left out.
 
@@ -76,10 +78,10 @@ def capture_prediction(
         ModelError: as :func:`capture_evaluation`; or no output is left.
         CaptureError: as :func:`capture_evaluation`.
     """
-    if not trained.portable:
-        return _predicting(_listed(trained))
+    if not training_graph.portable:
+        return _predicting(_copy_listed_layers(training_graph))
     step = _OutputModule(model, batch, has_loss=loss is not None)
-    program = _exported(model, step, batch, trained)
+    program = _export(model, step, batch, training_graph)
     inputs, _ = sorted_inputs(program, model, step.names)
     end: Any = next(node for node in program.graph.nodes if node.op == "output")
     named = zip(step.outputs.value, end.args[0], strict=True)
@@ -88,8 +90,8 @@ def capture_prediction(
         raise ModelError(_NO_OUTPUT)
     end.args = (tuple(kept.values()),)
     specs = [spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items()]
-    graph = _cut(program, model, step.names, trained, tuple(kept), tuple(specs))
-    return _checked(graph, model, step, batch, [name in kept for name in step.outputs.value])
+    graph = _cut(program, model, step.names, training_graph, tuple(kept), tuple(specs))
+    return _with_least_rows(graph, model, step, batch, [name in kept for name in step.outputs.value])
 
 
 @contextlib.contextmanager
@@ -104,15 +106,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _exported(model: nn.Module, step: nn.Module, batch: object, trained: LayerGraph) -> ExportedProgram:
+def _export(model: nn.Module, step: nn.Module, batch: object, training_graph: LayerGraph) -> ExportedProgram:
     tensors = named_tensors(batch)
     hollow = is_hollow(model)
-    with evaluating(model), unchanged(model), faked(model) if hollow else contextlib.nullcontext():
+    with evaluating(model), preserve_buffers(model), fake_parameters(model) if hollow else contextlib.nullcontext():
         step.eval()
         if not hollow:
             # An ordinary forward meets the user's mistakes.
-            mistakes = told_apart("the model's forward in evaluation mode")
-            with kept_parameters(model), mistakes, torch.no_grad():
+            mistakes = convert_user_errors("the model's forward in evaluation mode")
+            with preserve_parameters(model), mistakes, torch.no_grad():
                 step(*(tensor.clone() for tensor in tensors.values()))
         return export_rows(step, tensors)
 
@@ -121,12 +123,14 @@ def _cut(
     program: ExportedProgram,
     model: nn.Module,
     tensors: Sequence[str],
-    trained: LayerGraph,
+    training_graph: LayerGraph,
     results: tuple[str, ...],
     specs: tuple[TensorSpec, ...] = (),
 ) -> EvaluationGraph:
     inputs, values = sorted_inputs(program, model, tensors)
-    segments = segment_like(program.graph, inputs, model, [(layer.name, *layer.modules) for layer in trained.layers])
+    segments = segment_like(
+        program.graph, inputs, model, [(layer.name, *layer.modules) for layer in training_graph.layers]
+    )
     if not segments:
         raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
     layers = build_layers(program.graph, inputs, segments, values, results)
@@ -134,28 +138,28 @@ def _cut(
     return EvaluationGraph(tuple(layers), tuple(read), tuple(tensors), results, specs)
 
 
-def _checked(
-    graph: EvaluationGraph, model: nn.Module, step: nn.Module, batch: object, compared: Sequence[bool] | None = None
+def _with_least_rows(
+    graph: EvaluationGraph, model: nn.Module, step: nn.Module, batch: object, output_mask: Sequence[bool] | None = None
 ) -> EvaluationGraph:
     """Have layers be given two samples at least where the model does something else with one."""
     if is_hollow(model) or graph.layers[0].least_rows > 1:
         return graph
     with evaluating(model):
         step.eval()
-        if right_for_one(step, graph.layers, named_tensors(batch), compared):
+        if right_for_one(step, graph.layers, named_tensors(batch), output_mask):
             return graph
     return replace(graph, layers=tuple(replace(layer, least_rows=2) for layer in graph.layers))
 
 
-def _listed(trained: LayerGraph) -> EvaluationGraph:
+def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:
     """Copy listed layers with all that they are made of, parameters and buffers apart, into evaluation mode."""
-    for layer in trained.layers:
+    for layer in training_graph.layers:
         if layer.stateful:
             raise CaptureError(
                 f"layers(): {layer.stateful[0]} changes with every forward, and a copy of {layer.name} in evaluation "
                 "mode would not have it as training left it; keep it in a buffer"
             )
-    modules = [layer.module for layer in trained.layers]
+    modules = [layer.module for layer in training_graph.layers]
     models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
     shared = {id(held): held for part in models for held in (*part.parameters(), *part.buffers())}
     copies = copy.deepcopy(modules, shared)
@@ -163,9 +167,9 @@ def _listed(trained: LayerGraph) -> EvaluationGraph:
         module.eval()
         cast(ListedLayer, module).model.eval()
     # What a module takes at least in training, for batch normalisation, says nothing of evaluation.
-    pairs = zip(trained.layers, copies, strict=True)
+    pairs = zip(training_graph.layers, copies, strict=True)
     layers = [replace(layer, module=module, least_rows=1) for layer, module in pairs]
-    return EvaluationGraph(tuple(layers), trained.tensors, trained.inputs, trained.outputs)
+    return EvaluationGraph(tuple(layers), training_graph.tensors, training_graph.inputs, training_graph.outputs)
 
 
 def _predicting(graph: EvaluationGraph) -> EvaluationGraph:

@@ -32,11 +32,11 @@ from autopar.capture.build import Values, build_layers, right_for_one, tensor_sp
 from autopar.capture.effects import FALLBACK, first_fixing, general_masks, submodules, user_line, watch
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.meta import faked, is_hollow, refuse_lost_buffers, without_fakes
-from autopar.capture.model_state import kept_parameters, unchanged
+from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.pipeline_plan import declared_layers
-from autopar.capture.python_state import Path, preserved
-from autopar.capture.segment import Inputs, Segment, segment
+from autopar.capture.python_state import Path, preserve_state
+from autopar.capture.segment import GraphInputs, LayerNodes, segment
 from autopar.capture.source import UserModel
 from autopar.capture.split_backward import gradient_flow
 from autopar.capture.unsupported import (
@@ -88,12 +88,12 @@ _LIMITS = re.compile(r"^ *batch = Dim\('batch'(?:, min=(?P<least>\d+))?(?:, max=
 
 
 @dataclass(frozen=True, eq=False)
-class Exported:
+class SegmentedProgram:
     """What a LayerGraph was cut from: enough to cut it again."""
 
     program: ExportedProgram
-    inputs: Inputs
-    segments: tuple[Segment, ...]
+    inputs: GraphInputs
+    segments: tuple[LayerNodes, ...]
 
 
 @noting_modes
@@ -146,21 +146,21 @@ def capture_module(
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
     step = StepModule(model, batch, loss).train()
     more = other_batches(batch, others)
-    with unchanged(model), preserved(step.roots.value, ignored_state):
+    with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
-            with kept_parameters(model), told_apart("running the modules of layers(model)"):
+            with preserve_parameters(model), convert_user_errors("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers, more, ignored_state)
         try:
-            with faked(model) if hollow else contextlib.nullcontext() as mode:
+            with fake_parameters(model) if hollow else contextlib.nullcontext() as mode:
                 refuse_backward_hooks(model)
-                _settled(step, tensors, mode, ignored_state)
+                _try_out_with_retry(step, tensors, mode, ignored_state)
                 if not hollow:
                     _refuse_state(step, more, ignored_state)
                 # What is only logged would keep tensors of the graph, which have no values.
-                with preserved(step.roots.value, ()):
+                with preserve_state(step.roots.value, ()):
                     program = export_rows(step, tensors)
         except CaptureError as error:
-            declared = _declared(model, batch, loss, more, ignored_state)
+            declared = _try_declared_layers(model, batch, loss, more, ignored_state)
             if declared is not None:
                 return declared
             if not hollow:
@@ -170,15 +170,15 @@ def capture_module(
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     graph = _cut(program, model, tensors)
-    refuse_stale(graph, step.replaced.value)
+    refuse_stale(graph, step.replaced_tensors.value)
     refuse_shared_writes(graph, model)
     if hollow or graph.layers[0].least_rows > 1:
         return graph
-    with preserved(step.roots.value, ()):
+    with preserve_state(step.roots.value, ()):
         return graph if right_for_one(step, graph.layers, tensors) else with_least(graph, 2)
 
 
-def _declared(
+def _try_declared_layers(
     model: nn.Module,
     batch: object,
     loss: Callable[..., Any] | None,
@@ -192,7 +192,7 @@ def _declared(
         return None
 
 
-def _settled(
+def _try_out_with_retry(
     step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None, ignored_state: tuple[str, ...]
 ) -> None:
     """Try a model out, once more where a first forward was refused: it may have set what later ones leave alone."""
@@ -210,16 +210,23 @@ def _try_out(
 ) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
     masks = general_masks() if mode else contextlib.nullcontext()
-    kept = without_fakes(step) if mode else kept_parameters(step)
+    kept = without_fakes(step) if mode else preserve_parameters(step)
     paths = {
         module: Path(f"{type(step.model).__name__}.{name}".rstrip(".")) for name, module in step.model.named_modules()
     }
 
-    def ignored(module: nn.Module, name: str) -> bool:
-        return module in paths and paths[module].attribute(name).named_by(ignored_state)
+    def is_ignored(module: nn.Module, name: str) -> bool:
+        return module in paths and paths[module].attribute(name).matches_any(ignored_state)
 
-    watched = watch(ignored)
-    with unchanged(step), kept, masks, told_apart("the model's forward"), watched, mode or contextlib.nullcontext():
+    watched = watch(is_ignored)
+    with (
+        preserve_buffers(step),
+        kept,
+        masks,
+        convert_user_errors("the model's forward"),
+        watched,
+        mode or contextlib.nullcontext(),
+    ):
         examples = (
             mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
         )
@@ -231,7 +238,7 @@ def _try_out(
 def _refuse_state(
     step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...]
 ) -> None:
-    with unchanged(step), kept_parameters(step), told_apart("the model's forward"):
+    with preserve_buffers(step), preserve_parameters(step), convert_user_errors("the model's forward"):
         refuse_state(step.roots.value, _calls(step, batches), ignored_state)
 
 
@@ -246,7 +253,7 @@ def _refuse_carried_over(
     step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], refusal: CaptureError
 ) -> None:
     """Name a tensor with the samples of a batch that the next forward reads, where a model is refused: that is why."""
-    with unchanged(step), kept_parameters(step):
+    with preserve_buffers(step), preserve_parameters(step):
         found = carried_over(step.roots.value, _calls(step, batches))
     if found is not None and row_count(batches[0]) in found[1].shape:
         raise CaptureError(
@@ -260,7 +267,7 @@ def _all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @contextlib.contextmanager
-def told_apart(what: str) -> Iterator[None]:
+def convert_user_errors(what: str) -> Iterator[None]:
     """Run the user's code as it is, so that the user's mistakes are told from those of capturing."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -282,17 +289,17 @@ def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Exporte
         CaptureError: it cannot be exported; names the construct, file and line.
     """
     try:
-        return _exported(step, tensors)
+        return _export(step, tensors)
     except Exception as error:
         place = ""
         if _fixes_rows(error):
             with first_fixing() as found, contextlib.suppress(Exception):
-                _exported(step, tensors)
+                _export(step, tensors)
             place = f"{found[0]}: " if found else ""
         raise CaptureError(place + _explain(error)) from error
 
 
-def _exported(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+def _export(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
     """Export for any number of rows, or for those between the limits that torch names (``if x.shape[0] < 64:``)."""
     try:
         return _exported_between(step, tensors, 1, None)
@@ -383,13 +390,13 @@ def _first_line(error: BaseException) -> str:
 def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
     inputs, values = sorted_inputs(program, model, list(tensors))
     segments = segment(program.graph, inputs, model)
-    if not segments or not segments[-1].owned:
+    if not segments or not segments[-1].owned_nodes:
         raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
-    graph = assemble(Exported(program, inputs, segments), list(tensors), values)
+    graph = assemble(SegmentedProgram(program, inputs, segments), list(tensors), values)
     return with_gradients(graph, gradient_flow(graph))
 
 
-def sorted_inputs(program: ExportedProgram, model: nn.Module, tensors: Sequence[str]) -> tuple[Inputs, Values]:
+def sorted_inputs(program: ExportedProgram, model: nn.Module, tensors: Sequence[str]) -> tuple[GraphInputs, Values]:
     """Return what the placeholders of an exported model are, and the tensors behind them."""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
@@ -404,18 +411,18 @@ def sorted_inputs(program: ExportedProgram, model: nn.Module, tensors: Sequence[
 def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
     """Note over which tensors a gradient flows back; layers that differ in this are no longer alike."""
 
-    def marked(layer: Layer) -> Layer:
+    def with_fingerprint(layer: Layer) -> Layer:
         text = f"{layer.fingerprint} {[gradients.get(name, False) for name in layer.inputs]}"
         return replace(layer, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     return replace(
         graph,
-        layers=tuple(map(marked, graph.layers)),
+        layers=tuple(map(with_fingerprint, graph.layers)),
         tensors=tuple(replace(tensor, gradient=gradients.get(tensor.name, False)) for tensor in graph.tensors),
     )
 
 
-def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> Inputs:
+def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Mapping[str, str]) -> GraphInputs:
     """Sort an exported graph's placeholders; ``canonical`` gives a parameter's or buffer's one name by its target.
 
     Raises:
@@ -443,21 +450,23 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     symbol = str(rows.node.expr)
     limits = next(limits for name, limits in program.range_constraints.items() if str(name) == symbol)
     most = int(limits.upper) if limits.upper.is_Integer else None
-    return Inputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most)
+    return GraphInputs(**tables, symbol=symbol, least=max(1, int(limits.lower)), most=most)
 
 
 def with_least(graph: LayerGraph, rows: int) -> LayerGraph:
     """Return a captured graph whose layers are given so many samples at least."""
-    exported: Exported = graph.exported
+    exported: SegmentedProgram = graph.segmented_program
     layers = tuple(replace(layer, least_rows=max(rows, layer.least_rows)) for layer in graph.layers)
-    return replace(graph, layers=layers, exported=replace(exported, inputs=replace(exported.inputs, least=rows)))
+    return replace(
+        graph, layers=layers, segmented_program=replace(exported, inputs=replace(exported.inputs, least=rows))
+    )
 
 
-def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> LayerGraph:
+def assemble(segmented_program: SegmentedProgram, tensors: Sequence[str], values: Values) -> LayerGraph:
     """Build the layer graph of an exported program that was cut into segments."""
-    graph = exported.program.graph
-    layers = build_layers(graph, exported.inputs, exported.segments, values)
-    specs = tensor_specs(graph, exported.inputs, exported.segments, layers)
+    graph = segmented_program.program.graph
+    layers = build_layers(graph, segmented_program.inputs, segmented_program.segments, values)
+    specs = tensor_specs(graph, segmented_program.inputs, segmented_program.segments, layers)
     outputs = tuple(name for name in layers[-1].outputs if name in ("loss", "loss_sum", "loss_count"))
     return LayerGraph(
         layers=tuple(layers),
@@ -466,7 +475,7 @@ def assemble(exported: Exported, tensors: Sequence[str], values: Values) -> Laye
         outputs=outputs,
         loss="mean" if len(outputs) == 1 else "sum_count",
         hollow=any(value.device.type == "meta" for value in values.parameters.values()),
-        exported=exported,
+        segmented_program=segmented_program,
     )
 
 

@@ -20,11 +20,11 @@ from autopar.capture.batch import (
     rebuild,
     row_count,
 )
-from autopar.capture.build import joined, read_statistics, running_statistics, watched
+from autopar.capture.build import merge_writes, read_statistics, record_writes, running_statistics
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.meta import is_hollow, standing_in
-from autopar.capture.model_state import kept_parameters, unchanged
-from autopar.capture.python_state import Path, preserved, roots_of, snapshot
+from autopar.capture.meta import hollow_runner, is_hollow
+from autopar.capture.model_state import preserve_buffers, preserve_parameters
+from autopar.capture.python_state import Path, preserve_state, roots_of, snapshot
 from autopar.capture.unsupported import refuse_lasting, stateful_modules
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
@@ -51,7 +51,7 @@ class ListedLayer(nn.Module):
         """Of the model: those of the last layer that have the samples as one dimension."""
         self.predicts = False
         """Whether the last layer gives these outputs, and no loss."""
-        self.noted: dict[str, torch.Tensor] | None = None
+        self.model_outputs: dict[str, torch.Tensor] | None = None
         """Where it is a dict, the last layer puts the model's outputs there."""
 
     @property
@@ -80,10 +80,10 @@ class ListedLayer(nn.Module):
         Raises:
             ModelError: it is not like the output in training.
         """
-        if self.noted is not None:
-            self.noted.update(named_outputs(output))
+        if self.model_outputs is not None:
+            self.model_outputs.update(named_outputs(output))
         if self.predicts:
-            return self._predicted(named_outputs(output))
+            return self._predicted_outputs(named_outputs(output))
         loss = self.loss[0]
         return loss_outputs(loss(output, batch) if loss else output, loss is not None)
 
@@ -93,12 +93,12 @@ class ListedLayer(nn.Module):
         if not self.first:
             self.batch_names = ()
 
-    def _predicted(self, found: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _predicted_outputs(self, model_outputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         for spec in self.outputs:
-            shape = tuple(found[spec.name].shape) if spec.name in found else ()
+            shape = tuple(model_outputs[spec.name].shape) if spec.name in model_outputs else ()
             if shape != spec.shape(shape[spec.batch_dim] if len(shape) > spec.batch_dim else 0):
                 raise ModelError(f"the model returns another {spec.name} in evaluation mode than in training")
-        return tuple(found[spec.name] for spec in self.outputs)
+        return tuple(model_outputs[spec.name] for spec in self.outputs)
 
 
 def tensors_of(output: object, element: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -171,15 +171,15 @@ class Listing:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
     def __init__(
-        self, model: nn.Module, wrapped: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
+        self, model: nn.Module, layers: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
     ) -> None:
-        self.model, self.wrapped, self.names, self.batch_names = model, wrapped, names, batch_names
+        self.model, self.layers, self.names, self.batch_names = model, layers, names, batch_names
         parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
         # Found before anything runs: a forward may replace a buffer.
-        self.parameters = [_named(layer.named_parameters(remove_duplicate=False), parameters) for layer in wrapped]
-        self.buffers = [_named(layer.named_buffers(remove_duplicate=False), buffers) for layer in wrapped]
-        self.writes: list[list[Writes]] = [[] for _ in wrapped]
+        self.parameters = [_model_names(layer.named_parameters(remove_duplicate=False), parameters) for layer in layers]
+        self.buffers = [_model_names(layer.named_buffers(remove_duplicate=False), buffers) for layer in layers]
+        self.writes: list[list[Writes]] = [[] for _ in layers]
         """Of every layer, what its runs changed."""
 
     def run(
@@ -191,10 +191,10 @@ class Listing:
         notes: tuple[str, ...] = (),
     ) -> LayerGraph:
         sizes = (row_count(small), row_count(large))
-        stateful: Sequence[tuple[str, ...]] = [()] * len(self.wrapped)
-        least = [1] * len(self.wrapped)
+        stateful: Sequence[tuple[str, ...]] = [()] * len(self.layers)
+        least = [1] * len(self.layers)
         roots = {path: value for each in self._roots() for path, value in each.items()}
-        with preserved(roots, ignored_state) as start, self._running() as running:
+        with preserve_state(roots, ignored_state) as start, self._running() as running:
             first, randoms, given = self._forward(small, running)
             if not first[-1][0].requires_grad:
                 raise ModelError(NOTHING_TO_TRAIN)
@@ -204,12 +204,12 @@ class Listing:
                 least = self._least_rows(running, small, first, second)
         if any(stateful):
             refuse_lasting(start, snapshot(roots), stateful)
-        self.wrapped[-1].outputs = _predictions(given, also_given, sizes)
+        self.layers[-1].outputs = _predictions(given, also_given, sizes)
         layers, specs, reads = [], [], self._batch_specs(small)
         previous: tuple[str, ...] = ()
         for index, name in enumerate(self.names):
             count = len(first[index])
-            last = index == len(self.wrapped) - 1
+            last = index == len(self.layers) - 1
             outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
             own = self._layer(index, previous, outputs, randoms[index], self._writes(index, stateful[index]))
             layers.append(replace(own, least_rows=least[index]))
@@ -233,7 +233,7 @@ class Listing:
         if not is_hollow(self.model):
             yield _run
             return
-        with standing_in(self.model, self.wrapped) as stand_ins:
+        with hollow_runner(self.model, self.layers) as stand_ins:
             yield lambda layer, inputs: stand_ins.run(layer, layer.compute, inputs)
 
     def _forward(
@@ -243,21 +243,21 @@ class Listing:
         outputs: list[tuple[torch.Tensor, ...]] = []
         randoms = []
         noted: dict[str, torch.Tensor] = {}
-        self.wrapped[-1].noted = noted
-        for position, layer in enumerate(self.wrapped):
+        self.layers[-1].model_outputs = noted
+        for position, layer in enumerate(self.layers):
             inputs = tuple(tensors[name].clone() for name in layer.batch_names)
             if not layer.first:
                 inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[-1])
-            with watched(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
+            with record_writes(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
                 output, random = running(layer, inputs)
             self.writes[position] += changes
             if not is_hollow(self.model):
                 self._look_at_statistics(position, inputs)
             randoms.append(random)
-            if position + 1 < len(self.wrapped):
-                self.wrapped[position + 1].single = isinstance(output, torch.Tensor)
+            if position + 1 < len(self.layers):
+                self.layers[position + 1].single = isinstance(output, torch.Tensor)
             outputs.append(tensors_of(output, layer.element))
-        self.wrapped[-1].noted = None
+        self.layers[-1].model_outputs = None
         return outputs, randoms, noted
 
     def _least_rows(
@@ -270,13 +270,13 @@ class Listing:
         """Return how many samples every layer takes at least: two, where it raises for the first of two."""
         if running is not _run:
             # Stand-ins tell nothing of samples.
-            return [1] * len(self.wrapped)
+            return [1] * len(self.layers)
         found = []
         given: tuple[torch.Tensor, ...] = ()
-        for layer, own, more in zip(self.wrapped, small, large, strict=True):
+        for layer, own, more in zip(self.layers, small, large, strict=True):
             inputs = tuple(tensors[name][:1].clone() for name in layer.batch_names)
             try:
-                with unchanged(layer), kept_parameters(layer):
+                with preserve_buffers(layer), preserve_parameters(layer):
                     layer.compute(inputs + given)
                 found.append(1)
             except Exception:
@@ -286,7 +286,7 @@ class Listing:
 
     def _look_at_statistics(self, position: int, inputs: Sequence[torch.Tensor]) -> None:
         """Take running statistics of batch normalisation for written buffers, where something else reads them."""
-        layer = self.wrapped[position]
+        layer = self.layers[position]
 
         def run() -> tuple[torch.Tensor, ...]:
             return tensors_of(layer.compute(tuple(tensor.detach().clone() for tensor in inputs)), layer.element)
@@ -299,12 +299,12 @@ class Listing:
         """Return where the walk through the state of each module begins; the loss is the last one's."""
         kind, own = type(self.model).__name__, set(self.model.modules())
         found: list[dict[Path, object]] = []
-        for index, (layer, name) in enumerate(zip(self.wrapped, self.names, strict=True)):
+        for index, (layer, name) in enumerate(zip(self.layers, self.names, strict=True)):
             path = f"{kind}.{name.partition('@')[0]}" if layer.element in own else f"layers()[{index}]"
             found.append({Path(path): layer.element})
         found[-1] |= {
             path: value
-            for path, value in roots_of(self.model, self.wrapped[-1].loss[0]).items()
+            for path, value in roots_of(self.model, self.layers[-1].loss[0]).items()
             if value is not self.model
         }
         return found
@@ -322,7 +322,7 @@ class Listing:
     def _layer(
         self, index: int, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool, writes: Writes | None
     ) -> Layer:
-        name, module = self.names[index], self.wrapped[index]
+        name, module = self.names[index], self.layers[index]
         parameters, buffers = self.parameters[index], self.buffers[index]
         for attribute, _ in module.named_parameters(remove_duplicate=False):
             if attribute not in parameters:
@@ -338,8 +338,8 @@ class Listing:
         Raises:
             ModelError: another layer holds it, too.
         """
-        found = joined(self.writes[index]) or Writes()
-        parameters, buffers, module = self.parameters[index], self.buffers[index], self.wrapped[index]
+        found = merge_writes(self.writes[index]) or Writes()
+        parameters, buffers, module = self.parameters[index], self.buffers[index], self.layers[index]
         writes = Writes(
             buffers=_unique(buffers[each] for each in found.buffers if each in buffers),
             parameters=_unique(parameters[each] for each in found.parameters),
@@ -348,7 +348,7 @@ class Listing:
         )
         changed = {*writes.buffers, *writes.parameters, *writes.inputs}
         changed |= {buffers[each] for each in running_statistics(module) if each in buffers}
-        for other, layer in enumerate(self.wrapped):
+        for other, layer in enumerate(self.layers):
             held = {*self.parameters[other].values(), *self.buffers[other].values(), *layer.batch_names}
             if layer is not module and (both := sorted(changed & held)):
                 raise ModelError(
@@ -360,7 +360,7 @@ class Listing:
     def _batch_specs(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
         specs = []
         for name, tensor in tensors.items():
-            readers = (self.names[i] for i, layer in enumerate(self.wrapped) if name in layer.batch_names)
+            readers = (self.names[i] for i, layer in enumerate(self.layers) if name in layer.batch_names)
             specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
         return specs
 
@@ -380,8 +380,8 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _named(held: Iterable[tuple[str, torch.Tensor]], names: Mapping[int, str]) -> dict[str, str]:
-    return {attribute: names[id(tensor)] for attribute, tensor in held if id(tensor) in names}
+def _model_names(tensors: Iterable[tuple[str, torch.Tensor]], names: Mapping[int, str]) -> dict[str, str]:
+    return {attribute: names[id(tensor)] for attribute, tensor in tensors if id(tensor) in names}
 
 
 def _run(layer: ListedLayer, inputs: tuple[torch.Tensor, ...]) -> tuple[object, bool]:

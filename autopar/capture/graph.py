@@ -100,7 +100,7 @@ class LayerGraph:
     """Whether its parameters have shapes but no values (``place.materialize`` gives a layer values)."""
     notes: tuple[str, ...] = ()
     """What a reader of a profile must know of how the layers were found."""
-    exported: Any = None
+    segmented_program: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 
     def layer(self, name: str) -> Layer:
@@ -117,7 +117,7 @@ class LayerGraph:
         layer, attribute = next(found)
         return layer.parameter(attribute)
 
-    def tied(self) -> dict[str, tuple[str, ...]]:
+    def tied_parameters(self) -> dict[str, tuple[str, ...]]:
         """Return, for every parameter that several layers use, their names in order."""
         users: dict[str, list[str]] = {}
         for layer in self.layers:

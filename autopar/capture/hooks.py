@@ -24,14 +24,14 @@ class Hook(NamedTuple):
     """What it is given, in order."""
     body: str
     """What it may return."""
-    given: str = "nothing"
+    argument_text: str = "nothing"
     """What it is given, in words."""
 
     def call(self, name: str) -> str:
         """Return how it is called."""
         return f"{name}({', '.join(self.parameters)})"
 
-    def written(self, name: str, body: str = "") -> str:
+    def definition(self, name: str, body: str = "") -> str:
         """Return what to write."""
         return f"`def {self.call(name)}: return {body or self.body}`"
 
@@ -49,13 +49,13 @@ HOOKS = {
     "collate": Hook(("samples",), "torch.utils.data.default_collate(samples)", "a list of samples"),
     "layers": Hook(("model",), "[model.embedding, *model.blocks, model.head]", "the model"),
 }
-LOSS = HOOKS["loss"].written("loss")
+LOSS = HOOKS["loss"].definition("loss")
 
 
 def given_to(name: str) -> str:
     """Return a remedy for a hook that raised as if it had been given something else; empty of others."""
     hook = HOOKS.get(name)
-    return f"; {hook.call(name)} is given {hook.given}" if hook is not None and hook.parameters else ""
+    return f"; {hook.call(name)} is given {hook.argument_text}" if hook is not None and hook.parameters else ""
 
 
 def check_hook(path: Path, source: bytes, name: str, value: object, hook: Hook) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ def check_hook(path: Path, source: bytes, name: str, value: object, hook: Hook) 
     Raises:
         ModelError: it cannot; names the line, and what to write instead.
     """
-    at, assigned = _bound(source, name)
+    at, assigned = _last_binding(source, name)
     place = f"{path}:{at}" if at else str(path)
     if isinstance(value, nn.Module) and not hook.parameters:
         built = assigned or f"{type(value).__name__}(...)"
         raise ModelError(
             f"{place}: {name} is a module, {a(value)}, and not a function that builds one; write "
-            f"{hook.written(name, built)}"
+            f"{hook.definition(name, built)}"
         )
     if not callable(value):
         raise ModelError(f"{place}: {name} is {a(value)}; it must be a function: write {_instead(hook, name, value)}")
@@ -81,7 +81,8 @@ def check_hook(path: Path, source: bytes, name: str, value: object, hook: Hook) 
     wrong = unlike(value, hook.parameters)
     if wrong:
         raise ModelError(
-            f"{place}: {_named(name, value)} is called as {hook.call(name)}: {wrong}; {_fix(hook, name, value)}"
+            f"{place}: {_signature_text(name, value)} is called as {hook.call(name)}: {wrong}; "
+            f"{_fix(hook, name, value)}"
         )
     return value
 
@@ -96,7 +97,7 @@ def missing_model(path: Path, name: str, module: ModuleType) -> ModelError:
     if maker is not None:
         remedy += f": write `{name} = {maker.__name__}`"
     elif nets:
-        remedy += f": write {HOOKS['model'].written(name, _construction(nets[-1]))}"
+        remedy += f": write {HOOKS['model'].definition(name, _construction(nets[-1]))}"
     return ModelError(f"{path}: defines no {name}(); {remedy}")
 
 
@@ -115,7 +116,7 @@ def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
     return inspect.isclass(value) and issubclass(value, nn.Module)
 
 
-def unlike(value: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
+def unlike(value: Callable[..., Any], arguments: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
     """Return why something cannot be called with arguments; empty where it can, or its parameters are not known.
 
     >>> unlike(lambda output: output, ("output", "batch"))
@@ -126,13 +127,13 @@ def unlike(value: Callable[..., Any], given: Sequence[Any], named: Mapping[str, 
     except (TypeError, ValueError):
         return ""
     try:
-        signature.bind(*given, **(named or {}))
+        signature.bind(*arguments, **(kwargs or {}))
     except TypeError as error:
         return str(error)
     return ""
 
 
-def _named(name: str, value: Callable[..., Any]) -> str:
+def _signature_text(name: str, value: Callable[..., Any]) -> str:
     if inspect.isclass(value):
         return f"{name}, the class {value.__name__},"
     shown = value.forward if isinstance(value, nn.Module) else value
@@ -143,19 +144,19 @@ def _named(name: str, value: Callable[..., Any]) -> str:
 
 def _fix(hook: Hook, name: str, value: Callable[..., Any]) -> str:
     if hook.parameters:
-        return f"write {hook.written(name)}"
+        return f"write {hook.definition(name)}"
     if inspect.isclass(value):
-        return f"write {hook.written(name, _construction(value))}"
-    needed = ", ".join(_needed(value))
+        return f"write {hook.definition(name, _construction(value))}"
+    needed = ", ".join(_required_parameters(value))
     return f"give {needed} a default, or write `def {name}():` and set {needed} inside"
 
 
 def _construction(kind: type) -> str:
     """Return how a class may be called, with what it needs."""
-    return f"{kind.__name__}({', '.join(f'{each}=...' for each in _needed(kind))})"
+    return f"{kind.__name__}({', '.join(f'{each}=...' for each in _required_parameters(kind))})"
 
 
-def _needed(value: Callable[..., Any]) -> Iterator[str]:
+def _required_parameters(value: Callable[..., Any]) -> Iterator[str]:
     """Yield the parameters that have no default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in inspect.signature(value).parameters.values():
@@ -167,11 +168,11 @@ def _instead(hook: Hook, name: str, value: object) -> str:
     """Return the function to write in place of something that was made once."""
     kind = type(value)
     if kind.__module__ in ("builtins", "types"):
-        return hook.written(name)
-    return hook.written(name, f"{kind.__name__}({', '.join((*hook.parameters, '...'))})")
+        return hook.definition(name)
+    return hook.definition(name, f"{kind.__name__}({', '.join((*hook.parameters, '...'))})")
 
 
-def _bound(source: bytes, name: str) -> tuple[int, str]:
+def _last_binding(source: bytes, name: str) -> tuple[int, str]:
     """Return the line in which a file binds a name last, and what it assigns if that is short; 0 where it does not."""
     try:
         statements = list(_statements(ast.parse(source)))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from autopar.errors import ModelError, UsageError
-from autopar.formats.document import parse_json, read_text, shown
+from autopar.formats.document import parse_json, read_text, value_text
 
 LONGEST = 2048
 SAMPLES = 65_536
@@ -66,7 +66,7 @@ class Task(enum.Enum):
         return self not in (Task.IMAGE_CLASSIFICATION, Task.SEGMENTATION, Task.AUDIO_CLASSIFICATION)
 
     @property
-    def ignored(self) -> int:
+    def ignore_index(self) -> int:
         """The label that does not count."""
         return IGNORED_PIXELS if self is Task.SEGMENTATION else IGNORED
 
@@ -110,11 +110,11 @@ def _labels(batch: object) -> torch.Tensor:
 def _sum_and_count(
     output: Any,  # noqa: ANN401
     labels: torch.Tensor,
-    ignored: int = IGNORED,
+    ignore_index: int = IGNORED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own loss is a mean over what is labelled, and not a number where nothing is labelled."""
     mean: torch.Tensor = output["loss"]
-    count = (labels != ignored).sum()
+    count = (labels != ignore_index).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
 
 
@@ -240,29 +240,29 @@ _MAKERS: dict[Task, Callable[[SyntheticDataset, torch.Generator], dict[str, torc
 }
 
 
-def sequence_of(task: Task, config: Any, architecture: type, asked: int | None) -> int | None:  # noqa: ANN401
+def sequence_of(task: Task, config: Any, architecture: type, length: int | None) -> int | None:  # noqa: ANN401
     """Return the tokens of a sample's sequence, as asked or as usual; none where samples are no sequences.
 
     Raises:
         UsageError: samples are no sequences, or so long a one has no position for every token.
     """
     if not task.reads_tokens:
-        if asked is not None:
-            raise UsageError(f"`sequence={asked}`: {architecture.__name__} reads no sequences of tokens; leave it out")
+        if length is not None:
+            raise UsageError(f"`sequence={length}`: {architecture.__name__} reads no sequences of tokens; leave it out")
         return None
     text = _text_config(task, config)
     most = _positions(text, architecture)
     if task is Task.SPEECH_TO_TEXT:
         most = min(most or config.max_target_positions, config.max_target_positions)
-    if asked is None:
+    if length is None:
         return _length(text, architecture) if most is None else max(2, min(most, _length(text, architecture)))
-    if asked < 2:
-        raise UsageError(f"`sequence={asked}`: a sequence has at least 2 tokens")
-    if most is not None and asked > most:
+    if length < 2:
+        raise UsageError(f"`sequence={length}`: a sequence has at least 2 tokens")
+    if most is not None and length > most:
         raise UsageError(
-            f"`sequence={asked}`: the configuration has positions for sequences of up to {most}; use `sequence={most}`"
+            f"`sequence={length}`: the configuration has positions for sequences of up to {most}; use `sequence={most}`"
         )
-    return asked
+    return length
 
 
 def _text_config(task: Task, config: Any) -> Any:  # noqa: ANN401
@@ -306,7 +306,7 @@ MOST_LETTERS = 300
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-class Configured:
+class ConfiguredModel:
     """A configuration file, and what a model file would define for its model."""
 
     def __init__(self, path: Path, source: bytes) -> None:
@@ -332,7 +332,7 @@ class Configured:
         if not isinstance(kind, str):
             raise ModelError(f"{self.path}: has no model_type; give a Transformers configuration")
         if kind not in known:
-            raise ModelError(f"{self.path}: model_type {shown(kind)} is none that transformers {version} knows")
+            raise ModelError(f"{self.path}: model_type {value_text(kind)} is none that transformers {version} knows")
         try:
             config = known[kind].from_dict(dict(self._content))
         except Exception as error:
@@ -347,7 +347,7 @@ class Configured:
         """Return the class to train: the one that the configuration names, else a usual one for its kind."""
         named = self._content.get("architectures") or []
         if named and (not isinstance(named, list) or not isinstance(named[0], str)):
-            raise ModelError(f"{self.path}: architectures is {shown(named)}; it must be a list of class names")
+            raise ModelError(f"{self.path}: architectures is {value_text(named)}; it must be a list of class names")
         usual = _usual_class(config)
         if not named:
             if usual is None:
@@ -359,7 +359,9 @@ class Configured:
         chosen = getattr(self._transformers, named[0], None)
         if not isinstance(chosen, type) or not issubclass(chosen, self._transformers.PreTrainedModel):
             version = self._transformers.__version__
-            raise ModelError(f"{self.path}: architecture {shown(named[0])} is none that transformers {version} knows")
+            raise ModelError(
+                f"{self.path}: architecture {value_text(named[0])} is none that transformers {version} knows"
+            )
         if usual is not None and task_of(named[0], config) is None and "labels" not in _arguments(chosen):
             return usual, (f"{named[0]} has no loss; {usual.__name__} is trained",)
         return chosen, ()
@@ -375,16 +377,16 @@ class Configured:
         made: nn.Module = self.architecture._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
         return made
 
-    def sequence(self, asked: int | None) -> int | None:
+    def sequence(self, length: int | None) -> int | None:
         """Return the tokens of a synthetic sample's sequence, as asked or as usual; none where it has none.
 
         Raises:
             UsageError: samples are no sequences, or have no such ones.
         """
         if self.task is not None:
-            return sequence_of(self.task, self.config(), self.architecture, asked)
-        if asked is not None:
-            raise UsageError(f"`sequence={asked}`: no inputs are known for {self.architecture.__name__}; leave it out")
+            return sequence_of(self.task, self.config(), self.architecture, length)
+        if length is not None:
+            raise UsageError(f"`sequence={length}`: no inputs are known for {self.architecture.__name__}; leave it out")
         return None
 
     def dataset(self, sequence: int | None = None) -> SyntheticDataset:
@@ -406,7 +408,7 @@ class Configured:
         return self.task.loss if self.task is not None else None
 
 
-def read_configured(spec: str) -> Configured:
+def read_configured(spec: str) -> ConfiguredModel:
     """Read ``hf:DIR`` or ``hf:FILE``; nothing is ever downloaded.
 
     Raises:
@@ -420,7 +422,7 @@ def read_configured(spec: str) -> Configured:
         path = path / CONFIG
     if not path.exists():
         raise ModelError(f"{path}: no such configuration; models are read from local files, nothing is downloaded")
-    return Configured(path, read_text(path, "configuration").encode())
+    return ConfiguredModel(path, read_text(path, "configuration").encode())
 
 
 def _library() -> ModuleType:
@@ -463,7 +465,7 @@ def _check_sizes(path: Path, config: Any) -> None:  # noqa: ANN401
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
         if isinstance(value, int) and not 1 <= value <= most:
             known = config.attribute_map.get(name, name)
-            raise ModelError(f"{path}: {known} is {shown(value)}; it must be between 1 and {most}")
+            raise ModelError(f"{path}: {known} is {value_text(value)}; it must be between 1 and {most}")
 
 
 def _usual_class(config: Any) -> type[nn.Module] | None:  # noqa: ANN401

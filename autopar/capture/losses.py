@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map_only
 from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count
 from autopar.capture.graph import LayerGraph
 from autopar.capture.huggingface import PREFIX, Task, task_of
-from autopar.capture.model_state import copied
-from autopar.capture.python_state import preserved, roots_of
+from autopar.capture.model_state import deep_copy
+from autopar.capture.python_state import preserve_state, roots_of
 from autopar.capture.source import UserModel
 from autopar.errors import ModelError
 
@@ -79,12 +79,12 @@ class _Neutral(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         named = kwargs or {}
-        out = _written(func, args, named)
+        out = _written_tensors(func, args, named)
         if out and all(_place(tensor) in self._buffers for tensor in out):
             return out[0] if len(out) == 1 else tuple(out)
         written = out[0] if out else None
         if self._double:
-            args, named = self._doubled(args, out), {**self._doubled(named, out)}
+            args, named = self._to_double(args, out), {**self._to_double(named, out)}
             if named.get("dtype") in _SMALLER:
                 named["dtype"] = torch.float64
         mean = _MEANS.get(func.overloadpacket.__name__)
@@ -95,20 +95,20 @@ class _Neutral(TorchDispatchMode):
             return written.copy_(value) if isinstance(value, torch.Tensor) else written.fill_(value)
         return func(*args, **named).fill_(value)
 
-    def _doubled(self, arguments: Any, written: list[torch.Tensor]) -> Any:  # noqa: ANN401
+    def _to_double(self, arguments: Any, written_tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
         def double(value: torch.Tensor) -> torch.Tensor:
-            smaller = value.dtype in _SMALLER and not any(value is each for each in written)
+            smaller = value.dtype in _SMALLER and not any(value is each for each in written_tensors)
             return value.double() if smaller else value
 
         return tree_map_only(torch.Tensor, double, arguments)
 
 
-def _written(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
     """Return the tensors that an operator writes in place, and returns."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else named.get(argument.name)
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [value] if isinstance(value, torch.Tensor) else []
     return found
 
@@ -158,7 +158,7 @@ class _Value:
     total: float
     count: float
     gradient: torch.Tensor
-    counted: bool
+    has_count: bool
     """Whether the user's loss gives the count."""
 
 
@@ -180,9 +180,9 @@ def separation(
         IncomparableError: the model does not run so, or nothing in the batch counts.
     """
     with contextlib.suppress(Exception):
-        return _Losses(model, batch, loss, ignored_state, double=True).separation()
+        return _PartLosses(model, batch, loss, ignored_state, double=True).separation()
     try:
-        return _Losses(model, batch, loss, ignored_state, double=False).separation()
+        return _PartLosses(model, batch, loss, ignored_state, double=False).separation()
     except IncomparableError:
         raise
     except Exception as error:
@@ -190,7 +190,7 @@ def separation(
         raise IncomparableError(f"a few samples made the model raise {type(error).__name__}: {said}") from error
 
 
-class _Losses:
+class _PartLosses:
     """The losses of parts of one batch."""
 
     def __init__(
@@ -202,9 +202,9 @@ class _Losses:
         *,
         double: bool,
     ) -> None:
-        self._model: nn.Module = _doubled(model) if double else model
-        self._loss = _doubled(loss) if double else loss
-        self._ignored, self._double, self._template = ignored_state, double, batch
+        self._model: nn.Module = _copy_in_double(model) if double else model
+        self._loss = _copy_in_double(loss) if double else loss
+        self._ignored_state, self._double, self._template = ignored_state, double, batch
         tensors = named_tensors(batch)
         self._tensors = {name: _wide(tensor) if double else tensor for name, tensor in tensors.items()}
         self._rows = row_count(tensors)
@@ -221,7 +221,7 @@ class _Losses:
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
             return Separation(0.0)
-        return Separation(found, *self._weights(mean=not whole.counted))
+        return Separation(found, *self._weights(mean=not whole.has_count))
 
     def _parts(self) -> list[_Value]:
         """Return the losses of uneven parts; of those that have one."""
@@ -272,7 +272,7 @@ class _Losses:
         part = {name: tensor[list(rows)].clone() for name, tensor in self._tensors.items()}
         step = StepModule(self._model, rebuild(self._template, part), self._loss)
         generator = torch.get_rng_state()
-        state = preserved(roots_of(self._model, self._loss), self._ignored)
+        state = preserve_state(roots_of(self._model, self._loss), self._ignored_state)
         learning = torch.set_grad_enabled(self._gradients)
         with state, neutral(self._model, double=self._double), learning:
             torch.manual_seed(0)
@@ -282,12 +282,12 @@ class _Losses:
         torch.set_rng_state(generator)
         counted = len(outputs) == 2
         weight = 1.0 if counted else float(len(rows))
-        gradient = _sampled(gradients, wanted) * weight
+        gradient = _sample_gradients(gradients, wanted) * weight
         count = float(outputs[1].item()) if counted else weight
         return _Value(outputs[0].item() * weight, count, gradient, counted)
 
 
-def _sampled(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Return elements of the gradients, evenly spread, as one vector."""
     step = max(1, -(-sum(parameter.numel() for parameter in parameters) // MOST_ELEMENTS))
     found = [torch.zeros(0, dtype=torch.float64)]
@@ -298,8 +298,8 @@ def _sampled(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.P
     return torch.cat(found)
 
 
-def _doubled(part: Any) -> Any:  # noqa: ANN401
-    return copied(part).double() if isinstance(part, nn.Module) else part
+def _copy_in_double(part: Any) -> Any:  # noqa: ANN401
+    return deep_copy(part).double() if isinstance(part, nn.Module) else part
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,10 +328,10 @@ def uneven_rows(batch: object, count: int) -> object:
 def ignored_labels(graph: LayerGraph) -> dict[str, int]:
     """Return the tensors of a batch that hold labels of which the captured loss leaves some out, and which it does."""
     found: dict[str, int] = {}
-    if graph.exported is None:
+    if graph.segmented_program is None:
         return found
-    names = graph.exported.inputs.tensors
-    for node in graph.exported.program.graph.nodes:
+    names = graph.segmented_program.inputs.tensors
+    for node in graph.segmented_program.program.graph.nodes:
         place = _IGNORING.get(str(node.target).partition(".default")[0])
         ignored = node.args[place] if place is not None and len(node.args) > place else USUAL
         if isinstance(ignored, int) and ignored != USUAL:
@@ -367,7 +367,7 @@ def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
 def _column(value: _Value) -> torch.Tensor:
     """Return a mean or a sum with its gradient."""
     column = torch.cat((value.gradient, torch.tensor([value.total], dtype=torch.float64)))
-    return column if value.counted else column / value.count
+    return column if value.has_count else column / value.count
 
 
 SAMPLES = 32
@@ -391,7 +391,7 @@ class LossCheck(NamedTuple):
     """Why it is not known."""
 
 
-def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted: bool) -> LossCheck:
+def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_loss: bool) -> LossCheck:
     """Compare the loss of a few samples with that of their parts.
 
     Args:
@@ -413,8 +413,8 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accepted
         return LossCheck(note=f"{UNKNOWN}: {error}")
     if not found.difference:
         return LossCheck()
-    if not accepted:
-        raise ModelError(f"{user.path}: {_explained(user, graph, batch, labels, found)}")
+    if not accept_loss:
+        raise ModelError(f"{user.path}: {_explain_difference(user, graph, batch, labels, found)}")
     return LossCheck(found.difference)
 
 
@@ -446,7 +446,7 @@ def counts_labels(model: nn.Module, batch: object) -> bool:
         return False
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return True
-    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignored})
+    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignore_index})
     try:
         own, counted = (separation(model, rows, each) for each in (None, task.loss))
     except IncomparableError:
@@ -466,43 +466,43 @@ def _uneven(user: UserModel, model: nn.Module, labels: Mapping[str, int]) -> obj
     return with_ignored(uneven_rows(user.load_batch(dataset, indices), _count(model)), labels)
 
 
-def _explained(
+def _explain_difference(
     user: UserModel,
     graph: LayerGraph,
     batch: object,
     labels: Mapping[str, int],
-    found: Separation,
+    result: Separation,
 ) -> str:
-    differ = f"the loss and gradients of a mini-batch differ by {found.difference:.2g} from those of its micro-batches"
+    differ = f"the loss and gradients of a mini-batch differ by {result.difference:.2g} from those of its micro-batches"
     if graph.loss == "sum_count":
         remedy = "let the sum be one over labels (or samples), and the count be their number"
         return (
             f"{differ}: (sum, count) do not add up; {remedy}, {_ACCEPTING}"
-            if found.weights
+            if result.weights
             else (f"{differ}: no sum over samples gives it, as of losses that compare samples; {_EXACT}")
         )
-    if found.additive:
+    if result.additive:
         return f"{differ}: it is a sum over samples; let loss() return (sum, number of samples), {_ACCEPTING}"
-    if found.weights is None:
+    if result.weights is None:
         return (
             f"{differ}: it is no mean over samples, nor over anything that they have many of (contrastive losses and a "
             f"router's balance are none); {_EXACT}"
         )
     return (
         f"{differ}: it is a mean over something that samples have unevenly many of; let loss(output, batch) return its "
-        f"sum and their number, {_formula(user, batch, labels, found.weights)}, {_ACCEPTING}"
+        f"sum and their number, {_formula(user, batch, labels, result.weights)}, {_ACCEPTING}"
     )
 
 
 def _formula(user: UserModel, batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str:
     """Return what loss() is to return, with the count that gives the weights where one is found."""
-    count = _counted(batch, labels, weights)
+    count = _count_expression(batch, labels, weights)
     if user.loss is None:
         return f"n = {count or _OF_LABELS}; return output.loss * n, n"
     return f'such as (F.cross_entropy(scores, labels, reduction="sum"), {count or _OF_LABELS})'
 
 
-def _counted(batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str | None:
+def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str | None:
     """Return the expression of a count that is proportional to weights."""
     wanted = torch.tensor(weights, dtype=torch.float64)
     for name, tensor in named_tensors(batch).items():

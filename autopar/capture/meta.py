@@ -79,22 +79,22 @@ def refuse_lost_buffers(model: nn.Module) -> None:
             )
 
 
-class _Unwatched(FakeTensorMode):  # type: ignore[no-untyped-call]
+class _UnprofiledFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose own Python code is hidden from a profile function, which it would call a million times."""
 
-    def __torch_dispatch__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, *arguments: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         before = sys.getprofile()
         sys.setprofile(None)
         try:
-            return super().__torch_dispatch__(*arguments, **named)
+            return super().__torch_dispatch__(*arguments, **kwargs)
         finally:
             sys.setprofile(before)
 
 
 @contextlib.contextmanager
-def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
+def fake_parameters(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Let a hollow model's parameters pass for tensors on the CPU inside the block, where nothing computes."""
-    mode = _Unwatched(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = _UnprofiledFakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     held = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
     fakes = {id(value): faked_parameter(mode, value) for _, _, value in held if value is not None}
     with mode:
@@ -155,11 +155,11 @@ def materialize(layer: Layer, tensors: Mapping[str, torch.Tensor], device: torch
         retarget(layer, device)
 
 
-def _find(layer: Layer, name: str, tensors: Mapping[str, torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
+def _find(layer: Layer, name: str, tensors: Mapping[str, torch.Tensor], template: torch.Tensor) -> torch.Tensor:
     if name not in tensors:
         raise FileError(f"layer {layer.name}: the weights lack {name}")
-    if tensors[name].shape != expected.shape:
-        found, wanted = tuple(tensors[name].shape), tuple(expected.shape)
+    if tensors[name].shape != template.shape:
+        found, wanted = tuple(tensors[name].shape), tuple(template.shape)
         raise FileError(f"layer {layer.name}: {name} has shape {found} in the weights, the model needs {wanted}")
     return tensors[name]
 
@@ -221,17 +221,17 @@ def retarget(layer: Layer, device: torch.device) -> None:
     for module in layer.module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                node.args = _moved(node.args, device)
-                node.kwargs = _moved(node.kwargs, device)
+                node.args = _replace_devices(node.args, device)
+                node.kwargs = _replace_devices(node.kwargs, device)
             module.recompile()
 
 
-def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401
+def _replace_devices(value: Any, device: torch.device) -> Any:  # noqa: ANN401
     return fx.node.map_aggregate(value, lambda item: device if isinstance(item, torch.device) else item)
 
 
-class StandIns:
-    """Runs modules whose parameters have no values; see :func:`standing_in`."""
+class HollowRunner:
+    """Runs modules whose parameters have no values; see :func:`hollow_runner`."""
 
     def __init__(self, mode: FakeTensorMode, names: Mapping[int, str]) -> None:
         self._mode, self._names = mode, names
@@ -246,13 +246,13 @@ class StandIns:
         """
         try:
             with self._mode, _Draws() as drawn:  # type: ignore[no-untyped-call]
-                found = _each(compute(tuple(map(self._fake, inputs))), _sized)
+                found = _each(compute(tuple(map(self._fake, inputs))), _check_static_size)
             return found, drawn.found
         except Exception:
             # Values decide; or the module is mistaken, which it then is with values too.
             before = torch.get_rng_state()
-            with self._valued(module):
-                found = compute(tuple(map(_drawn, inputs)))
+            with self._with_values(module):
+                found = compute(tuple(map(_with_random_values, inputs)))
             return _each(found, self._fake), not torch.equal(before, torch.get_rng_state())
 
     def observe(self, call: Callable[[Sequence[torch.Tensor]], None], inputs: Sequence[torch.Tensor]) -> None:
@@ -270,7 +270,7 @@ class StandIns:
 
         def give(module: nn.Module, *_: object) -> None:
             giving[module] = contextlib.ExitStack()
-            giving[module].enter_context(self._valued(module))
+            giving[module].enter_context(self._with_values(module))
 
         handles = [module.register_forward_pre_hook(give, prepend=True) for module in modules]
         handles += [module.register_forward_hook(lambda module, *_: giving.pop(module).close()) for module in modules]
@@ -291,7 +291,7 @@ class StandIns:
         return fake.requires_grad_(tensor.requires_grad)
 
     @contextlib.contextmanager
-    def _valued(self, module: nn.Module) -> Iterator[None]:
+    def _with_values(self, module: nn.Module) -> Iterator[None]:
         """Give one module's parameters values of the usual scale in the block."""
         held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
         made: dict[int, nn.Parameter] = {}
@@ -309,7 +309,7 @@ class StandIns:
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator[StandIns]:
+def hollow_runner(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator[HollowRunner]:
     """Let parameters that have shapes but no values pass for tensors on the CPU inside the block.
 
     Args:
@@ -317,14 +317,14 @@ def standing_in(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator
         modules: other modules that hold them.
     """
     everything = nn.ModuleList([model, *modules])
-    with faked(everything) as mode, without_fakes(everything), general_masks():
-        yield StandIns(mode, {id(value): name for name, value in model.named_parameters()})
+    with fake_parameters(everything) as mode, without_fakes(everything), general_masks():
+        yield HollowRunner(mode, {id(value): name for name, value in model.named_parameters()})
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether an operator draws random numbers: fake ones leave the generator's state alone."""
 
-    found = False
+    has_draws = False
 
     def __torch_dispatch__(
         self,
@@ -334,11 +334,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         named = kwargs or {}
-        self.found = self.found or (isinstance(func, torch._ops.OpOverload) and draws(func, args, named))
+        self.has_draws = self.has_draws or (isinstance(func, torch._ops.OpOverload) and draws(func, args, named))
         return func(*args, **named)
 
 
-def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+def _with_random_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return random numbers, or zeros of an integer type, for a tensor without values; another one as it is."""
     if not isinstance(tensor, FakeTensor):
         return tensor
@@ -348,7 +348,7 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
     return value.requires_grad_(tensor.requires_grad)
 
 
-def _sized(tensor: torch.Tensor) -> torch.Tensor:
+def _check_static_size(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor.
 
     Raises:

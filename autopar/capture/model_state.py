@@ -18,7 +18,7 @@ from autopar.capture.python_state import Path, tensors_reached
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers and the random state at the end of the block."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
@@ -33,12 +33,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_parameters(model: nn.Module) -> Iterator[None]:
+def preserve_parameters(model: nn.Module) -> Iterator[None]:
     """Restore the values of parameters that operators inside the block write; only those are copied.
 
     >>> layer = nn.Linear(1, 1)
     >>> before = layer.weight.item()
-    >>> with kept_parameters(layer):
+    >>> with preserve_parameters(layer):
     ...     layer.weight.data.add_(1.0).item() == before
     False
     >>> layer.weight.item() == before
@@ -50,7 +50,7 @@ def kept_parameters(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for parameter, value in log.written:
+            for parameter, value in log.previous_values:
                 parameter.copy_(value)
 
 
@@ -63,7 +63,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if _has_memory(tensor):
                 self._unwritten.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.previous_values: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose memory was written, each with a copy of its values before."""
 
     def __torch_dispatch__(
@@ -84,7 +84,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
             for each in self._unwritten.pop(tensor.untyped_storage()._cdata, ()):
-                self.written.append((each, each.detach().clone()))
+                self.previous_values.append((each, each.detach().clone()))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -94,14 +94,14 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 M = TypeVar("M", bound=nn.Module)
 
 
-def copied(model: M) -> M:
+def deep_copy(model: M) -> M:
     """Return a deep copy; what autograd has computed is copied without how.
 
     >>> import warnings
     >>> from torch.nn.utils import weight_norm
     >>> with warnings.catch_warnings(action="ignore"):
     ...     layer = weight_norm(nn.Linear(2, 3))
-    >>> copied(layer).weight.shape
+    >>> deep_copy(layer).weight.shape
     torch.Size([3, 2])
     """
     computed = {id(tensor): tensor for _, tensor in tensors_reached({Path(""): model}) if tensor.grad_fn is not None}

@@ -34,15 +34,15 @@ AHEAD = 8
 _NOT_SETTINGS = {"params", "param_names"}
 
 
-def settings_of(user: UserModel, named: NamedParameters) -> Settings:
+def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
     """Return what an optimizer of these parameters, made for this purpose alone, gives each of them.
 
     Raises:
         ModelError: ``optimizer()`` or ``scheduler()`` raises.
     """
-    optimizer = user.make_optimizer(named)
+    optimizer = user.make_optimizer(named_parameters)
     scheduler = user.make_scheduler(optimizer)
-    names = {id(parameter): name for name, parameter in named}
+    names = {id(parameter): name for name, parameter in named_parameters}
     found: Settings = {}
     _note(found, optimizer, names)
     if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
@@ -59,14 +59,14 @@ def settings_of(user: UserModel, named: NamedParameters) -> Settings:
     return found
 
 
-def _note(found: Settings, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+def _note(settings_by_name: Settings, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     for group in optimizer.param_groups:
         settings = {str(key): _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
         # As it is read from a file.
         settings = json.loads(json.dumps(settings))
         for parameter in group["params"]:
             if id(parameter) in names:
-                found.setdefault(names[id(parameter)], []).append(settings)
+                settings_by_name.setdefault(names[id(parameter)], []).append(settings)
 
 
 def _plain(value: object) -> object:
@@ -99,17 +99,17 @@ Small = list[tuple[str, torch.Tensor]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def needs_all(user: UserModel, named: NamedParameters) -> str | None:
+def needs_all(user: UserModel, named_parameters: NamedParameters) -> str | None:
     """Return why the optimizer moves parameters otherwise together than one by one; None if it does not.
 
     Large gradients, small ones and some between come in turn, so that what they are together changes from step to step.
     An optimizer that none of this can be tried with is taken for one that does not.
     """
-    small = _small(named)
+    small = _small(named_parameters)
     gradients = _gradients(small)
     try:
-        with _seeded() as drawn:
-            together = _moved(user, small, gradients)
+        with _seed_generator() as drawn:
+            together = _run_steps(user, small, gradients)
             random = drawn()
         if random:
             return "draws random numbers for one parameter after the other"
@@ -120,7 +120,7 @@ def needs_all(user: UserModel, named: NamedParameters) -> str | None:
         return None
     for place, (name, value) in enumerate(small):
         try:
-            alone = _moved(user, [(name, value)], [gradients[place]])
+            alone = _run_steps(user, [(name, value)], [gradients[place]])
             same = settings_of(user, _parameters([(name, value)])).get(name) == settings.get(name)
         except Exception:
             # It may want some kind of parameter that is not among these.
@@ -130,9 +130,9 @@ def needs_all(user: UserModel, named: NamedParameters) -> str | None:
     return None
 
 
-def divided_trouble(
+def sharding_problem(
     user: UserModel,
-    named: NamedParameters,
+    named_parameters: NamedParameters,
     divide: Convert,
     join: Convert,
     acting: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -146,18 +146,18 @@ def divided_trouble(
         join: returns the whole of such a one.
         acting: makes the context in which this is done.
     """
-    small = [(name, value) for name, value in _small(named) if value.dim() and not value.is_complex()]
+    small = [(name, value) for name, value in _small(named_parameters) if value.dim() and not value.is_complex()]
     # Made before anything acts: simulated ranks draw numbers of their own.
     gradients = _gradients(small)
     try:
-        with _seeded():
-            whole = _moved(user, small, gradients)
+        with _seed_generator():
+            whole = _run_steps(user, small, gradients)
     except Exception:
         # Nothing can be tried with it.
         return None
     try:
-        with _seeded(), acting():
-            parts = _moved(user, small, gradients, divide)
+        with _seed_generator(), acting():
+            parts = _run_steps(user, small, gradients, divide)
             joined = [join(part) for part in parts]
     except Exception as error:
         said = (str(error).strip().splitlines() or ["no message"])[0]
@@ -168,8 +168,8 @@ def divided_trouble(
     return None
 
 
-def tried_divided(user: UserModel, named: NamedParameters) -> str | None:
-    """Return :func:`divided_trouble` of two replicas that this process plays; None where it is one of several already.
+def try_sharding(user: UserModel, named_parameters: NamedParameters) -> str | None:
+    """Return :func:`sharding_problem` of two replicas that this process plays; None where it is one of several already.
 
     The replicas are those of torch's simulated ranks, which share nothing but what a collective gives them.
     """
@@ -190,7 +190,7 @@ def tried_divided(user: UserModel, named: NamedParameters) -> str | None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = DeviceMesh("cpu", [0, 1])
-        return divided_trouble(user, named, divider(mesh), join, lambda: LocalTensorMode(frozenset({0, 1})))
+        return sharding_problem(user, named_parameters, divider(mesh), join, lambda: LocalTensorMode(frozenset({0, 1})))
     finally:
         dist.destroy_process_group()
 
@@ -202,7 +202,7 @@ def divider(mesh: DeviceMesh) -> Convert:
     return lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
 
 
-def _small(named: NamedParameters) -> Small:
+def _small(named_parameters: NamedParameters) -> Small:
     """Return a few small tensors in place of a model's parameters, of every number of dimensions that they have.
 
     Dimensions of one element stay.
@@ -210,7 +210,7 @@ def _small(named: NamedParameters) -> Small:
     generator = torch.Generator().manual_seed(0)
     seen: Counter[tuple[int, ...]] = Counter()
     found: Small = []
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         shape = tuple(min(size, SIZES[at] if at < len(SIZES) else 2) for at, size in enumerate(parameter.shape))
         kind = (len(shape), int(1 in shape), int(parameter.is_complex()))
         if 0 in shape or seen[kind] == MOST:
@@ -237,7 +237,7 @@ def _gradients(small: Small) -> list[list[torch.Tensor]]:
     ]
 
 
-def _moved(
+def _run_steps(
     user: UserModel, small: Small, gradients: Sequence[Sequence[torch.Tensor]], convert: Convert = torch.clone
 ) -> list[torch.Tensor]:
     """Return the tensors after some steps."""
@@ -259,7 +259,7 @@ def _equal(begin: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _seeded() -> Iterator[Callable[[], bool]]:
+def _seed_generator() -> Iterator[Callable[[], bool]]:
     """Seed the generator of random numbers, and put it back; give what tells whether any were drawn."""
     before = torch.get_rng_state()
     torch.manual_seed(0)

@@ -19,13 +19,13 @@ from torch import nn
 from autopar.capture.batch import model_arguments, named_tensors, rebuild
 from autopar.capture.fallback import ListedLayer, Listing
 from autopar.capture.graph import LayerGraph
-from autopar.capture.meta import is_hollow, standing_in
+from autopar.capture.meta import hollow_runner, is_hollow
 
 NOTE = "layers are those of the pipeline plan that the model declares, since it could not be captured"
 
 
 @dataclass
-class _Part:
+class _PlanModule:
     """A module of the plan, and what its call looked like."""
 
     name: str
@@ -34,18 +34,18 @@ class _Part:
     """Length of the tuple that it returns; 0 for a tensor."""
 
 
-class _Reached(BaseException):
+class _NextLayer(BaseException):
     """The next layer's module was called: what it was given is this layer's output."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden_states: torch.Tensor) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden_states = hidden_states
 
 
 class _DeclaredLayer(ListedLayer):
     """One module of the plan, run by the model's own forward."""
 
-    def __init__(self, parts: list[_Part], index: int, template: object, model: nn.Module) -> None:
+    def __init__(self, parts: list[_PlanModule], index: int, template: object, model: nn.Module) -> None:
         super().__init__(parts[index].module, template, model)
         self.parts = (parts, index)
 
@@ -57,8 +57,8 @@ class _DeclaredLayer(ListedLayer):
         with self._only(None if self.first else inputs[count]):
             try:
                 output = model(*positional, **named)
-            except _Reached as reached:
-                return reached.hidden
+            except _NextLayer as reached:
+                return reached.hidden_states
         return self.end(output, batch)
 
     def predict(self) -> None:
@@ -66,16 +66,16 @@ class _DeclaredLayer(ListedLayer):
         self.predicts = True
 
     @contextlib.contextmanager
-    def _only(self, hidden: torch.Tensor | None) -> Iterator[None]:
+    def _only(self, hidden_states: torch.Tensor | None) -> Iterator[None]:
         """Let only this layer's module compute, from the given hidden states."""
         parts, index = self.parts
         replaced = {}
-        if hidden is not None:
-            replaced = {part.module: _passing(part, hidden) for part in parts[:index]}
+        if hidden_states is not None:
+            replaced = {part.module: _passing(part, hidden_states) for part in parts[:index]}
             own = parts[index].module
-            replaced[own] = _fed(own.forward, hidden)
+            replaced[own] = _with_hidden_states(own.forward, hidden_states)
         if index + 1 < len(parts):
-            replaced[parts[index + 1].module] = _reached
+            replaced[parts[index + 1].module] = _raise_next_layer
         for module, forward in replaced.items():
             module.__dict__["forward"] = forward
         try:
@@ -85,21 +85,21 @@ class _DeclaredLayer(ListedLayer):
                 del module.__dict__["forward"]
 
 
-def _passing(part: _Part, hidden: torch.Tensor) -> Callable[..., Any]:
-    return lambda *_, **__: (hidden, *[None] * (part.results - 1)) if part.results else hidden
+def _passing(part: _PlanModule, hidden_states: torch.Tensor) -> Callable[..., Any]:
+    return lambda *_, **__: (hidden_states, *[None] * (part.results - 1)) if part.results else hidden_states
 
 
-def _fed(forward: Callable[..., Any], hidden: torch.Tensor) -> Callable[..., Any]:
-    def fed(*arguments: object, **named: object) -> object:
+def _with_hidden_states(forward: Callable[..., Any], hidden_states: torch.Tensor) -> Callable[..., Any]:
+    def call(*arguments: object, **kwargs: object) -> object:
         if arguments:
-            return forward(hidden, *arguments[1:], **named)
-        return forward(**{**named, "hidden_states": hidden})
+            return forward(hidden_states, *arguments[1:], **kwargs)
+        return forward(**{**kwargs, "hidden_states": hidden_states})
 
-    return fed
+    return call
 
 
-def _reached(*arguments: torch.Tensor, **named: torch.Tensor) -> None:
-    raise _Reached(arguments[0] if arguments else named["hidden_states"])
+def _raise_next_layer(*arguments: torch.Tensor, **kwargs: torch.Tensor) -> None:
+    raise _NextLayer(arguments[0] if arguments else kwargs["hidden_states"])
 
 
 def declared_layers(
@@ -133,19 +133,19 @@ def declared_layers(
     return listing.run(tensors, doubled, others, ignored_state, notes=(NOTE,))
 
 
-def _parts(model: nn.Module) -> list[_Part]:
-    parts: list[_Part] = []
-    for name in _declared(model):
+def _parts(model: nn.Module) -> list[_PlanModule]:
+    parts: list[_PlanModule] = []
+    for name in _declared_paths(model):
         try:
             found = model.get_submodule(name)
         except AttributeError:
             continue
         inner = found.named_children() if isinstance(found, nn.ModuleList) else [("", found)]
-        parts += [_Part(f"{name}.{key}" if key else name, module) for key, module in inner]
+        parts += [_PlanModule(f"{name}.{key}" if key else name, module) for key, module in inner]
     return parts
 
 
-def _declared(model: nn.Module) -> list[str]:
+def _declared_paths(model: nn.Module) -> list[str]:
     """Return the paths of the modules that a model's class and its configuration declare."""
     own: Mapping[str, Any] = getattr(model, "_pp_plan", None) or {}
     of_base: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
@@ -153,11 +153,13 @@ def _declared(model: nn.Module) -> list[str]:
     return list(dict.fromkeys((*own, *(f"{prefix}.{name}" for name in of_base))))
 
 
-def _observe(model: nn.Module, batch: object, loss: Callable[..., Any] | None, parts: list[_Part]) -> list[_Part]:
+def _observe(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, parts: list[_PlanModule]
+) -> list[_PlanModule]:
     """Run the model once; return its parts in the order in which they are called."""
-    order: list[_Part] = []
+    order: list[_PlanModule] = []
 
-    def hook(part: _Part) -> Callable[..., None]:
+    def hook(part: _PlanModule) -> Callable[..., None]:
         def note(module: nn.Module, arguments: object, output: object) -> None:
             part.results = len(output) if isinstance(output, tuple) else 0
             order.append(part)
@@ -182,14 +184,14 @@ def _call(
     model: nn.Module,
     call: Callable[[Sequence[torch.Tensor]], None],
     tensors: Sequence[torch.Tensor],
-    parts: Sequence[_Part],
-    order: list[_Part],
+    parts: Sequence[_PlanModule],
+    order: list[_PlanModule],
 ) -> None:
     """Run a model: where it is larger than memory for its shapes, or else giving values to one part after the other."""
     if not is_hollow(model):
         call(tensors)
         return
-    with standing_in(model) as stand_ins:
+    with hollow_runner(model) as stand_ins:
         try:
             stand_ins.observe(call, tensors)
         except Exception:

@@ -32,7 +32,18 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.batch import loss_outputs, named_tensors, rebuild
-from autopar.capture.division import Batch, Division, Key, Pattern, Share, Walk, divide, divided, joined, shares_of
+from autopar.capture.division import (
+    Batch,
+    Division,
+    Key,
+    LayerTracer,
+    Pattern,
+    Share,
+    divide,
+    join_results,
+    result_share,
+    shares_of,
+)
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
@@ -55,7 +66,7 @@ def in_double(dtype: torch.dtype) -> torch.dtype:
     return _DOUBLE.get(dtype, dtype)
 
 
-def doubled(user: UserModel) -> UserModel:
+def float64_model(user: UserModel) -> UserModel:
     """Return the same model file, whose ``model()`` and ``collate()`` give float64 where they gave floating numbers.
 
     Weights and data are made in the types that the user's code makes, so they have the values of ordinary training.
@@ -81,14 +92,14 @@ Part = list[tuple[int, tuple[torch.Tensor, ...]]]
 
 
 @dataclass(frozen=True)
-class Moment:
+class MicroBatchIndex:
     """Step and micro-batch, both from 0."""
 
     step: int
     micro_batch: int
 
 
-class DividedForward(Walk):
+class DividedForward(LayerTracer):
     """Runs micro-batches forward.
 
     Random layers are seeded share by share, and every replica of a stage has buffers of its own; those of the first
@@ -99,7 +110,7 @@ class DividedForward(Walk):
         """Take the model, and how it is divided."""
         super().__init__(model, plan, user)
         self._plan, self._user, self._division = plan, user, division
-        self._moment = Moment(0, 0)
+        self._moment = MicroBatchIndex(0, 0)
         self._shares: list[tuple[Share, ...]] = []
         self._base = 0
         self._inside: Share | None = None
@@ -108,12 +119,12 @@ class DividedForward(Walk):
         """Of the generator, where a share's last call within a layer ended."""
         self._buffers = _ReplicaBuffers(model, plan, division)
 
-    def run(self, moment: Moment, batch: Batch) -> Iterator[Part]:
+    def run(self, moment: MicroBatchIndex, batch: Batch) -> Iterator[Part]:
         """Yield the losses of a micro-batch, part by part; each is to be run backward before the next."""
         self._moment = moment
         self._states.clear()
         self._shares = [shares_of(stage, moment.micro_batch, batch.rows) for stage in self._plan.stages]
-        aligned, last = self._division.aligned, self._shares[-1]
+        aligned, last = self._division.share_stage, self._shares[-1]
         base = (Share(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
         ranges = [(share.start, share.stop) for share in base]
         outputs, dims = [], self._division.output
@@ -127,7 +138,9 @@ class DividedForward(Walk):
                 outputs.append(output)
         if not whole:
             assert dims is not None
-            yield self._regrouped(joined(outputs, dims) if len(outputs) > 1 else outputs[0], dims, last, batch)
+            yield self._losses_by_share(
+                join_results(outputs, dims) if len(outputs) > 1 else outputs[0], dims, last, batch
+            )
 
     def end_step(self) -> None:
         """Make the buffers of replicas alike, where the plan asks for it."""
@@ -145,15 +158,15 @@ class DividedForward(Walk):
         self._buffers.hold(self.stage, share.replica)
         torch.default_generator.manual_seed(self._seed(share))
 
-    def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, named: Any) -> Any:  # noqa: ANN401
+    def around(self, module: nn.Module, key: Key, run: Callable[..., Any], arguments: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Run a call, share by share where the division says so."""
         pattern = None if self._inside is not None else self._division.splits.get(key)
         if pattern is None:
-            return super().around(module, key, run, arguments, named)
-        return self._split(module, key, pattern, run, (arguments, named))
+            return super().around(module, key, run, arguments, kwargs)
+        return self._split(module, key, pattern, run, (arguments, kwargs))
 
-    def _split(self, module: nn.Module, key: Key, pattern: Pattern, run: Callable[..., Any], given: object) -> Any:  # noqa: ANN401
-        leaves, structure = tree_flatten(given)
+    def _split(self, module: nn.Module, key: Key, pattern: Pattern, run: Callable[..., Any], inputs: object) -> Any:  # noqa: ANN401
+        leaves, structure = tree_flatten(inputs)
         before, counts = self.layer, self._counts.copy()
         stage, parts, copies = self._stage_of[self._starts.get(key, before)], [], []
         for share in self._shares[stage]:
@@ -167,7 +180,7 @@ class DividedForward(Walk):
             self._states[self.layer, share.index] = torch.get_rng_state()
         self._inside = None
         pattern.give_back(leaves, copies)
-        return pattern.joined(parts)
+        return pattern.join(parts)
 
     def _resume(self, key: Key, stage: int, share: Share) -> None:
         """Begin the layer that a call starts, or go on where the share's last call within the layer ended."""
@@ -179,10 +192,13 @@ class DividedForward(Walk):
         else:
             torch.default_generator.manual_seed(self._seed(share))
 
-    def _regrouped(self, output: object, dims: tuple[int, ...], shares: Sequence[Share], batch: Batch) -> Part:
+    def _losses_by_share(self, output: object, dims: tuple[int, ...], shares: Sequence[Share], batch: Batch) -> Part:
         """Return the losses of the last stage's shares, of the output for all rows."""
         return [
-            (share.stop - share.start, self._loss(divided(output, dims, share), batch.part(share.start, share.stop)))
+            (
+                share.stop - share.start,
+                self._loss(result_share(output, dims, share), batch.part(share.start, share.stop)),
+            )
             for share in shares
         ]
 
@@ -214,41 +230,44 @@ class _ReplicaBuffers:
                 for key, value in module._buffers.items()
                 if value is named[name]
             ]
-            for names in division.written.values()
+            for names in division.written_buffers.values()
             for name in names
         }
         self._plan = plan
-        self._written, self._held = division.written, dict.fromkeys(range(len(plan.stages)), 0)
-        self._kept = {
+        self._written_buffers, self._active_replicas = (
+            division.written_buffers,
+            dict.fromkeys(range(len(plan.stages)), 0),
+        )
+        self._replica_values = {
             (name, replica): named[name].clone()
-            for stage, names in division.written.items()
+            for stage, names in division.written_buffers.items()
             for name in names
             for replica in range(1, plan.stages[stage].replicas)
         }
 
     def hold(self, stage: int, replica: int) -> None:
         """Put the buffers of a replica into the model."""
-        before = self._held[stage]
+        before = self._active_replicas[stage]
         if before == replica:
             return
-        for name in self._written.get(stage, ()):
+        for name in self._written_buffers.get(stage, ()):
             module, key = self._places[name][0]
             value = module._buffers[key]
             assert value is not None
-            self._kept[name, before] = value
+            self._replica_values[name, before] = value
             for module, key in self._places[name]:
-                module._buffers[key] = self._kept[name, replica]
-        self._held[stage] = replica
+                module._buffers[key] = self._replica_values[name, replica]
+        self._active_replicas[stage] = replica
 
     @torch.no_grad()
     def settle(self) -> None:
         """Give all replicas the first one's buffers, or their mean, but for statistics of batch normalisation."""
-        for stage, names in self._written.items() if self._plan.replicate_state else ():
+        for stage, names in self._written_buffers.items() if self._plan.replicate_state else ():
             self.hold(stage, 0)
             for name in names:
                 module, key = self._places[name][0]
                 first = module._buffers[key]
-                others = [self._kept[name, at] for at in range(1, self._plan.stages[stage].replicas)]
+                others = [self._replica_values[name, at] for at in range(1, self._plan.stages[stage].replicas)]
                 if first is None or isinstance(module, nn.modules.batchnorm._BatchNorm):
                     continue
                 if self._plan.replicate_state == "average" and first.is_floating_point():
@@ -289,10 +308,10 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    chosen = doubled(user) if double else user
+    chosen = float64_model(user) if double else user
     samples = _Samples(chosen, plan)
-    division = divide(lambda: _built(chosen, plan), plan, chosen, samples.first())
-    model = _built(chosen, plan)
+    division = divide(lambda: _build_model(chosen, plan), plan, chosen, samples.first())
+    model = _build_model(chosen, plan)
     optimizer = chosen.make_optimizer(model.named_parameters())
     scheduler = chosen.make_scheduler(optimizer)
     forward = DividedForward(model, plan, chosen, division)
@@ -300,9 +319,9 @@ def train_plainly(
     gradients: dict[str, torch.Tensor | None] = {}
     for step in range(steps):
         optimizer.zero_grad()
-        tally = _Tally(plan)
+        tally = _LossAccumulator(plan)
         for micro_batch, batch in enumerate(samples.load(step)):
-            tally.add(forward.run(Moment(step, micro_batch), batch))
+            tally.add(forward.run(MicroBatchIndex(step, micro_batch), batch))
         losses.append(tally.settle(model))
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -320,7 +339,7 @@ def train_plainly(
     return PlainRun(losses, gradients, parameters, {name: value.clone() for name, value in model.named_buffers()})
 
 
-def _built(user: UserModel, plan: Plan) -> nn.Module:
+def _build_model(user: UserModel, plan: Plan) -> nn.Module:
     return user.build(plan.seed).train()
 
 
@@ -328,7 +347,7 @@ def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach().clone()
 
 
-class _Tally:
+class _LossAccumulator:
     """Runs the backward of every part's loss, and adds the losses up."""
 
     def __init__(self, plan: Plan) -> None:

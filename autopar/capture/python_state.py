@@ -84,19 +84,19 @@ class Path:
             if letter in ".[":
                 yield Path(self.inner[:place], self.before, self.behind)
 
-    def named_by(self, names: tuple[str, ...]) -> bool:
+    def matches_any(self, names: tuple[str, ...]) -> bool:
         """Tell whether one of the names is this path's."""
-        return any(map(self.named, names))
+        return any(map(self.matches, names))
 
-    def named(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         """Tell whether a name is this path's, or that of something on the way; ``*`` stands for anything.
 
         What is before and behind may be left out, and so may the model's class.
 
         >>> counter = Path("Net.blocks.3.state['n']")
-        >>> [counter.named(name) for name in ("Net.blocks.3.state['n']", "blocks.3.state", "blocks.*.state", "n")]
+        >>> [counter.matches(name) for name in ("Net.blocks.3.state['n']", "blocks.3.state", "blocks.*.state", "n")]
         [True, True, True, False]
-        >>> [Path("COUNT", "global ", " of model.py").named(name) for name in ("COUNT", "global COUNT of model.py")]
+        >>> [Path("COUNT", "global ", " of model.py").matches(name) for name in ("COUNT", "global COUNT of model.py")]
         [True, True]
         """
         if self.before and name.startswith(self.before) and name.endswith(self.behind):
@@ -112,7 +112,7 @@ def parts_of(path: Path, value: Any) -> Parts:  # noqa: ANN401
     if isinstance(value, type):
         yield from _of_class(value)
         return
-    hidden = _hidden(value)
+    hidden = _internal_state(value)
     if hidden is not None:
         yield from ((path.attribute(name), item) for name, item in hidden.items())
         return
@@ -160,7 +160,7 @@ def _of_container(path: Path, value: Any) -> Parts:  # noqa: ANN401
         yield from ((path.item(index), item) for index, item in enumerate(value.flat))
 
 
-def _hidden(value: Any) -> dict[str, object] | None:  # noqa: ANN401
+def _internal_state(value: Any) -> dict[str, object] | None:  # noqa: ANN401
     """Return what objects that are written in C keep; none of other objects."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
@@ -223,16 +223,18 @@ def _of_function(value: FunctionType) -> Parts:
 
 def globals_of(value: FunctionType) -> list[tuple[dict[str, Any], str]]:
     """Return the globals of the user's own files that a function names, as names in the files' variables."""
-    return list(_named(_names(value.__code__), value.__globals__, set()))
+    return list(_resolve_globals(_names(value.__code__), value.__globals__, set()))
 
 
-def _named(names: frozenset[str], variables: dict[str, Any], seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
-    if id(variables) in seen or not _own(variables.get("__file__"), variables.get("__name__")):
+def _resolve_globals(
+    names: frozenset[str], variables: dict[str, Any], seen_ids: set[int]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    if id(variables) in seen_ids or not _own(variables.get("__file__"), variables.get("__name__")):
         return
-    seen.add(id(variables))
+    seen_ids.add(id(variables))
     for name in sorted(names & variables.keys()):
         if isinstance(variables[name], ModuleType):
-            yield from _named(names, vars(variables[name]), seen)
+            yield from _resolve_globals(names, vars(variables[name]), seen_ids)
         elif not name.startswith("__"):
             yield variables, name
 
@@ -271,23 +273,23 @@ def restorers(value: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
     """Yield what puts a single value back as it is now; nothing for iterators, which cannot be put back."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, nn.Parameter) and not value.is_inference():
-            yield _written_back(value)
+            yield _tensor_restorer(value)
         return
     if isinstance(value, (list, deque, dict, set, bytearray)):
-        yield _refilled(value)
+        yield _container_restorer(value)
     elif isinstance(value, numpy.ndarray):
         array = value.copy()
-        yield lambda: _copied(value, array)
+        yield lambda: _copy_into(value, array)
     elif isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)):
-        yield _rewound(value)
+        yield _generator_restorer(value)
     elif isinstance(value, CellType):
-        yield from _refound(value)
+        yield from _cell_restorers(value)
     elif isinstance(value, FunctionType):
-        yield from (_reassigned(variables, name) for variables, name in globals_of(value))
-    yield _with_attributes(value)
+        yield from (_global_restorer(variables, name) for variables, name in globals_of(value))
+    yield _attribute_restorer(value)
 
 
-def _written_back(tensor: torch.Tensor) -> Callable[[], None]:
+def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     copied, version = tensor.detach().clone(), tensor._version
 
     def put_back() -> None:
@@ -298,12 +300,12 @@ def _written_back(tensor: torch.Tensor) -> Callable[[], None]:
     return put_back
 
 
-def _copied(array: numpy.ndarray, before: numpy.ndarray) -> None:
+def _copy_into(array: numpy.ndarray, before: numpy.ndarray) -> None:
     if array.flags.writeable:
         array[...] = before
 
 
-def _refilled(container: Any) -> Callable[[], None]:  # noqa: ANN401
+def _container_restorer(container: Any) -> Callable[[], None]:  # noqa: ANN401
     before = list(container.items() if isinstance(container, dict) else container)
 
     def put_back() -> None:
@@ -313,7 +315,7 @@ def _refilled(container: Any) -> Callable[[], None]:  # noqa: ANN401
     return put_back
 
 
-def _rewound(generator: Any) -> Callable[[], None]:  # noqa: ANN401
+def _generator_restorer(generator: Any) -> Callable[[], None]:  # noqa: ANN401
     if isinstance(generator, random.Random):
         state = generator.getstate()
         return lambda: generator.setstate(state)
@@ -324,7 +326,7 @@ def _rewound(generator: Any) -> Callable[[], None]:  # noqa: ANN401
     return lambda: generator.set_state(found)
 
 
-def _refound(cell: CellType) -> Iterator[Callable[[], None]]:
+def _cell_restorers(cell: CellType) -> Iterator[Callable[[], None]]:
     try:
         content = cell.cell_contents
     except ValueError:
@@ -333,12 +335,12 @@ def _refound(cell: CellType) -> Iterator[Callable[[], None]]:
     yield lambda: setattr(cell, "cell_contents", content)
 
 
-def _reassigned(variables: dict[str, Any], name: str) -> Callable[[], None]:
+def _global_restorer(variables: dict[str, Any], name: str) -> Callable[[], None]:
     value = variables[name]
     return lambda: variables.update({name: value})
 
 
-def _with_attributes(value: Any) -> Callable[[], None]:  # noqa: ANN401
+def _attribute_restorer(value: Any) -> Callable[[], None]:  # noqa: ANN401
     before = attributes_of(value)
 
     def put_back() -> None:
@@ -394,8 +396,8 @@ def roots_of(model: nn.Module, loss: Callable[..., Any] | None) -> dict[Path, ob
     return {Path(type(model).__name__): model} | ({} if loss is None else {Path("loss"): loss})
 
 
-def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) -> Snapshot:
-    """Note the state that the roots reach; that of paths that are ``kept`` can be restored."""
+def snapshot(roots: Roots, is_restorable: Callable[[Path], bool] = lambda path: False) -> Snapshot:
+    """Note the state that the roots reach; that of paths that are ``is_restorable`` can be restored."""
     found = Snapshot()
     for path, value, before in _walk(roots):
         if isinstance(value, torch.Tensor):
@@ -403,7 +405,7 @@ def snapshot(roots: Roots, kept: Callable[[Path], bool] = lambda path: False) ->
         else:
             token = _token(value) if before is None else ("same", before)
             found.values.setdefault(path, []).append(token)
-        if before is None and not isinstance(value, _ATOMS) and kept(path):
+        if before is None and not isinstance(value, _ATOMS) and is_restorable(path):
             with contextlib.suppress(Exception):
                 found.restorers.extend(restorers(value))
     return found
@@ -430,9 +432,9 @@ def _tensor_token(value: Any) -> object:  # noqa: ANN401
 
 
 @contextlib.contextmanager
-def preserved(roots: Roots, ignored: tuple[str, ...]) -> Iterator[Snapshot]:
+def preserve_state(roots: Roots, ignored_state: tuple[str, ...]) -> Iterator[Snapshot]:
     """Put the state that the roots reach back at the end of the block, but for what is ignored: the user's logs."""
-    before = snapshot(roots, lambda path: not path.named_by(ignored))
+    before = snapshot(roots, lambda path: not path.matches_any(ignored_state))
     try:
         yield before
     finally:
@@ -468,7 +470,7 @@ def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
     """
     one, other = before.values, after.values
     differing = [path for path in one | other if one.get(path) != other.get(path)]
-    differing += _moved(before, after)
+    differing += _moved_tensor_paths(before, after)
     lasting = {path for path in differing if path in one and path in other}
     holders, every = {holder for path in lasting for holder in path.holders()}, set(differing)
     kept = [
@@ -477,7 +479,7 @@ def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
     return {path: _change(one.get(path, []), other.get(path, [])) for path in kept}
 
 
-def _moved(before: Snapshot, after: Snapshot) -> list[Path]:
+def _moved_tensor_paths(before: Snapshot, after: Snapshot) -> list[Path]:
     """Return the paths of tensors that were at other paths before; new tensors are no state until one is read."""
     known = {id(tensor) for tensors in before.tensors.values() for tensor, _ in tensors}
     found = []

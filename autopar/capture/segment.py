@@ -27,8 +27,8 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written
-from autopar.capture.units import Units, joined, split_as, split_units
+from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written_arguments
+from autopar.capture.units import Units, join_groups, split_as, split_units
 from autopar.errors import CaptureError
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -37,7 +37,7 @@ MOST_OTHERS = 2
 
 
 @dataclass(frozen=True)
-class Inputs:
+class GraphInputs:
     """What the placeholders of an exported graph are."""
 
     parameters: Mapping[str, str]
@@ -55,7 +55,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerNodes:
     """One layer, as names of nodes."""
 
     name: str
@@ -63,7 +63,7 @@ class Segment:
     """Units whose calls it holds, the one that it begins with first."""
     nodes: tuple[str, ...]
     """All nodes it computes, free ones included, in graph order."""
-    owned: frozenset[str]
+    owned_nodes: frozenset[str]
     random: bool
 
 
@@ -84,29 +84,29 @@ def batch_dim(value: object, symbol: str) -> int | None:
     return varying[0][0]
 
 
-def segment(graph: fx.Graph, inputs: Inputs, model: nn.Module) -> tuple[Segment, ...]:
+def segment(graph: fx.Graph, inputs: GraphInputs, model: nn.Module) -> tuple[LayerNodes, ...]:
     """Cut a graph into the layers described above."""
-    nodes = _Nodes(graph, inputs)
+    nodes = _LiveNodes(graph, inputs)
     _refuse_lost_writes(nodes)
-    finder, count, forbidden = split_units(model, nodes.owned), len(nodes.owned), _forbidden(nodes)
-    whole = [finder.whole(node) for node in nodes.owned]
-    groups = joined(nodes.owned, _merge(count, _starts(whole), forbidden), whole, inputs.parameters)
-    kept, units = {low for low, _ in groups}, finder.all_of(nodes.owned)
+    finder, count, forbidden = split_units(model, nodes.owned_nodes), len(nodes.owned_nodes), _forbidden(nodes)
+    whole = [finder.whole(node) for node in nodes.owned_nodes]
+    groups = join_groups(nodes.owned_nodes, _merge(count, _starts(whole), forbidden), whole, inputs.parameters)
+    kept, units = {low for low, _ in groups}, finder.all_of(nodes.owned_nodes)
     starts = kept.union(set(_starts(units)) - set(_starts(whole)))
-    groups = joined(nodes.owned, _merge(count, sorted(starts), forbidden), units, inputs.parameters, kept)
+    groups = join_groups(nodes.owned_nodes, _merge(count, sorted(starts), forbidden), units, inputs.parameters, kept)
     return tuple(_describe(nodes, groups, units, finder))
 
 
 def segment_like(
-    graph: fx.Graph, inputs: Inputs, model: nn.Module, layers: Sequence[Sequence[str]]
-) -> tuple[Segment, ...]:
+    graph: fx.Graph, inputs: GraphInputs, model: nn.Module, layers: Sequence[Sequence[str]]
+) -> tuple[LayerNodes, ...]:
     """Cut another graph of the same model where the calls of its layers' modules begin.
 
     Args:
         graph: the other graph.
         inputs: its placeholders.
         model: the model.
-        layers: the modules of every layer, as :class:`Segment` has them.
+        layers: the modules of every layer, as :class:`LayerNodes` has them.
 
     Returns:
         Segments of the layers' names; layers of which the graph has nothing are left out.
@@ -114,8 +114,8 @@ def segment_like(
     Raises:
         CaptureError: a boundary is not legal in this graph; names the layer behind it.
     """
-    nodes, finder = _Nodes(graph, inputs), split_as(model, [unit for modules in layers for unit in modules])
-    units = finder.all_of(nodes.owned)
+    nodes, finder = _LiveNodes(graph, inputs), split_as(model, [unit for modules in layers for unit in modules])
+    units = finder.all_of(nodes.owned_nodes)
     place = {unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules}
     current, numbers = 0, []
     for unit in units:
@@ -133,7 +133,7 @@ def segment_like(
     return tuple(replace(part, name=layers[numbers[low]][0]) for (low, _), part in zip(groups, found, strict=True))
 
 
-def _refuse_lost_writes(nodes: _Nodes) -> None:
+def _refuse_lost_writes(nodes: _LiveNodes) -> None:
     """Check that what outlives a forward and is written in it is a buffer (or parameter, or input).
 
     Raises:
@@ -151,15 +151,15 @@ def _refuse_lost_writes(nodes: _Nodes) -> None:
             )
 
 
-class _Nodes:
+class _LiveNodes:
     """The live nodes of a graph, told apart into free and owned ones."""
 
-    def __init__(self, graph: fx.Graph, inputs: Inputs) -> None:
+    def __init__(self, graph: fx.Graph, inputs: GraphInputs) -> None:
         self.inputs = inputs
         self.output = next(node for node in graph.nodes if node.op == "output")
         self.storages = Storages(graph.nodes)
         calls = [node for node in graph.nodes if self._computes(node)]
-        self.writes = {node: written(node) for node in calls}
+        self.writes = {node: written_arguments(node) for node in calls}
         self.random = {node for node in calls if draws_random_numbers(node)}
         self.members: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -169,8 +169,8 @@ class _Nodes:
         self.live = [node for node in calls if node in live]
         free = self._free(self.live)
         self.free = [node for node in self.live if node in free]
-        self.owned = [node for node in self.live if node not in free]
-        self.index = {node: index for index, node in enumerate(self.owned)}
+        self.owned_nodes = [node for node in self.live if node not in free]
+        self.index = {node: index for index, node in enumerate(self.owned_nodes)}
 
     def _computes(self, node: fx.Node) -> bool:
         if node.op != "call_function" or is_size(node, self.inputs.symbol):
@@ -181,7 +181,7 @@ class _Nodes:
         """Return the arguments that are not sizes."""
         return [argument for argument in tensor_arguments(node) if not is_size(argument, self.inputs.symbol)]
 
-    def mates(self, node: fx.Node) -> list[fx.Node]:
+    def written_aliases(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that share memory with a node, if someone writes that memory."""
         root = self.storages.root(node)
         return self.members[root] if root in self.written_roots else []
@@ -194,24 +194,26 @@ class _Nodes:
         return nx.descendants(reads, self.output) if self.output in reads else set()
 
     def _free(self, live: Sequence[fx.Node]) -> set[fx.Node]:
-        from_inputs = self._reached(live, self.inputs.tensors)
-        from_parameters = self._reached(live, self.inputs.parameters)
+        from_inputs = self._reachable_nodes(live, self.inputs.tensors)
+        from_parameters = self._reachable_nodes(live, self.inputs.parameters)
         known = set(live)
         free = known - self.random - (from_inputs & from_parameters)
 
-        def allowed(other: fx.Node) -> bool:
+        def is_allowed(other: fx.Node) -> bool:
             if other.op == "placeholder":
-                return not self.mates(other)
+                return not self.written_aliases(other)
             return other in free or other not in known
 
-        while bad := {node for node in free if not all(map(allowed, (*self.reads(node), *self.mates(node))))}:
+        while bad := {
+            node for node in free if not all(map(is_allowed, (*self.reads(node), *self.written_aliases(node))))
+        }:
             free -= bad
         return free
 
-    def _reached(self, live: Sequence[fx.Node], sources: Mapping[str, str]) -> set[fx.Node]:
+    def _reachable_nodes(self, live: Sequence[fx.Node], sources: Mapping[str, str]) -> set[fx.Node]:
         reached: set[fx.Node] = set()
         for node in live:
-            touched = (*self.reads(node), *(mate for mate in self.mates(node) if mate in reached))
+            touched = (*self.reads(node), *(mate for mate in self.written_aliases(node) if mate in reached))
             if any(other.name in sources if other.op == "placeholder" else other in reached for other in touched):
                 reached.add(node)
         return reached
@@ -227,7 +229,7 @@ def _starts(units: Sequence[str | None]) -> list[int]:
     return starts
 
 
-def _forbidden(nodes: _Nodes) -> list[tuple[int, int]]:
+def _forbidden(nodes: _LiveNodes) -> list[tuple[int, int]]:
     """Return pairs of owned nodes that no boundary may separate."""
     pairs = []
     for root in nodes.written_roots:
@@ -236,19 +238,19 @@ def _forbidden(nodes: _Nodes) -> list[tuple[int, int]]:
         if pinned:
             touching += [user for member in nodes.members[root] for user in member.users]
         places = [nodes.index[node] for node in touching if node in nodes.index]
-        writers = [nodes.index[node] for node in nodes.owned if _hits(nodes, nodes.writes[node], root)]
+        writers = [nodes.index[node] for node in nodes.owned_nodes if _hits(nodes, nodes.writes[node], root)]
         if places:
             pairs.append((min(places), max(places) if pinned or not writers else max(writers)))
     for node, place in nodes.index.items():
         readers = [nodes.index[user] for user in node.users if user in nodes.index]
         if nodes.output in node.users:
-            readers.append(len(nodes.owned) - 1)
+            readers.append(len(nodes.owned_nodes) - 1)
         if readers and batch_dim(node.meta.get("val"), nodes.inputs.symbol) is None:
             pairs.append((place, max(readers)))
     return pairs
 
 
-def _hits(nodes: _Nodes, targets: Sequence[fx.Node], root: fx.Node) -> bool:
+def _hits(nodes: _LiveNodes, targets: Sequence[fx.Node], root: fx.Node) -> bool:
     return any(nodes.storages.root(target) is root for target in targets)
 
 
@@ -262,12 +264,12 @@ def _merge(count: int, starts: Sequence[int], forbidden: Iterable[tuple[int, int
 
 
 def _describe(
-    nodes: _Nodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: Units
-) -> Iterator[Segment]:
+    nodes: _LiveNodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: Units
+) -> Iterator[LayerNodes]:
     free, taken = set(nodes.free), {unit for unit in units if unit is not None}
     order = {node: index for index, node in enumerate(nodes.live)}
     for number, (low, high) in enumerate(groups):
-        owned = nodes.owned[low:high]
+        owned = nodes.owned_nodes[low:high]
         outputs = nodes.output.all_input_nodes if number == len(groups) - 1 else []
         added = _closure(nodes, free, owned, outputs)
         everything = sorted((*owned, *added), key=order.__getitem__)
@@ -280,11 +282,11 @@ def _describe(
                 taken.add(unit)
                 modules[unit] = None
         called = tuple(modules) or ("model",)
-        yield Segment(
+        yield LayerNodes(
             name=_layer_name(called[0], [unit for unit in called[1:] if unit in holding]),
             modules=called,
             nodes=tuple(node.name for node in everything),
-            owned=frozenset(node.name for node in owned),
+            owned_nodes=frozenset(node.name for node in owned),
             random=any(node in nodes.random for node in owned),
         )
 
@@ -299,17 +301,19 @@ def _layer_name(first: str, others: Sequence[str]) -> str:
     return "+".join((first, *shown))
 
 
-def _reads_parameter(nodes: _Nodes, node: fx.Node) -> bool:
+def _reads_parameter(nodes: _LiveNodes, node: fx.Node) -> bool:
     return any(argument.name in nodes.inputs.parameters for argument in nodes.reads(node))
 
 
-def _closure(nodes: _Nodes, free: set[fx.Node], owned: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
+def _closure(
+    nodes: _LiveNodes, free: set[fx.Node], owned_nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> set[fx.Node]:
     """Return the free nodes that a layer needs: arguments of arguments, and whatever writes into their memory."""
-    stack = [argument for node in owned for argument in nodes.reads(node)] + list(outputs)
+    stack = [argument for node in owned_nodes for argument in nodes.reads(node)] + list(outputs)
     needed: set[fx.Node] = set()
     while stack:
         node = stack.pop()
         if node in free and node not in needed:
             needed.add(node)
-            stack.extend((*nodes.reads(node), *nodes.mates(node)))
+            stack.extend((*nodes.reads(node), *nodes.written_aliases(node)))
     return needed

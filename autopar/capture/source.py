@@ -97,7 +97,7 @@ def code_of_module(name: str, spec: str) -> Code:
     return Code(path, source, _imports(path, source, start, own, outer))
 
 
-def check_code(path: Path, sha256: str, imports: Mapping[str, str], recorded: ModelSource | None) -> None:
+def check_code(path: Path, sha256: str, imports: Mapping[str, str], expected_source: ModelSource | None) -> None:
     """Refuse a model's code that is not what was recorded, before it runs.
 
     Args:
@@ -109,11 +109,11 @@ def check_code(path: Path, sha256: str, imports: Mapping[str, str], recorded: Mo
     Raises:
         FileError: names the file that has changed.
     """
-    if recorded is None:
+    if expected_source is None:
         return
-    if sha256 != recorded.sha256:
+    if sha256 != expected_source.sha256:
         raise FileError(f"{path} has changed since it was profiled; {_AGAIN}")
-    before = imports if recorded.imports is None else recorded.imports
+    before = imports if expected_source.imports is None else expected_source.imports
     for name in sorted(before.keys() | imports.keys()):
         if imports.get(name) != before.get(name):
             how = "is gone" if name not in imports else "is new" if name not in before else "has changed"
@@ -132,7 +132,7 @@ def _imports(path: Path, source: bytes, start: Path, own: Path, outer: list[Path
     found.update((_name(each, start), hashlib.sha256(text).hexdigest()) for each, text in waiting[1:])
     while waiting and len(found) < MOST_FILES:
         here, text = waiting.pop()
-        for each in _imported(here, text, start):
+        for each in _imported_files(here, text, start):
             if _real(each) in known or not _is_below(each, own):
                 continue
             known.add(_real(each))
@@ -142,7 +142,7 @@ def _imports(path: Path, source: bytes, start: Path, own: Path, outer: list[Path
     return dict(sorted(found.items()))
 
 
-def _imported(path: Path, source: bytes, start: Path) -> Iterator[Path]:
+def _imported_files(path: Path, source: bytes, start: Path) -> Iterator[Path]:
     """Give the files that the import statements of a file may run."""
     try:
         tree = ast.parse(source)
@@ -267,7 +267,7 @@ class UserModel:
             where = self._file_of("dataset")
             raise ModelError(
                 f"{where}: defines no dataset(); add a function that returns a map-style dataset: write "
-                f"{HOOKS['dataset'].written('dataset')}"
+                f"{HOOKS['dataset'].definition('dataset')}"
             )
         found = self._call("dataset", self.functions["dataset"])
         if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
@@ -282,7 +282,7 @@ class UserModel:
         return int(self._call("len(dataset())", len, dataset))
 
     @property
-    def recorded(self) -> ModelSource:
+    def model_source(self) -> ModelSource:
         """What a profile says of the model's code."""
         return ModelSource(source=self.spec, sha256=self.sha256, sequence=self.sequence, imports=self.imports)
 
@@ -296,12 +296,12 @@ class UserModel:
         """``layers(model)``, the fallback for a model that cannot be captured."""
         return self.functions.get("layers")
 
-    def make_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    def make_optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``.
 
         A function whose argument is called ``named_parameters`` is given pairs, with the model's own names.
         """
-        pairs = list(named)
+        pairs = list(named_parameters)
         parameters = [parameter for _, parameter in pairs]
         if "optimizer" not in self.functions:
             return torch.optim.AdamW(parameters, lr=1e-3)
@@ -355,7 +355,7 @@ class UserModel:
 
 
 def load(
-    spec: str, data: str | Path | None = None, recorded: ModelSource | None = None, sequence: int | None = None
+    spec: str, data: str | Path | None = None, expected_source: ModelSource | None = None, sequence: int | None = None
 ) -> UserModel:
     """Load a model file (``path/to/model.py``), a factory (``package.module:factory``) or a configuration (``hf:...``).
 
@@ -363,8 +363,8 @@ def load(
     to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
     the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
     synthetic inputs, or with those of ``data``, a Python file with ``dataset`` and, where needed, the other functions.
-    Where a profile or plan has ``recorded`` what the code was, nothing of it runs that is not the same, and synthetic
-    inputs are as long; ``sequence`` asks for their tokens in place of what the configuration says.
+    Where a profile or plan says by ``expected_source`` what the code was, nothing of it runs that is not the same, and
+    synthetic inputs are as long; ``sequence`` asks for their tokens in place of what the configuration says.
 
     Raises:
         FileError: the code is not what was recorded; names the file that has changed.
@@ -372,31 +372,33 @@ def load(
         ModelError: the file is missing or broken, or defines no ``model``; names file and line.
     """
     if spec.startswith(PREFIX):
-        return _load_configured(spec, None if data is None else Path(data), recorded, sequence)
+        return _load_configured(spec, None if data is None else Path(data), expected_source, sequence)
     if sequence is not None:
         raise UsageError(f"`sequence={sequence}`: only hf: models have synthetic inputs; those of {spec} are its own")
     if data is not None:
         raise UsageError(f"`data={str(data)!r}`: only hf: models are given their data so; put dataset() into {spec}")
     if path_of(spec) is None:
-        return _load_factory(spec, recorded)
+        return _load_factory(spec, expected_source)
     path = Path(spec)
     if path.suffix != ".py":
         raise UsageError(f"{spec}: give a Python file (model.py), package.module:factory or hf:config.json")
     code = code_of_file(path)
-    check_code(path, code.sha256, code.imports, recorded)
+    check_code(path, code.sha256, code.imports, expected_source)
     return _describe(spec, code, _execute(path, code.source), "model")
 
 
-def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None, sequence: int | None) -> UserModel:
+def _load_configured(
+    spec: str, data: Path | None, expected_source: ModelSource | None, sequence: int | None
+) -> UserModel:
     if data is not None and sequence is not None:
         raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
     found = read_configured(spec)
     code = None if data is None else code_of_file(data)
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
-    check_code(found.path, found.sha256, imports, recorded)
+    check_code(found.path, found.sha256, imports, expected_source)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
     if code is None:
-        sequence = found.sequence(sequence or (None if recorded is None else recorded.sequence))
+        sequence = found.sequence(sequence or (None if expected_source is None else expected_source.sequence))
         functions["dataset"] = partial(found.dataset, sequence)
         notes = (*found.notes, SYNTHETIC)
         ignored: tuple[str, ...] = ()
@@ -408,7 +410,7 @@ def _load_configured(spec: str, data: Path | None, recorded: ModelSource | None,
     return UserModel(*known, sequence=sequence, imports=imports)
 
 
-def _load_factory(spec: str, recorded: ModelSource | None) -> UserModel:
+def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
     module_name, _, factory = spec.partition(":")
     if not factory.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"{spec}: expected package.module:factory")
@@ -416,7 +418,7 @@ def _load_factory(spec: str, recorded: ModelSource | None) -> UserModel:
     with _import_folder(here):
         importlib.invalidate_caches()
         code = code_of_module(module_name, spec)
-        check_code(code.path, code.sha256, code.imports, recorded)
+        check_code(code.path, code.sha256, code.imports, expected_source)
         with user_code(code.path, "importing it raised"):
             module = importlib.import_module(module_name)
     return _describe(spec, code, module, factory)
@@ -482,10 +484,10 @@ def _ignored_state(path: Path, module: ModuleType) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def user_code(path: Path, what: str, given: str = "") -> Iterator[None]:
+def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
     """Run the user's code: standard output goes to standard error, exceptions become a ModelError with the line.
 
-    Those that other arguments may have avoided say what was ``given``.
+    Those that other arguments may have avoided say what was ``argument_hint``.
 
     Raises:
         ModelError: the code raised, or called ``sys.exit``.
@@ -500,7 +502,7 @@ def user_code(path: Path, what: str, given: str = "") -> Iterator[None]:
     except SyntaxError as error:
         raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
-        remedy = given if isinstance(error, (TypeError, AttributeError)) else ""
+        remedy = argument_hint if isinstance(error, (TypeError, AttributeError)) else ""
         raised = f"{type(error).__name__}: {_first_line(error)}"
         raise ModelError(f"{_where(error, path)}: {what} {raised}{remedy}") from error
 

@@ -43,12 +43,12 @@ class Frontier(NamedTuple):
     way; all others are shared. A parameter is where the graph ends.
     """
 
-    deferred: dict[Node, list[GradientEdge]]
+    operator_parameters: dict[Node, list[GradientEdge]]
     """Operators between roots and leaves, and the parameters that belong to them."""
     outer: list[int]
     """Indices of roots to which parameters belong, and that lead to nothing else."""
-    shared: list[GradientEdge]
-    reached: bool
+    shared_parameters: list[GradientEdge]
+    reaches_leaf: bool
     """Whether any leaf can be reached."""
 
 
@@ -57,7 +57,7 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
     edges = walk(edge.node for edge in roots)
     inside = _leading(edges, leaves)
     if not inside:
-        return Frontier({}, list(range(len(roots))), [], reached=False)
+        return Frontier({}, list(range(len(roots))), [], reaches_leaf=False)
     ways: list[tuple[Node | int, dict[Node, None]]] = [
         (index, _ends(edges, root.node)) for index, root in enumerate(roots) if root.node not in inside
     ]
@@ -65,7 +65,7 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
         if node in inside:
             leaving = dict.fromkeys(after for after, _ in edges[node] if after not in inside)
             ways += [(node, _ends(edges, after)) for after in leaving]
-    shared = _shared(ways)
+    shared = _shared_parameters(ways)
     deferred: dict[Node, dict[Node, None]] = defaultdict(dict)
     outer = []
     for source, parameters in ways:
@@ -75,7 +75,7 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
             else:
                 deferred[source].update(parameters)
     operators = {node: [GradientEdge(end, 0) for end in ends] for node, ends in deferred.items()}
-    return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reached=True)
+    return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reaches_leaf=True)
 
 
 def walk(roots: Iterable[Node]) -> dict[Node, list[Edge]]:
@@ -118,7 +118,7 @@ def _ends(edges: Mapping[Node, list[Edge]], start: Node) -> dict[Node, None]:
     return {node: None for node in found if not edges[node]}
 
 
-def _shared(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
+def _shared_parameters(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
     """Return the parameters to which several sources lead, and all to which ways to those lead as well, in order."""
     sources: dict[Node, set[Node | int]] = defaultdict(set)
     for source, parameters in ways:
@@ -139,11 +139,11 @@ Start = tuple[GradientEdge, torch.Tensor]
 """Where a backward starts, and with which gradient."""
 
 
-class Halves:
+class SplitBackward:
     """The backward of one forward, in halves.
 
     >>> layer, x = torch.nn.Linear(2, 1, bias=False), torch.ones(3, 2, requires_grad=True)
-    >>> halves = Halves()
+    >>> halves = SplitBackward()
     >>> with halves.recording():
     ...     y = layer(x)
     >>> (gradient,) = halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
@@ -155,13 +155,13 @@ class Halves:
     """
 
     def __init__(self) -> None:
-        self._saved = _Saved()
+        self._saved_tensors = _SavedTensors()
         self._starts: list[Start] = []
-        self._again: list[_Again] = []
+        self._again: list[_DeferredOperator] = []
 
     def recording(self) -> AbstractContextManager[object]:
         """Return the context to run the forward in, so that what only the first half needs is freed after it."""
-        return saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+        return saved_tensors_hooks(self._saved_tensors.pack, self._saved_tensors.unpack)
 
     def input(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
@@ -178,19 +178,20 @@ class Halves:
         """
         frontier = frontier_of(roots, [get_gradient_edge(leaf).node for leaf in leaves])
         self._starts = [(roots[index], gradients[index]) for index in frontier.outer]
-        if not frontier.reached:
+        if not frontier.reaches_leaf:
             return [None] * len(leaves)
         operators = [
-            _Again(node, parameters, self._again, self._saved) for node, parameters in frontier.deferred.items()
+            _DeferredOperator(node, parameters, self._again, self._saved_tensors)
+            for node, parameters in frontier.operator_parameters.items()
         ]
-        wanted = [*map(get_gradient_edge, leaves), *frontier.shared]
+        wanted = [*map(get_gradient_edge, leaves), *frontier.shared_parameters]
         try:
             found = torch.autograd.grad(roots, wanted, gradients, retain_graph=bool(operators), allow_unused=True)
         finally:
             for operator in operators:
                 operator.unwatch()
-        self._saved.let_go()
-        sums = zip(frontier.shared, found[len(leaves) :], strict=True)
+        self._saved_tensors.free_unneeded()
+        sums = zip(frontier.shared_parameters, found[len(leaves) :], strict=True)
         self._starts += [(edge, gradient) for edge, gradient in sums if gradient is not None]
         return list(found[: len(leaves)])
 
@@ -203,17 +204,17 @@ class Halves:
         starts, self._starts = self._starts, []
         if starts:
             torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
-        self._saved.let_all_go()
+        self._saved_tensors.free_all()
 
     def pending(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that are kept between the halves; parameters that the second reads are among them."""
-        yield from self._saved.kept()
+        yield from self._saved_tensors.remaining_tensors()
         yield from (gradient for _, gradient in self._starts)
         for operator in self._again:
-            yield from (gradient for gradient in operator.arrived if gradient is not None)
+            yield from (gradient for gradient in operator.grad_outputs if gradient is not None)
 
 
-class _Box:
+class _PackedTensor:
     """A tensor that a forward saved, until it is let go."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -221,22 +222,22 @@ class _Box:
         self.read = self.read_again = False
 
 
-class _Saved:
+class _SavedTensors:
     """What a forward saved. What the first half reads is not needed after it, but by operators that will run again."""
 
     def __init__(self) -> None:
-        self._boxes: list[_Box] = []
-        self._reading: dict[int, tuple[Node | None, list[_Box]]] = {}
+        self._boxes: list[_PackedTensor] = []
+        self._reading: dict[int, tuple[Node | None, list[_PackedTensor]]] = {}
         """By thread, the operator that runs, and what it has read: some read it twice."""
         self.running: set[int] = set()
         """Threads on which such an operator runs: autograd has one for every device."""
 
-    def pack(self, tensor: torch.Tensor) -> _Box:
-        box = _Box(tensor)
+    def pack(self, tensor: torch.Tensor) -> _PackedTensor:
+        box = _PackedTensor(tensor)
         self._boxes.append(box)
         return box
 
-    def unpack(self, box: _Box) -> torch.Tensor:
+    def unpack(self, box: _PackedTensor) -> torch.Tensor:
         thread = threading.get_ident()
         box.read = True
         if self.running and thread in self.running:
@@ -246,7 +247,7 @@ class _Saved:
         assert box.tensor is not None
         return box.tensor
 
-    def _note(self, thread: int, box: _Box) -> None:
+    def _note(self, thread: int, box: _PackedTensor) -> None:
         """Note what an operator reads that will not run again, and let go of what the one before it has read."""
         node = torch._C._current_autograd_node()
         before, boxes = self._reading.get(thread, (None, []))
@@ -257,7 +258,7 @@ class _Saved:
             self._reading[thread] = node, boxes
         boxes.append(box)
 
-    def let_go(self) -> None:
+    def free_unneeded(self) -> None:
         """Free what the second half does not need."""
         for box in self._boxes:
             if box.read and not box.read_again:
@@ -265,20 +266,22 @@ class _Saved:
         self._boxes = [box for box in self._boxes if box.tensor is not None]
         self._reading.clear()
 
-    def let_all_go(self) -> None:
+    def free_all(self) -> None:
         """Free the rest: autograd holds the boxes for as long as any operator behind them lives."""
         self._reading.clear()
         while self._boxes:
             self._boxes.pop().tensor = None
 
-    def kept(self) -> Iterator[torch.Tensor]:
+    def remaining_tensors(self) -> Iterator[torch.Tensor]:
         return (box.tensor for box in self._boxes if box.tensor is not None)
 
 
-class _Again:
+class _DeferredOperator:
     """An operator that runs in both halves, each time for other gradients."""
 
-    def __init__(self, node: Node, parameters: Sequence[GradientEdge], ran: list[_Again], saved: _Saved) -> None:
+    def __init__(
+        self, node: Node, parameters: Sequence[GradientEdge], ran: list[_DeferredOperator], saved_tensors: _SavedTensors
+    ) -> None:
         """Watch for its first run.
 
         Args:
@@ -288,16 +291,16 @@ class _Again:
             saved: what the forward saved.
         """
         self._node, self._parameters = node, parameters
-        self.arrived: tuple[torch.Tensor | None, ...] = ()
+        self.grad_outputs: tuple[torch.Tensor | None, ...] = ()
         """The gradients that it ran with."""
-        running = saved.running
+        running = saved_tensors.running
 
         def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
             running.add(threading.get_ident())
             ran.append(self)
-            self.arrived = gradients
+            self.grad_outputs = gradients
 
-        def end(made: object, arrived: object) -> None:
+        def end(grad_inputs: object, grad_outputs: object) -> None:
             running.discard(threading.get_ident())
 
         self._watching = [node.register_prehook(begin), node.register_hook(end)]
@@ -308,7 +311,7 @@ class _Again:
 
     def run(self) -> None:
         """Run it for the parameters' gradients."""
-        arrived = self.arrived
+        arrived = self.grad_outputs
         starts = [(GradientEdge(self._node, at), each) for at, each in enumerate(arrived) if each is not None]
         if not starts:
             return

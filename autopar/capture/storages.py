@@ -34,20 +34,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count from now on."""
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result: torch.UntypedStorage = resize(storage, size)
             if storage._cdata in self._sizes:
                 self._count(storage._cdata, storage.nbytes())
             return result
 
         # No operator changes a storage's size: torch's FSDP2 lets go of gathered parameters that way.
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Count no more."""
         del torch.UntypedStorage.resize_
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,

@@ -18,9 +18,9 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from autopar.capture.build import Values
-from autopar.capture.export import Exported, assemble, placeholders, with_gradients
+from autopar.capture.export import SegmentedProgram, assemble, placeholders, with_gradients
 from autopar.capture.graph import LayerGraph
-from autopar.capture.segment import Segment
+from autopar.capture.segment import LayerNodes
 from autopar.capture.split_backward import gradient_flow
 from autopar.errors import CaptureError, FileError
 
@@ -36,7 +36,7 @@ def save_graph(graph: LayerGraph, folder: str | Path) -> None:
     """
     if not graph.portable:
         raise CaptureError("a graph of layers(model) cannot be saved; every rank captures the model for itself")
-    exported: Exported = graph.exported
+    exported: SegmentedProgram = graph.segmented_program
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,11 +63,13 @@ def load_graph(folder: str | Path) -> LayerGraph:
         raise FileError(f"{folder}: not a captured graph of this autopar ({error}); capture it again") from error
 
 
-def _hollow(exported: Exported) -> ExportedProgram:
+def _hollow(segmented_program: SegmentedProgram) -> ExportedProgram:
     """Return the program with its parameters and buffers as shapes."""
-    program = exported.program
+    program = segmented_program.program
     buffers = {
-        str(spec.target) for spec in program.graph_signature.input_specs if spec.arg.name in exported.inputs.buffers
+        str(spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.arg.name in segmented_program.inputs.buffers
     }
     return ExportedProgram(
         root=program.graph_module,
@@ -86,9 +88,9 @@ def _meta(value: Any) -> torch.Tensor:  # noqa: ANN401
     return nn.Parameter(shape, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else shape
 
 
-def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
-    targets = {spec.arg.name: str(spec.target) for spec in exported.program.graph_signature.input_specs}
-    names = {**exported.inputs.parameters, **exported.inputs.buffers}
+def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[str, Any]:
+    targets = {spec.arg.name: str(spec.target) for spec in segmented_program.program.graph_signature.input_specs}
+    names = {**segmented_program.inputs.parameters, **segmented_program.inputs.buffers}
     trainable = {
         name: layer.parameter(attribute).requires_grad
         for layer in graph.layers
@@ -96,7 +98,7 @@ def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
     }
     return {
         "tensors": list(graph.inputs),
-        "rows": [exported.inputs.least, exported.inputs.most],
+        "rows": [segmented_program.inputs.least, segmented_program.inputs.most],
         "canonical": {targets[node]: name for node, name in names.items()},
         "trainable": trainable,
         "gradients": {tensor.name: tensor.gradient for tensor in graph.tensors},
@@ -105,10 +107,10 @@ def _describe(graph: LayerGraph, exported: Exported) -> dict[str, Any]:
                 "name": part.name,
                 "modules": part.modules,
                 "nodes": part.nodes,
-                "owned": sorted(part.owned),
+                "owned": sorted(part.owned_nodes),
                 "random": part.random,
             }
-            for part in exported.segments
+            for part in segmented_program.segments
         ],
     }
 
@@ -117,7 +119,7 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
     least, most = content["rows"]
     inputs = replace(placeholders(program, content["tensors"], content["canonical"]), least=least, most=most)
     segments = tuple(
-        Segment(part["name"], tuple(part["modules"]), tuple(part["nodes"]), frozenset(part["owned"]), part["random"])
+        LayerNodes(part["name"], tuple(part["modules"]), tuple(part["nodes"]), frozenset(part["owned"]), part["random"])
         for part in content["segments"]
     )
     known = {node.name for node in program.graph.nodes}
@@ -134,19 +136,19 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
             buffers[name] = stored[target].detach()
     constants = {node: program.constants[target] for node, target in inputs.constants.items()}
     values = Values(parameters, buffers, constants)
-    graph = assemble(Exported(program, inputs, segments), content["tensors"], values)
+    graph = assemble(SegmentedProgram(program, inputs, segments), content["tensors"], values)
     return with_gradients(graph, content["gradients"])
 
 
-def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
+def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
     """Return a graph with layers of these names, where each is a layer of the graph or holds some of them in a row.
 
     A graph of which no such layers can be made is returned as it is.
     """
-    exported: Exported | None = graph.exported
+    exported: SegmentedProgram | None = graph.segmented_program
     if exported is None or [layer.name for layer in graph.layers] == list(names):
         return graph
-    groups: list[list[Segment]] = []
+    groups: list[list[LayerNodes]] = []
     for part in exported.segments:
         if len(groups) < len(names) and _within(part, names[len(groups)]):
             groups.append([])
@@ -156,33 +158,33 @@ def merged(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
     if len(groups) < len(names):
         return graph
     order = {node.name: index for index, node in enumerate(exported.program.graph.nodes)}
-    segments = tuple(_joined(name, group, order) for name, group in zip(names, groups, strict=True))
+    segments = tuple(_merge_segments(name, group, order) for name, group in zip(names, groups, strict=True))
     found = assemble(replace(exported, segments=segments), graph.inputs, _values(graph, exported))
     found = with_gradients(found, gradient_flow(found))
     return replace(found, notes=graph.notes)
 
 
-def _within(part: Segment, name: str) -> bool:
+def _within(part: LayerNodes, name: str) -> bool:
     """Tell whether a layer is one of this name, or begins with a call that is of this name or lies within it."""
     (path, _, again), (outer, _, outer_again) = part.modules[0].partition("@"), name.partition("@")
     return part.name == name or (again == outer_again and f"{path}.".startswith(f"{outer}."))
 
 
-def _joined(name: str, parts: Sequence[Segment], order: dict[str, int]) -> Segment:
-    return Segment(
+def _merge_segments(name: str, parts: Sequence[LayerNodes], order: dict[str, int]) -> LayerNodes:
+    return LayerNodes(
         name=name,
         modules=tuple(dict.fromkeys(module for part in parts for module in part.modules)),
         nodes=tuple(sorted({node for part in parts for node in part.nodes}, key=order.__getitem__)),
-        owned=frozenset().union(*(part.owned for part in parts)),
+        owned_nodes=frozenset().union(*(part.owned_nodes for part in parts)),
         random=any(part.random for part in parts),
     )
 
 
-def _values(graph: LayerGraph, exported: Exported) -> Values:
+def _values(graph: LayerGraph, segmented_program: SegmentedProgram) -> Values:
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     for layer in graph.layers:
         parameters |= {name: layer.parameter(attribute) for attribute, name in layer.parameters.items()}
         buffers |= {name: layer.module.get_buffer(attribute) for attribute, name in layer.buffers.items()}
-    targets = exported.inputs.constants.items()
-    return Values(parameters, buffers, {node: exported.program.constants[target] for node, target in targets})
+    targets = segmented_program.inputs.constants.items()
+    return Values(parameters, buffers, {node: segmented_program.program.constants[target] for node, target in targets})

@@ -40,7 +40,7 @@ class Units:
 
     def __init__(self, model: nn.Module, split: Callable[[str], bool]) -> None:
         self._model, self._split = model, split
-        self._known: dict[str, bool] = {}
+        self._whole_cache: dict[str, bool] = {}
 
     def whole(self, node: fx.Node) -> str | None:
         """Return the unit as ``path`` or ``path@2``, as if none was split; none between units."""
@@ -68,9 +68,9 @@ class Units:
         return found
 
     def _is_whole(self, path: str) -> bool:
-        if path not in self._known:
-            self._known[path] = self._decide(path)
-        return self._known[path]
+        if path not in self._whole_cache:
+            self._whole_cache[path] = self._decide(path)
+        return self._whole_cache[path]
 
     def _decide(self, path: str) -> bool:
         module = self._model.get_submodule(path)
@@ -91,14 +91,14 @@ def calls_around(node: fx.Node) -> Iterator[Call]:
             yield inner, "" if again == "0" else f"@{int(again) + 1}"
 
 
-def listed(unit: str | None) -> bool:
+def is_list_element(unit: str | None) -> bool:
     """Tell whether a unit is an element of a list of modules."""
     return unit is not None and unit.partition("@")[0].rpartition(".")[2].isdigit()
 
 
-def split_as(model: nn.Module, known: Sequence[str]) -> Units:
+def split_as(model: nn.Module, unit_names: Sequence[str]) -> Units:
     """Return units that are split as they were where these are the units of another graph of the model."""
-    above = {path.rsplit(".", depth)[0] for path in known for depth in range(1, path.count(".") + 1)}
+    above = {path.rsplit(".", depth)[0] for path in unit_names for depth in range(1, path.count(".") + 1)}
     return Units(model, above.__contains__)
 
 
@@ -209,7 +209,7 @@ _PRODUCTS = {
 _PRODUCTS |= {"tensordot", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-class _Part(NamedTuple):
+class _UnitGroup(NamedTuple):
     """One group, or several that were joined."""
 
     low: int
@@ -218,17 +218,17 @@ class _Part(NamedTuple):
     """Equal for those that compute the same: the kinds of the groups in it."""
     light: bool
 
-    def with_next(self, other: _Part) -> _Part:
+    def with_next(self, other: _UnitGroup) -> _UnitGroup:
         """Return the two as one."""
-        return _Part(self.low, other.high, self.kind + other.kind, self.light and other.light)
+        return _UnitGroup(self.low, other.high, self.kind + other.kind, self.light and other.light)
 
 
-def joined(
-    owned: Sequence[fx.Node],
+def join_groups(
+    nodes: Sequence[fx.Node],
     groups: Sequence[Group],
     units: Sequence[str | None],
     parameters: Collection[str],
-    kept: Collection[int] = (),
+    fixed_starts: Collection[int] = (),
 ) -> list[Group]:
     """Return groups with the light ones joined to others.
 
@@ -242,47 +242,49 @@ def joined(
     kinds: dict[tuple[object, ...], int] = {}
     parts = []
     for low, high in groups:
-        signature = tuple(_signature(node) for node in owned[low:high])
-        light = not any(map(listed, units[low:high]))
-        light = light and not any(_multiplies(node, parameters) for node in owned[low:high])
-        parts.append(_Part(low, high, (kinds.setdefault(signature, len(kinds)),), light))
-    crossed_bytes = crossing(owned, _sample_bytes)
-    while (shorter := _joined_once(parts, crossed_bytes, kept)) is not None:
+        signature = tuple(_signature(node) for node in nodes[low:high])
+        light = not any(map(is_list_element, units[low:high]))
+        light = light and not any(_multiplies(node, parameters) for node in nodes[low:high])
+        parts.append(_UnitGroup(low, high, (kinds.setdefault(signature, len(kinds)),), light))
+    crossed_bytes = crossing(nodes, _sample_bytes)
+    while (shorter := _join_once(parts, crossed_bytes, fixed_starts)) is not None:
         parts = shorter
     return [(part.low, part.high) for part in parts]
 
 
-def _joined_once(parts: Sequence[_Part], crossed_bytes: Sequence[int], kept: Collection[int]) -> list[_Part] | None:
+def _join_once(
+    parts: Sequence[_UnitGroup], crossed_bytes: Sequence[int], fixed_starts: Collection[int]
+) -> list[_UnitGroup] | None:
     """Join the first light kind that can be joined, wherever it can; none if none can."""
     for kind in dict.fromkeys(part.kind for part in parts if part.light):
-        places = [at for at, part in enumerate(parts[1:]) if part.low not in kept]
+        places = [at for at, part in enumerate(parts[1:]) if part.low not in fixed_starts]
         before = _whole(parts, [(parts[at].kind, at) for at in places if parts[at + 1].kind == kind])
         behind = _whole(parts, [(parts[at + 1].kind, at) for at in places if parts[at].kind == kind])
         dearer = [each for each in before if all(_dearer(parts[at + 1], crossed_bytes) >= 0 for at in each)]
         cheaper = [each for each in behind if all(_dearer(parts[at], crossed_bytes) < 0 for at in each)]
         chosen = dearer or cheaper or before or behind
         if chosen:
-            return _merged(parts, {at for each in chosen for at in each})
+            return _merge_parts(parts, {at for each in chosen for at in each})
     return None
 
 
-def _whole(parts: Sequence[_Part], found: Sequence[tuple[Kind, int]]) -> list[list[int]]:
+def _whole(parts: Sequence[_UnitGroup], candidates: Sequence[tuple[Kind, int]]) -> list[list[int]]:
     """Return the places of a kind where they are as many as parts of that kind: what may be joined, wherever it is."""
     every = Counter(part.kind for part in parts)
     places: dict[Kind, list[int]] = {}
-    for kind, at in found:
+    for kind, at in candidates:
         places.setdefault(kind, []).append(at)
     return [places[kind] for kind in places if len(places[kind]) == every[kind]]
 
 
-def _dearer(part: _Part, crossed_bytes: Sequence[int]) -> int:
+def _dearer(part: _UnitGroup, crossed_bytes: Sequence[int]) -> int:
     """Return by how many bytes the boundary before a group is dearer than the one behind it."""
     return crossed_bytes[part.low] - crossed_bytes[part.high]
 
 
-def _merged(parts: Sequence[_Part], places: Collection[int]) -> list[_Part]:
+def _merge_parts(parts: Sequence[_UnitGroup], places: Collection[int]) -> list[_UnitGroup]:
     """Join every part at one of the places with the next one."""
-    found: list[_Part] = []
+    found: list[_UnitGroup] = []
     for at, part in enumerate(parts):
         if at - 1 in places:
             part = found.pop().with_next(part)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.batch import named_tensors
-from autopar.capture.effects import FALLBACK, Storages, written
+from autopar.capture.effects import FALLBACK, Storages, written_arguments
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
 from autopar.errors import CaptureError
@@ -62,13 +62,13 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def refuse_stale(graph: LayerGraph, replaced: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that no layer holds, as a constant, a tensor that the forward ``replaced`` in its module.
+def refuse_stale(graph: LayerGraph, replaced_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that no layer holds, as a constant, a tensor that the forward ``replaced_tensors`` in its module.
 
     Raises:
         CaptureError: one does, so that every step would read the first one; names it.
     """
-    memory = {tensor.data_ptr(): path for path, tensor in replaced if tensor.numel() and not _is_fake(tensor)}
+    memory = {tensor.data_ptr(): path for path, tensor in replaced_tensors if tensor.numel() and not _is_fake(tensor)}
     for layer in graph.layers:
         for attribute, constant in layer.module.named_buffers():
             path = memory.get(constant.data_ptr()) if attribute not in layer.buffers else None
@@ -99,7 +99,9 @@ def _written_buffers(layer: Layer) -> set[str]:
     assert isinstance(layer.module, fx.GraphModule)
     nodes = list(layer.module.graph.nodes)
     storages = Storages(nodes)
-    roots = {storages.root(target) for node in nodes if node.op == "call_function" for target in written(node)}
+    roots = {
+        storages.root(target) for node in nodes if node.op == "call_function" for target in written_arguments(node)
+    }
     return {
         layer.buffers[str(node.target)]
         for node in nodes
@@ -111,10 +113,10 @@ def _is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
-def _sharing(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
+def _sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
     """Return the names of tensors, two at a time, that have an element of memory in common."""
     holders: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in named:
+    for name, tensor in tensors:
         if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
             holders.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     pairs = [(one, other) for held in holders.values() for i, one in enumerate(held) for other in held[:i]]
@@ -136,7 +138,7 @@ GENERATORS = {
 }
 
 
-def refuse_state(roots: Roots, calls: Sequence[Callable[[], object]], ignored: tuple[str, ...]) -> None:
+def refuse_state(roots: Roots, calls: Sequence[Callable[[], object]], ignored_state: tuple[str, ...]) -> None:
     """Check that no call changes Python state; a call before these has filled what is made once.
 
     Args:
@@ -151,7 +153,7 @@ def refuse_state(roots: Roots, calls: Sequence[Callable[[], object]], ignored: t
         before = snapshot(roots)
         call()
         for path, how in differences(before, snapshot(roots)).items():
-            if not path.named_by(ignored):
+            if not path.matches_any(ignored_state):
                 raise CaptureError(
                     f"{path} {how} with every forward, which cannot be captured; keep it in a buffer and write into "
                     f"it, name it in ignored_state if it is only logged, {FALLBACK}"
@@ -164,7 +166,7 @@ def carried_over(roots: Roots, calls: Sequence[Callable[[], object]]) -> tuple[P
         before = snapshot(roots)
         with _Reads() as reads, contextlib.suppress(Exception):
             call()
-        for path in _changed(before, snapshot(roots), reads.storages - _of_buffers(roots)):
+        for path in _changed_paths(before, snapshot(roots), reads.storages - _of_buffers(roots)):
             if path in before.tensors:
                 return path, before.tensors[path][0][0]
     return None
@@ -174,7 +176,7 @@ def stateful_modules(
     elements: Sequence[Mapping[Path, object]],
     whole: Roots,
     calls: Sequence[Callable[[], object]],
-    ignored: tuple[str, ...],
+    ignored_state: tuple[str, ...],
 ) -> list[tuple[str, ...]]:
     """Return for every listed module which state of its own a call changes; calls are as of :func:`refuse_state`.
 
@@ -195,32 +197,34 @@ def stateful_modules(
         with _Reads() as reads:
             call()
         read = reads.storages - _of_buffers(everything)
-        changed |= _changed(before, snapshot(everything), read)
+        changed |= _changed_paths(before, snapshot(everything), read)
         for own, roots, part in zip(found, elements, parts, strict=True):
-            own |= _changed(part, snapshot(roots), read)
-    _refuse_shared(changed, found, ignored)
-    return [tuple(str(path) for path in own if not path.named_by(ignored)) for own in found]
+            own |= _changed_paths(part, snapshot(roots), read)
+    _refuse_shared(changed, found, ignored_state)
+    return [tuple(str(path) for path in own if not path.matches_any(ignored_state)) for own in found]
 
 
-def refuse_lasting(before: Snapshot, after: Snapshot, changed: Sequence[Collection[str]]) -> None:
+def refuse_lasting(before: Snapshot, after: Snapshot, changed_paths: Sequence[Collection[str]]) -> None:
     """Check that state which listed modules change was put back, so that training starts where plain training does.
 
     Raises:
         CaptureError: some was not, as of iterators; names it.
     """
     for path in differences(before, after):
-        if any(str(path) in own for own in changed):
+        if any(str(path) in own for own in changed_paths):
             raise CaptureError(
                 f"layers(): {path} changes with every forward and cannot be put back after the capture; keep numbers, "
                 "or a generator of torch, in the module instead of an iterator"
             )
 
 
-def _refuse_shared(changed: Collection[Path], found: Sequence[Collection[Path]], ignored: tuple[str, ...]) -> None:
-    for path in dict.fromkeys([*changed, *(path for own in found for path in own)]):
-        holders = sum(path in own for own in found)
+def _refuse_shared(
+    changed_paths: Collection[Path], paths_by_module: Sequence[Collection[Path]], ignored_state: tuple[str, ...]
+) -> None:
+    for path in dict.fromkeys([*changed_paths, *(path for own in paths_by_module for path in own)]):
+        holders = sum(path in own for own in paths_by_module)
         # What a module reaches under another path than the whole does, another one reaches as well.
-        if (holders != 1 or path not in changed) and not path.named_by(ignored):
+        if (holders != 1 or path not in changed_paths) and not path.matches_any(ignored_state):
             raise CaptureError(
                 f"layers(): {path} changes with every forward and belongs to no single module of the list, which ranks "
                 "would hold apart; keep it in the module that needs it, or name it in ignored_state if it is only "
@@ -228,7 +232,7 @@ def _refuse_shared(changed: Collection[Path], found: Sequence[Collection[Path]],
             )
 
 
-def _changed(before: Snapshot, after: Snapshot, read: Collection[int]) -> dict[Path, None]:
+def _changed_paths(before: Snapshot, after: Snapshot, read: Collection[int]) -> dict[Path, None]:
     """Return the paths that differ; of tensors those of which the call has read the old one."""
     found = dict.fromkeys(differences(before, after))
     for path, tensors in before.tensors.items():

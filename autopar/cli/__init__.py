@@ -14,10 +14,10 @@ from typer.exceptions import TyperException
 from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
 from autopar.cli.arguments import as_flags
 from autopar.cli.commands import Quiet, add, examples
-from autopar.cli.interrupt import INTERRUPTED, Terminated, ended_by, interrupts_noted, termination_unwinds
+from autopar.cli.interrupt import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
-from autopar.formats.references import trusting
+from autopar.formats.references import allow_any_path
 
 __all__ = ["app", "main"]
 
@@ -31,8 +31,8 @@ app = typer.Typer(
 )
 
 
-def _versions(asked: bool) -> None:
-    if asked:
+def _versions(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"autopar {version_of('autopar')}, torch {version_of('torch')}")
         raise typer.Exit
 
@@ -54,12 +54,12 @@ def _settings(
     if quiet:
         context.with_resource(quietly())
     if trust_paths:
-        context.with_resource(trusting())
+        context.with_resource(allow_any_path())
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
     # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
     command = context.invoked_subcommand
     if command != "worker" and not (command == "cluster" and "RANK" in os.environ):
-        context.with_resource(termination_unwinds(context.obj))
+        context.with_resource(unwind_on_termination(context.obj))
 
 
 add(app, "profile", profile.command, "autopar profile gpt.py --batch 64", "autopar profile gpt.py --device H100")
@@ -98,21 +98,21 @@ def main() -> None:
     """Run a command; an error becomes one line on stderr and its exit code."""
     asked: list[int] = []
     try:
-        with interrupts_noted(asked), results_only():
+        with record_interrupts(asked), results_only():
             code = app(standalone_mode=False, obj=asked, prog_name="autopar")
         if code == INTERRUPTED:
             _say("interrupted")
     except (KeyboardInterrupt, typer.Abort):
-        code = _ended(signal.SIGINT)
-    except Terminated as end:
-        code = _ended(end.number)
+        code = _report_signal(signal.SIGINT)
+    except Termination as end:
+        code = _report_signal(end.number)
     except Exception as error:
         # Whatever being asked to end has turned into, it is what ended the command.
-        code = _ended(asked[0]) if asked else _code_of(error)
+        code = _report_signal(asked[0]) if asked else _code_of(error)
     sys.exit(code)
 
 
-def _ended(number: int) -> int:
+def _report_signal(number: int) -> int:
     """Say which signal ended the command; return the exit code."""
     _say(ended_by(number))
     return 128 + number
@@ -121,16 +121,16 @@ def _ended(number: int) -> int:
 def _code_of(error: Exception) -> int:
     """Say what failed; return the exit code."""
     if isinstance(error, AutoparError):
-        return _failed(str(error), error.exit_code)
+        return _report_error(str(error), error.exit_code)
     if isinstance(error, TyperException):
         return _usage(error)
     if isinstance(error, OSError):
-        return _failed(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
+        return _report_error(f"{error.filename or 'the system'}: {error.strerror or error}", FileError.exit_code)
     remedy = "this is a fault of autopar; please report it with what --debug shows"
-    return _failed(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
+    return _report_error(f"{type(error).__name__}: {error}; {remedy}", AutoparError.exit_code)
 
 
-def _failed(message: str, code: int) -> int:
+def _report_error(message: str, code: int) -> int:
     """Say what failed, in one line behind the traceback that ``--debug`` asks for; return the exit code."""
     if "--debug" in sys.argv[1:]:
         traceback.print_exc()

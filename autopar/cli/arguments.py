@@ -58,7 +58,7 @@ def as_flags(text: str) -> str:
     >>> as_flags("`autopar plan` writes it; pass `exact=True`, or `pin='a,b same stage'`")
     "`autopar plan` writes it; pass --exact, or --pin 'a,b same stage'"
     """
-    return re.sub("`([^`]+)`", lambda match: _typed(match[1]) or match[0], text)
+    return re.sub("`([^`]+)`", lambda match: _flags_of(match[1]) or match[0], text)
 
 
 def with_flags(record: Noted) -> Noted:
@@ -77,7 +77,7 @@ def _alternative(alternative: Alternative) -> Alternative:
     return alternative.model_copy(update={name: each and as_flags(each) for name, each in reasons.items()})
 
 
-def _typed(arguments: str) -> str | None:
+def _flags_of(arguments: str) -> str | None:
     """Return the arguments of a call as they are typed; None where these are none."""
     call = f"call({arguments})"
     try:
@@ -193,13 +193,13 @@ TimesOf = Annotated[
 ]
 
 
-def echo(named: str | None, cluster: Cluster, console: Console) -> None:
+def echo(cluster_name: str | None, cluster: Cluster, console: Console) -> None:
     """Print in a line what was understood of ``--cluster``; nothing where none was named."""
     from autopar.hardware.clusters import is_file
     from autopar.hardware.collectives import NETWORK_SHARE
-    from autopar.report.cluster import understood
+    from autopar.report.cluster import cluster_summary
 
-    if named is not None:
-        published = not is_file(named) or Path(named).suffix == ".toml"
-        said = understood(cluster, NETWORK_SHARE if published else 1.0)
-        console.print(f"cluster {named}: {said}", highlight=False, markup=False, soft_wrap=True)
+    if cluster_name is not None:
+        published = not is_file(cluster_name) or Path(cluster_name).suffix == ".toml"
+        said = cluster_summary(cluster, NETWORK_SHARE if published else 1.0)
+        console.print(f"cluster {cluster_name}: {said}", highlight=False, markup=False, soft_wrap=True)

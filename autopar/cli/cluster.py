@@ -71,7 +71,7 @@ def probe(
         raise typer.Exit(UsageError.exit_code) from None
 
     if launched:
-        measured = _launched(device, threads, quick, largest_bytes)
+        measured = _measure_as_rank(device, threads, quick, largest_bytes)
     else:
         from autopar import api
         from autopar.cli.progress import phases
@@ -86,14 +86,14 @@ def probe(
                 progress=progress,
             )
     if measured is not None:
-        _deliver(measured, output, as_json)
+        _write_cluster(measured, output, as_json)
 
 
-def _check_ranks(ranks: int | None, launched: bool) -> None:
-    if ranks is not None and (launched or ranks < 2):
-        why = "torchrun has started the ranks; leave it out" if launched else "links connect at least 2 ranks"
+def _check_ranks(ranks: int | None, under_torchrun: bool) -> None:
+    if ranks is not None and (under_torchrun or ranks < 2):
+        why = "torchrun has started the ranks; leave it out" if under_torchrun else "links connect at least 2 ranks"
         raise UsageError(f"--ranks {ranks}: {why}")
-    if launched and os.environ.get("WORLD_SIZE") == "1":
+    if under_torchrun and os.environ.get("WORLD_SIZE") == "1":
         raise UsageError("torchrun started a single rank: links connect at least 2 ranks; raise --nproc-per-node")
 
 
@@ -108,7 +108,7 @@ def _largest(text: str | None) -> int | None:
     return size
 
 
-def _launched(device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster | None:
+def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
     from autopar.cli.progress import phases
     from autopar.formats.cluster import PROBED
@@ -165,7 +165,7 @@ def _show(text: str, console: Console, as_json: bool) -> None:
         sys.stdout.write(found.dumps())
 
 
-def _deliver(cluster: Cluster, output: Path, as_json: bool) -> None:
+def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
     from autopar.report.cluster import render
 
     cluster.save(output)

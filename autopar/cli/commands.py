@@ -20,12 +20,12 @@ def examples(*lines: str) -> str:
     return "\n\n".join((f"Example{'s' if len(lines) > 1 else ''}:", *lines))
 
 
-def add(app: typer.Typer, name: str, act: Callable[..., None], *shown: str) -> None:
-    """Let ``app`` have a command that does what ``act`` does, with ``shown`` as the examples in its help."""
-    app.command(name, epilog=examples(*shown))(_silenceable(act))
+def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str) -> None:
+    """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help."""
+    app.command(name, epilog=examples(*example_lines))(_with_quiet_option(act))
 
 
-def _silenceable(act: Callable[..., None]) -> Callable[..., None]:
+def _with_quiet_option(act: Callable[..., None]) -> Callable[..., None]:
     """Return a command with `--quiet` behind the parameters of ``act``."""
 
     def command(quiet: bool, **options: object) -> None:

@@ -14,7 +14,7 @@ from autopar.cli.arguments import Bandwidth, Batch, ClusterName, Gpus, Memory, P
 from autopar.cli.output import say, screen
 
 if TYPE_CHECKING:
-    from autopar.formats.report import Compared
+    from autopar.formats.report import ComparisonRow
 
 
 def command(
@@ -63,7 +63,7 @@ def command(
         sys.stdout.write(json.dumps(fields, indent=1) + "\n")
 
 
-def _fields(row: Compared, own_step_s: float) -> dict[str, object]:
+def _fields(row: ComparisonRow, own_step_s: float) -> dict[str, object]:
     workers = None if row.virtual_workers is None else asdict(row.virtual_workers)
     return {**row._asdict(), "virtual_workers": workers, "over": _over(row.step_s, own_step_s)}
 

@@ -42,7 +42,7 @@ def command(
     picture = folder / "timeline.png"
 
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
-    model = str(_copied("gpt", folder))
+    model = str(_copy_example("gpt", folder))
     profile_command.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
     plan_command.command(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
@@ -58,7 +58,7 @@ def command(
         sys.stdout.write(files["report.json"].read_text(encoding="utf-8"))
 
 
-def _copied(name: str, folder: Path) -> Path:
+def _copy_example(name: str, folder: Path) -> Path:
     """Copy an example beside the files that name it, so that they can be used from there."""
     import autopar.examples
 
@@ -88,7 +88,7 @@ def _conclude(console: Console, files: dict[str, Path], picture: Path) -> None:
     table.add_row("loss", f"{report.loss[0]:.3f} -> {report.loss[-1]:.3f} in {report.steps} steps")
     table.add_row("step, predicted", duration(report.predicted_step_s))
     table.add_row("step, measured", f"{duration(report.step_s.median)} (median)")
-    table.add_row("error", percentage(report.error, signed=True))
+    table.add_row("error", percentage(report.error, with_sign=True))
     for name, path in {**files, "timeline": picture}.items():
         table.add_row(name, str(path))
     console.rule()

@@ -46,7 +46,7 @@ def command(
     """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
     from autopar.cli.arguments import with_flags
     from autopar.cli.output import check_output
-    from autopar.formats.references import rebased
+    from autopar.formats.references import rebase_paths
 
     if system not in _FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
@@ -59,7 +59,7 @@ def command(
             raise FileError(f"{file}: no such file; name one that {wrote} wrote")
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=tuple(files))
     read = _read(system, files, profiled_batch)
-    profile = with_flags(read.model_copy(update={"model": rebased(read.model, files[0], output)}))
+    profile = with_flags(read.model_copy(update={"model": rebase_paths(read.model, files[0], output)}))
     profile.save(output)
     console = screen()
     for note in profile.notes:

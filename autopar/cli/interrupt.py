@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from autopar.ending import end, unwinds
+from autopar.ending import end, may_unwind
 
 INTERRUPTED = 130
 
 
-class Terminated(BaseException):
+class Termination(BaseException):
     """A signal asked this process to end; not an ``Exception``, nor an exit that a user's code could have meant."""
 
     def __init__(self, number: int) -> None:
@@ -22,24 +22,24 @@ class Terminated(BaseException):
 
 def ended_by(number: int) -> str:
     """Return what is said of a command that a signal ended."""
-    return "interrupted" if number == signal.SIGINT else str(Terminated(number))
+    return "interrupted" if number == signal.SIGINT else str(Termination(number))
 
 
 def _end_at_once(number: int) -> None:
-    if not unwinds():
+    if not may_unwind():
         end(128 + number, f"autopar: {ended_by(number)}")
 
 
 @contextmanager
-def interrupts_noted(asked: list[int]) -> Iterator[None]:
-    """Put the numbers of the signals that interrupt this process into ``asked``, and let them unwind it as ever.
+def record_interrupts(signal_numbers: list[int]) -> Iterator[None]:
+    """Add the numbers of the signals that interrupt this process to ``signal_numbers``, and let them unwind it.
 
     What unwinds may be replaced on its way: where it leaves a library's state half changed, clean-up that meets this
     state raises something else, and a command that was asked to end would seem to have failed.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        signal_numbers.append(number)
         _end_at_once(number)
         signal.default_int_handler(number, frame)
 
@@ -55,13 +55,13 @@ def interrupts_noted(asked: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def termination_unwinds(asked: list[int]) -> Iterator[None]:
-    """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does; note them in ``asked``."""
+def unwind_on_termination(signal_numbers: list[int]) -> Iterator[None]:
+    """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does; add their numbers."""
 
     def unwind(number: int, frame: object) -> None:
-        asked.append(number)
+        signal_numbers.append(number)
         _end_at_once(number)
-        raise Terminated(number)
+        raise Termination(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]

@@ -137,8 +137,8 @@ def command(
     from autopar.cli.progress import slow_phases
     from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
     from autopar.formats.profile import Profile
-    from autopar.formats.references import rebased, reference
-    from autopar.inputs import cluster_file, connected
+    from autopar.formats.references import rebase_paths, reference
+    from autopar.inputs import check_connected, cluster_file
     from autopar.planner import PlanOptions
 
     options = PlanOptions(
@@ -173,33 +173,33 @@ def command(
     links = cluster_file(cluster, profile)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=(profile, *(() if links is None else (links,))))
     text = read_text(profile, Profile.KIND)
-    measured = connected(Profile.parse(text, profile), profile)
+    measured = check_connected(Profile.parse(text, profile), profile)
     machines, record = _cluster(cluster, links, output, measured, options)
     with slow_phases("planning") as progress:
         found = api.plan(measured, machines, options, progress=progress)
     update = {
-        "model": rebased(measured.model, profile, output),
+        "model": rebase_paths(measured.model, profile, output),
         "profile": reference(profile, text, output),
         **record,
     }
     echo(cluster, machines, screen())
-    _deliver(plan_with_flags(found.model_copy(update=update)), output, as_json)
+    _write_plan(plan_with_flags(found.model_copy(update=update)), output, as_json)
 
 
 def _cluster(
-    named: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
+    cluster_name: str | None, path: Path | None, output: Path, profile: Profile, options: PlanOptions
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
     from autopar.formats.references import reference
     from autopar.inputs import machines
 
-    found, text = machines(named, path, profile, options.gpus)
+    found, text = machines(cluster_name, path, profile, options.gpus)
     if path is None:
         return found, {"cluster_name": found.name}
     return found, {} if text is None else {"cluster": reference(path, text, output)}
 
 
-def _deliver(plan: Plan, output: Path, as_json: bool) -> None:
+def _write_plan(plan: Plan, output: Path, as_json: bool) -> None:
     from autopar.formats.profile import is_model
     from autopar.report.plan import render
 

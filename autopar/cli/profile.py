@@ -85,10 +85,10 @@ def command(
     from autopar.cli.output import check_output
     from autopar.cli.progress import phases
     from autopar.estimates import check_kinds, device_kinds, node_of
-    from autopar.formats.references import rebased
+    from autopar.formats.references import rebase_paths
 
     links_output = cluster_output or output.parent / _CLUSTER
-    kept = None if cluster_output or overwrite else _probed(links_output)
+    kept = None if cluster_output or overwrite else _load_probed_cluster(links_output)
     if kept is not None and ranks is not None:
         raise UsageError(
             f"--ranks {ranks}: {links_output} holds links that `autopar cluster probe` measured; pass --overwrite to "
@@ -127,26 +127,26 @@ def command(
         if kept is None:
             cluster = node_of(made, ranks) if here is None else _measured_links(local, here, threads or 1, progress)
     named = made.model.model_copy(update={"data": None if data is None else str(data)})
-    made = with_flags(made.model_copy(update={"model": rebased(named, _OUTPUT, output)}))
+    made = with_flags(made.model_copy(update={"model": rebase_paths(named, _OUTPUT, output)}))
     made.save(output)
     if cluster is not None:
         cluster.save(links_output)
-    _show(made, output, links_output, kept, written=cluster is not None)
+    _show(made, output, links_output, kept, with_links=cluster is not None)
     if as_json:
         sys.stdout.write(made.dumps())
 
 
-def _local_ranks(here: str, asked: int | None) -> int:
+def _local_ranks(here: str, ranks: int | None) -> int:
     """Return how many ranks of this machine measure links; one alone has none."""
     from autopar.profiler.device import choose, count
 
     chosen = choose(here)
     gpus = count(chosen) if chosen.type == "cuda" else None
-    if asked is not None and asked < 2:
-        raise UsageError(f"--ranks {asked}: links connect at least 2 ranks")
-    if gpus is not None and asked is not None and asked > gpus:
-        raise UsageError(f"--ranks {asked}: this machine has {gpus} GPUs")
-    return asked if asked is not None else gpus if gpus is not None else 2
+    if ranks is not None and ranks < 2:
+        raise UsageError(f"--ranks {ranks}: links connect at least 2 ranks")
+    if gpus is not None and ranks is not None and ranks > gpus:
+        raise UsageError(f"--ranks {ranks}: this machine has {gpus} GPUs")
+    return ranks if ranks is not None else gpus if gpus is not None else 2
 
 
 def _measured_links(local: int, device: str, threads: int, progress: Progress) -> Cluster | None:
@@ -158,7 +158,7 @@ def _measured_links(local: int, device: str, threads: int, progress: Progress) -
     return api.links(ranks=local, device=device, threads=threads, progress=progress)
 
 
-def _probed(path: Path) -> Cluster | None:
+def _load_probed_cluster(path: Path) -> Cluster | None:
     """Return the cluster in a file if `autopar cluster probe` measured it, which took more than is measured here."""
     from autopar.formats.cluster import PROBED, Cluster
 
@@ -169,19 +169,20 @@ def _probed(path: Path) -> Cluster | None:
     return found if found.name == PROBED else None
 
 
-def _show(profile: Profile, output: Path, links: Path, kept: Cluster | None, *, written: bool) -> None:
+def _show(profile: Profile, output: Path, links: Path, probed_cluster: Cluster | None, *, with_links: bool) -> None:
     from autopar.report.profile import render
 
     console = screen()
     render(profile, console)
-    files = f"{output} and {links}" if written else str(output)
-    lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if written else 'it'}"]
-    if kept is not None:
+    files = f"{output} and {links}" if with_links else str(output)
+    lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if with_links else 'it'}"]
+    if probed_cluster is not None:
         lines.append(
-            f"Kept: {links}, which `autopar cluster probe` wrote{_other(kept, profile)}; --overwrite replaces it"
+            f"Kept: {links}, which `autopar cluster probe` wrote{_other(probed_cluster, profile)}; "
+            "--overwrite replaces it"
         )
     beside = output.parent / _CLUSTER
-    if kept is None and beside.exists() and not (written and beside == links):
+    if probed_cluster is None and beside.exists() and not (with_links and beside == links):
         lines.append(
             f"note: {beside} was there before and is not of this profile, but `autopar plan` reads it; remove it, or "
             "plan with --cluster"

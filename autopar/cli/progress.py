@@ -58,7 +58,7 @@ def phases() -> Iterator[Callable[[str, float], None]]:
             task = bar.add_task("loading the model", total=1.0)
             yield lambda what, share: bar.update(task, description=what, completed=share)
     else:
-        yield _named()
+        yield _phase_lines()
 
 
 def _bar() -> Progress:
@@ -66,7 +66,7 @@ def _bar() -> Progress:
     return Progress(*columns, console=screen(), transient=True)
 
 
-def _named() -> Callable[[str, float], None]:
+def _phase_lines() -> Callable[[str, float], None]:
     said = ""
 
     def say(what: str, share: float) -> None:

@@ -55,18 +55,20 @@ def command(
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
 
 
-def _check_outputs(plan: Path, given: tuple[Path | None, str | None], outputs: list[Path], overwrite: bool) -> None:
+def _check_outputs(
+    plan: Path, substitutes: tuple[Path | None, str | None], outputs: list[Path], overwrite: bool
+) -> None:
     """Refuse outputs that would replace what is read, one another, or what nobody agreed to lose."""
     from autopar.cli.output import check_output
     from autopar.formats.plan import Plan
-    from autopar.formats.references import recorded
+    from autopar.formats.references import plan_files
     from autopar.hardware.clusters import is_file
 
     if not outputs:
         return
-    profile, cluster = given
+    profile, cluster = substitutes
     read = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
-    inputs = (*recorded(Plan.load(plan), plan), *(path for path in read if path is not None))
+    inputs = (*plan_files(Plan.load(plan), plan), *(path for path in read if path is not None))
     for index, path in enumerate(outputs):
         check_output(path, None, overwrite=overwrite, inputs=inputs, others=tuple(outputs[:index]))
 

@@ -17,7 +17,7 @@ import typer
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.references import rebased, recorded
+from autopar.formats.references import plan_files, rebase_paths
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.inputs import read_inputs
@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout a
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingArguments:
     """What commands that train are asked: arguments and options, under their names."""
 
     plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json")
@@ -134,7 +134,7 @@ class Training:
         """The files to write."""
         return Reports(self.report, self.trace, self.save, self.overwrite)
 
-    def check(self, chosen: Plan) -> None:
+    def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
         Raises:
@@ -142,7 +142,7 @@ class Training:
             FileError: a folder is missing, or a file that the plan records.
         """
 
-        inputs = (*recorded(chosen, self.plan), *([self.program] if self.program else []))
+        inputs = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
         self.reports.check(inputs)
         if self.update_profile:
             check_update(self.plan, self.output, self.overwrite, inputs, self.reports.files)
@@ -157,16 +157,16 @@ class Training:
         return {**own, "compile": self.compile_layers, "time_layers": self.update_profile}
 
 
-def taking(act: Callable[[Training], None]) -> Callable[..., None]:
-    """Return a command that takes the fields of :class:`Training`, and does what ``act`` does with them."""
+def training_command(act: Callable[[TrainingArguments], None]) -> Callable[..., None]:
+    """Return a command that takes the fields of :class:`TrainingArguments`, and does what ``act`` does with them."""
 
     def command(**options: object) -> None:
-        act(Training(**options))  # type: ignore[arg-type]
+        act(TrainingArguments(**options))  # type: ignore[arg-type]
 
-    hints = get_type_hints(Training, include_extras=True)
+    hints = get_type_hints(TrainingArguments, include_extras=True)
     parameters = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(Training)
+        for each in fields(TrainingArguments)
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = act.__doc__
@@ -210,14 +210,14 @@ class Reports:
             timeline.save(self.trace)
 
 
-def conclude(asked: Training, outcome: Outcome) -> None:
+def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
     from autopar.cli.arguments import with_flags
     from autopar.report.run import render
 
-    reports, report = asked.reports, with_flags(outcome.report)
+    reports, report = arguments.reports, with_flags(outcome.report)
     reports.write(report, outcome.timeline)
-    updated = write_update(asked.plan, asked.output, outcome) if asked.update_profile else ()
+    updated = write_update(arguments.plan, arguments.output, outcome) if arguments.update_profile else ()
     console = screen()
     render(report, console)
     written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
@@ -225,7 +225,7 @@ def conclude(asked: Training, outcome: Outcome) -> None:
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
         say(console, text)
-    if asked.as_json:
+    if arguments.as_json:
         sys.stdout.write(report.dumps())
 
 
@@ -265,12 +265,12 @@ def check_update(
 
 def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
-    from autopar.recalibration import recalibrated
+    from autopar.recalibration import recalibrate_inputs
 
     target = _target(plan, output)
     planned, profile, cluster = read_inputs(plan)
-    made, links = recalibrated(planned, profile, cluster, outcome)
-    made.model_copy(update={"model": rebased(profile.model, _target(plan, None), target)}).save(target)
+    made, links = recalibrate_inputs(planned, profile, cluster, outcome)
+    made.model_copy(update={"model": rebase_paths(profile.model, _target(plan, None), target)}).save(target)
     if links == cluster:
         return (target,)
     links.save(target.parent / CLUSTER)

@@ -98,14 +98,14 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
 
 
-def least_certain(known: Iterable[Provenance]) -> Provenance | None:
+def least_certain(provenances: Iterable[Provenance]) -> Provenance | None:
     """Return where the least certain of several numbers comes from; none if there are none.
 
     >>> least_certain(["measured", "interpolated"]), least_certain([])
     ('interpolated', None)
     """
     order: tuple[Provenance, ...] = get_args(Provenance)
-    return max(known, key=order.index, default=None)
+    return max(provenances, key=order.index, default=None)
 
 
 def _fail_fast(schema: Any) -> None:  # noqa: ANN401
@@ -210,7 +210,7 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
             raise
         except ValueError:
             # An integer of thousands of digits; read again to find its path.
-            content = _loads(text, path, keys, _bounded)
+            content = _loads(text, path, keys, _parse_integer)
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
@@ -225,21 +225,21 @@ def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -
     made: object = json.loads(
         text,
         object_pairs_hook=_Objects(path, keys).make,
-        parse_constant=_Refused,
+        parse_constant=_InvalidValue,
         # The decoder's own integers are quicker than any that are asked for.
         parse_int=None if integer is int else integer,
     )
     return made
 
 
-class _Refused:
+class _InvalidValue:
     """Stands in the parsed tree where strict JSON has no value, so that its path can be found."""
 
     def __init__(self, what: str) -> None:
         self.message = f"{what} is not a JSON number"
 
 
-class _Duplicate(_Refused):
+class _Duplicate(_InvalidValue):
     def __init__(self) -> None:
         self.message = "key is given twice"
 
@@ -256,26 +256,26 @@ class _Objects:
             raise FileError(f"{self._path}: holds more than {MAX_OBJECTS:,} objects, which no file of autopar does")
         result = dict(pairs)
         if len(result) > self._keys:
-            return {next(iter(result)): _Refused(f"one of more than {self._keys:,} keys of an object")}
+            return {next(iter(result)): _InvalidValue(f"one of more than {self._keys:,} keys of an object")}
         if len(result) < len(pairs):
             counts = Counter(key for key, _ in pairs)
             return {key: _Duplicate() if counts[key] > 1 else value for key, value in pairs}
         return result
 
 
-class _Large(_Refused):
+class _Large(_InvalidValue):
     def __init__(self) -> None:
         self.message = "number is too large"
 
 
-def _bounded(digits: str) -> int | _Large:
+def _parse_integer(digits: str) -> int | _Large:
     return int(digits) if len(digits) < MAX_DIGITS else _Large()
 
 
-class _Place(NamedTuple):
+class _JsonPlace(NamedTuple):
     """Where a value stands: its key or index in a container, and the container's place."""
 
-    outer: _Place | None
+    outer: _JsonPlace | None
     key: str | int
 
     def path(self) -> str:
@@ -288,15 +288,15 @@ def _refusal(content: object, letters: int) -> str | None:
 
     Large files hold millions of numbers: only containers and what is refused are visited one by one.
     """
-    stack = [(_Place(None, "$"), _items(content))]
+    stack = [(_JsonPlace(None, "$"), _items(content))]
     containers = values = 0
     while stack:
         place, items = stack[-1]
         for key, item in items:
-            if isinstance(item, _Refused):
-                return f"{_Place(place, key).path()}: {item.message}"
+            if isinstance(item, _InvalidValue):
+                return f"{_JsonPlace(place, key).path()}: {item.message}"
             if isinstance(item, float) and not math.isfinite(item):
-                return f"{_Place(place, key).path()}: {_Large().message}"
+                return f"{_JsonPlace(place, key).path()}: {_Large().message}"
             if isinstance(item, dict | list):
                 containers, values = containers + 1, values + len(item)
                 if (
@@ -306,7 +306,7 @@ def _refusal(content: object, letters: int) -> str | None:
                     return f"{place.path()[:SHOWN]}: more lists, objects or values than a file of autopar has"
                 if len(stack) > MAX_DEPTH:
                     return f"{place.path()[:SHOWN]}: nested deeper than {MAX_DEPTH} levels"
-                stack.append((_Place(place, key), _items(item)))
+                stack.append((_JsonPlace(place, key), _items(item)))
                 break
         else:
             stack.pop()
@@ -316,7 +316,9 @@ def _refusal(content: object, letters: int) -> str | None:
 def _items(value: object) -> Iterator[tuple[str | int, object]]:
     if isinstance(value, dict):
         return iter(value.items())
-    return enumerate(value) if isinstance(value, list) else iter([("", value)] if isinstance(value, _Refused) else ())
+    return (
+        enumerate(value) if isinstance(value, list) else iter([("", value)] if isinstance(value, _InvalidValue) else ())
+    )
 
 
 def read_text(path: Path, kind: str) -> str:
@@ -342,20 +344,20 @@ def read_text(path: Path, kind: str) -> str:
         raise FileError(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
-def _check_kind(content: object, expected: str, path: Path) -> None:
+def _check_kind(content: object, expected_format: str, path: Path) -> None:
     if not isinstance(content, dict):
-        raise FileError(f'{path}: $: expected an object with "format": "{expected}"')
+        raise FileError(f'{path}: $: expected an object with "format": "{expected_format}"')
     found = content.get("format")
-    if found != expected:
-        raise FileError(f'{path}: $.format: expected "{expected}", found {shown(found)}')
+    if found != expected_format:
+        raise FileError(f'{path}: $.format: expected "{expected_format}", found {value_text(found)}')
     if content.get("version") != 1 or type(content.get("version")) is not int:
-        raise FileError(f"{path}: $.version: this autopar reads version 1, found {shown(content.get('version'))}")
+        raise FileError(f"{path}: $.version: this autopar reads version 1, found {value_text(content.get('version'))}")
 
 
-def shown(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a value of a file as a message shows it.
 
-    >>> shown("a name"), shown([1, 2, 3]), shown(None)
+    >>> value_text("a name"), value_text([1, 2, 3]), value_text(None)
     ('"a name"', 'a list of 3', 'null')
     """
     if isinstance(value, dict):
@@ -381,7 +383,7 @@ def first_fault(error: ValidationError, content: object) -> str:
         at += f".{inner}" if not inner.startswith("[") else inner
     message = first["msg"]
     if first["type"] not in ("fault", "json_invalid", "missing", "extra_forbidden"):
-        message += f", found {shown(first['input'])}"
+        message += f", found {value_text(first['input'])}"
     return f"{at[:LONGEST_PATH]}: {message[: LONGEST_MESSAGE + SHOWN]}"
 
 

@@ -94,7 +94,7 @@ class Price(Record):
 class Bounds(Record):
     """Lower bounds of the step of every plan that was searched, each knowing more than the one before.
 
-    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Predicted`.
+    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Prediction`.
     """
 
     work_s: Seconds
@@ -133,7 +133,7 @@ class Shares(Record):
     """The rest: waiting for what others compute, and the step's overhead."""
 
 
-class Predicted(Record):
+class Prediction(Record):
     """What the simulator says of the plan."""
 
     step_s: Seconds
@@ -211,7 +211,7 @@ def turns(division: Division, replicas: int, replica: int, micro_batches: int) -
     return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
 
 
-def shards_of(division: Division, asked: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
+def shards_of(division: Division, shards: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
     """Return what replicas may divide of what is asked.
 
     Those that take turns are at different micro-batches, and may not wait for each other in the course of one.
@@ -219,7 +219,7 @@ def shards_of(division: Division, asked: Sequence[Shard] = SHARDS) -> tuple[Shar
     >>> shards_of("round-robin")
     ('none', 'optimizer')
     """
-    return tuple(shard for shard in asked if division == "split" or shard in ("none", "optimizer"))
+    return tuple(shard for shard in shards if division == "split" or shard in ("none", "optimizer"))
 
 
 class FileReference(Record):
@@ -336,7 +336,7 @@ class Plan(Document):
     """Where replicated layers write buffers, how these are made alike; null: no layer that writes any is replicated."""
     tensors: tuple[Crossing, ...] = ()
     tied: tuple[SharedParameter, ...] = ()
-    predicted: Predicted
+    predicted: Prediction
     alternatives: tuple[Alternative, ...] = ()
     ignored_state: tuple[Name, ...] = ()
     """As of the profile."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-class Resharded(Record):
+class Resharding(Record):
     """What a tensor-parallel group exchanges of a tensor that enters or leaves its stage at a layer."""
 
     tensor: Name
@@ -43,7 +43,7 @@ class LayerOption(Record):
     """On each device of the group."""
     memory_per_flight_bytes: Bytes
     memory_fixed_bytes: Bytes
-    resharded: tuple[Resharded, ...] = ()
+    resharded: tuple[Resharding, ...] = ()
     """Of tensors not listed nothing is exchanged."""
 
     @model_validator(mode="after")
@@ -137,7 +137,7 @@ class Noise(Record):
     """Why the device slowed its clock while it was measured, where it says so."""
 
 
-class Saved(Record):
+class SavedStorage(Record):
     """One storage that a layer keeps from its forward to its backward."""
 
     storage: Name
@@ -151,7 +151,7 @@ class Cost(Record):
     micro_batch: Count
     forward_s: Seconds
     backward_s: Seconds
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedStorage, ...]
     """Storages kept for the backward, parameters and buffers excluded, each once."""
     peak_bytes: Bytes
     """Most bytes alive at once in this layer's forward and backward beyond parameters, buffers, parameter gradients
@@ -281,7 +281,7 @@ class Tensor(Record):
     """Whether a gradient flows back over it."""
 
 
-class Tied(Record):
+class TiedParameter(Record):
     """A parameter that several layers use."""
 
     parameter: Name
@@ -313,7 +313,7 @@ class Profile(Document):
     """Whether the layers were compiled with ``torch.compile``."""
     layers: tuple[Layer, ...] = Field(min_length=1)
     tensors: tuple[Tensor, ...]
-    tied: tuple[Tied, ...] = ()
+    tied: tuple[TiedParameter, ...] = ()
     updates_at_once: bool = False
     """Whether the optimizer works on all parameters at once, and holds ``update_bytes`` of all layers together, or on
     one after the other."""
@@ -343,7 +343,7 @@ class Profile(Document):
                     crossing[boundary] += tensor.bytes_per_sample
         return crossing
 
-    def apart(self) -> tuple[str, ...]:
+    def disconnected_layers(self) -> tuple[str, ...]:
         """Return the layers that no tensor or parameter connects with the last one, however indirectly."""
         names = [layer.name for layer in self.layers]
         groups = [{tensor.producer, *tensor.consumers} for tensor in self.tensors if tensor.producer is not None]

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from autopar.errors import FileError
-from autopar.formats.document import parse_json, read_text, shown
+from autopar.formats.document import parse_json, read_text, value_text
 from autopar.formats.plan import FileReference, Plan
 from autopar.formats.profile import ModelSource, path_of, with_path
 
@@ -27,7 +27,7 @@ _TRUSTS = ContextVar("_TRUSTS", default=False)
 
 
 @contextmanager
-def trusting() -> Iterator[None]:
+def allow_any_path() -> Iterator[None]:
     """Return the context in which files may name any path."""
     token = _TRUSTS.set(True)
     try:
@@ -78,32 +78,32 @@ def reference(path: Path, text: str, output: Path) -> FileReference:
     return FileReference(path=_relative(path, output.parent), sha256=hashlib.sha256(text.encode()).hexdigest())
 
 
-def resolve(recorded: FileReference, holder: Path, kind: str) -> Path:
+def resolve(file_reference: FileReference, holder: Path, kind: str) -> Path:
     """Return where a recorded file is.
 
     Raises:
         FileError: it is missing, or no longer what it was when ``holder`` was written.
     """
     try:
-        path = named_file(holder, recorded.path, f"{kind}.path")
+        path = named_file(holder, file_reference.path, f"{kind}.path")
         found = hashlib.sha256(read_text(path, kind).encode()).hexdigest()
     except FileError as error:
         raise FileError(f"{error}; or pass `{kind}`") from error
-    if found != recorded.sha256:
+    if found != file_reference.sha256:
         raise FileError(
             f"{holder}: $.{kind}.sha256: {path} has changed since the plan was made; run `autopar plan` again"
         )
     return path
 
 
-def recorded(plan: Plan, path: Path) -> tuple[Path, ...]:
+def plan_files(plan: Plan, path: Path) -> tuple[Path, ...]:
     """Return the files that a plan, read from ``path``, leans on, and the plan's own: none may be written over."""
     names = [each.path for each in (plan.profile, plan.cluster) if each is not None]
     names += [name for name in (path_of(plan.model.source), plan.model.data) if name is not None]
     return (path, *(path.parent / name for name in names))
 
 
-def rebased(model: ModelSource, origin: Path, output: Path) -> ModelSource:
+def rebase_paths(model: ModelSource, origin: Path, output: Path) -> ModelSource:
     """Return a record whose paths are relative to the file ``origin`` with paths relative to ``output``."""
     update: dict[str, str] = {}
     path = path_of(model.source)
@@ -137,4 +137,4 @@ def kind_of(path: str | Path) -> str:
         if found == f"autopar.{kind}":
             return kind
     expected = ", ".join(f'"autopar.{kind}"' for kind in KINDS)
-    raise FileError(f"{path}: {at}.format: expected one of {expected}, found {shown(found)}")
+    raise FileError(f"{path}: {at}.format: expected one of {expected}, found {value_text(found)}")

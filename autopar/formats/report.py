@@ -161,7 +161,7 @@ class VirtualWorkers:
     """Of all together, the quicker ones waiting for the slowest; without reducing gradients."""
 
 
-class Compared(NamedTuple):
+class ComparisonRow(NamedTuple):
     """A plan by what tells it from others; of one that does not fit, what it would need."""
 
     name: str
@@ -202,7 +202,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """What ``autopar verify`` found."""
 
     steps: int

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from autopar.errors import FileError
-from autopar.formats.document import MOST_RANKS, parse_json, read_text, shown, write_text
+from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
 from autopar.formats.program import (
     BACKWARD,
     BACKWARDS,
@@ -161,7 +161,7 @@ class Timeline:
         for index, entry in enumerate(entries):
             at = f"{path}: $.traceEvents[{index}]"
             if not isinstance(entry, dict):
-                raise FileError(f"{at}: expected an event, found {shown(entry)}")
+                raise FileError(f"{at}: expected an event, found {value_text(entry)}")
             if entry.get("ph") != "M":
                 timeline.add(*_read_event(entry, at))
         if timeline.rank_count() > len(timeline):
@@ -174,10 +174,10 @@ class Timeline:
 def _read_event(entry: dict[str, object], at: str) -> Event:
     """Read a complete event of a Chrome trace; ``at`` says where it stands."""
     if entry.get("ph") != "X":
-        raise FileError(f"{at}.ph: expected a complete event (X), found {shown(entry.get('ph'))}")
+        raise FileError(f"{at}.ph: expected a complete event (X), found {value_text(entry.get('ph'))}")
     rank, name = entry.get("pid"), entry.get("name")
     if type(rank) is not int or not 0 <= rank < MOST_RANKS:
-        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {shown(rank)}")
+        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {value_text(rank)}")
     start_s, length_s = (_microseconds(entry, key, at) / 1e6 for key in ("ts", "dur"))
     try:
         action = Action.parse(name if isinstance(name, str) else json.dumps(name))
@@ -189,7 +189,7 @@ def _read_event(entry: dict[str, object], at: str) -> Event:
 def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
     value = entry.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LONGEST_US:
-        raise FileError(f"{at}.{key}: expected microseconds, found {shown(value)}")
+        raise FileError(f"{at}.{key}: expected microseconds, found {value_text(value)}")
     return float(value)
 
 
@@ -205,7 +205,7 @@ _SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
 _Span = tuple[float, float, int]
 
 
-class Spent(NamedTuple):
+class TimeUse(NamedTuple):
     """Seconds of one rank's step; together they are the step.
 
     Where two things go on at once, the one that is named first counts: what a backward hides costs nothing.
@@ -225,12 +225,12 @@ class Spent(NamedTuple):
     """The rest: loading mini-batches, and what ranks do between actions."""
 
 
-def spent(timeline: Timeline) -> list[Spent]:
+def time_use(timeline: Timeline) -> list[TimeUse]:
     """Return where the time of every rank went in a step."""
-    return spent_within([timeline], 0.0, timeline.end_s)
+    return time_use_between([timeline], 0.0, timeline.end_s)
 
 
-def spent_within(steps: Sequence[Timeline], start_s: float, end_s: float) -> list[Spent]:
+def time_use_between(steps: Sequence[Timeline], start_s: float, end_s: float) -> list[TimeUse]:
     """Return where the time of every rank went between two moments.
 
     Args:
@@ -246,9 +246,9 @@ def spent_within(steps: Sequence[Timeline], start_s: float, end_s: float) -> lis
             if start < end:
                 spans[rank].append((start, end, what))
     found = []
-    for compute_s, update_s, reduce_s, waiting_s, transfer_s in map(_swept, spans):
+    for compute_s, update_s, reduce_s, waiting_s, transfer_s in map(_time_by_activity, spans):
         idle_s = max(0.0, end_s - start_s - (compute_s + update_s + reduce_s + waiting_s + transfer_s))
-        found.append(Spent(compute_s, update_s, reduce_s, waiting_s, transfer_s, idle_s))
+        found.append(TimeUse(compute_s, update_s, reduce_s, waiting_s, transfer_s, idle_s))
     return found
 
 
@@ -275,7 +275,7 @@ def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
             yield rank, start, end, _TRANSFER
 
 
-def _swept(spans: Sequence[_Span]) -> list[float]:
+def _time_by_activity(spans: Sequence[_Span]) -> list[float]:
     """Return the seconds of every kind of span; of those at one moment, the lowest kind counts."""
     edges = sorted(edge for start, end, what in spans for edge in ((start, 1, what), (end, -1, what)))
     open_now, total, before = [0] * 5, [0.0] * 5, 0.0
@@ -303,12 +303,12 @@ def own_times(timeline: Timeline) -> dict[tuple[int, Action], float]:
     come: dict[tuple[str, int], float] = {}
     for event in timeline:
         if event.action.kind in (REDUCE, REDUCE_TIED):
-            key = _meeting(event.action)
+            key = _reduction_key(event.action)
             come[key] = max(come.get(key, event.start_s), event.start_s)
     for event in timeline:
         kind = event.action.kind
         if kind in (REDUCE, REDUCE_TIED):
-            found[event.rank, event.action] = max(0.0, event.end_s - come[_meeting(event.action)])
+            found[event.rank, event.action] = max(0.0, event.end_s - come[_reduction_key(event.action)])
         elif kind in (SEND, SEND_GRADIENT):
             if timeline.origin == "simulated":
                 found[event.rank, event.action] = event.end_s - event.start_s
@@ -326,12 +326,12 @@ def medians(steps: Iterable[OwnTimes]) -> dict[tuple[int, Action], float]:
     return {key: median(values) for key, values in found.items()}
 
 
-def compared(measured: OwnTimes, predicted: OwnTimes) -> tuple[KindTimes, ...]:
+def compare_times(measured_times: OwnTimes, predicted_times: OwnTimes) -> tuple[KindTimes, ...]:
     """Return measured over predicted by kind of action, of the actions that both know and that take time."""
     pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for key, predicted_s in predicted.items():
-        if key in measured and predicted_s > 0:
-            pairs[key[1].kind].append((measured[key], predicted_s))
+    for key, predicted_s in predicted_times.items():
+        if key in measured_times and predicted_s > 0:
+            pairs[key[1].kind].append((measured_times[key], predicted_s))
     return tuple(
         KindTimes(
             kind=kind,  # type: ignore[arg-type]  # checked there
@@ -345,7 +345,7 @@ def compared(measured: OwnTimes, predicted: OwnTimes) -> tuple[KindTimes, ...]:
     )
 
 
-def _meeting(action: Action) -> tuple[str, int]:
+def _reduction_key(action: Action) -> tuple[str, int]:
     """Return what all ranks of one reduction have in common."""
     return action.kind, action.micro_batch if action.kind == REDUCE_TIED else action.stage
 

@@ -43,7 +43,7 @@ from autopar.formats.document import (
     parse_bytes,
     read_text,
 )
-from autopar.hardware.collectives import NETWORK_SHARE, Group, NodeLinks, collective_s, message_latency_s
+from autopar.hardware.collectives import NETWORK_SHARE, NodeLinks, RankGroup, collective_s, message_latency_s
 from autopar.hardware.gpus import Gpu, find
 
 LARGEST_BYTES = 2**30
@@ -162,17 +162,17 @@ def _links(node: Node, network: Network) -> NodeLinks:
 def _node_curves(nodes: Sequence[Node], links: NodeLinks) -> Iterator[Curve]:
     most = max(node.gpus for node in nodes)
     if most > 1:
-        yield _curve("p2p", "node", Group(1, 2), links)
-        yield from (_curve(kind, "node", Group(1, count), links) for count in group_sizes(most) for kind in _KINDS)
+        yield _curve("p2p", "node", RankGroup(1, 2), links)
+        yield from (_curve(kind, "node", RankGroup(1, count), links) for count in group_sizes(most) for kind in _KINDS)
 
 
 def _curves(level: Level, nodes: Sequence[Node], count: int, links: NodeLinks) -> Iterator[Curve]:
-    yield _curve("p2p", level, Group(2, 1), links)
+    yield _curve("p2p", level, RankGroup(2, 1), links)
     for group in _groups(count, min(node.gpus for node in nodes)):
         yield from (_curve(kind, level, group, links) for kind in _KINDS)
 
 
-def _groups(nodes: int, per_node: int) -> Iterator[Group]:
+def _groups(nodes: int, per_node: int) -> Iterator[RankGroup]:
     """Yield groups over several nodes, no two of the same size.
 
     >>> [tuple(group) for group in _groups(4, 8)]
@@ -180,8 +180,8 @@ def _groups(nodes: int, per_node: int) -> Iterator[Group]:
     >>> [tuple(group) for group in _groups(3, 1)]
     [(2, 1), (3, 1)]
     """
-    yield from (Group(count, 1) for count in group_sizes(nodes) if count < 2 * per_node)
-    yield from (Group(count, per_node) for count in group_sizes(nodes))
+    yield from (RankGroup(count, 1) for count in group_sizes(nodes) if count < 2 * per_node)
+    yield from (RankGroup(count, per_node) for count in group_sizes(nodes))
 
 
 def group_sizes(most: int) -> list[int]:
@@ -194,7 +194,7 @@ def group_sizes(most: int) -> list[int]:
     return powers if most < 2 or most in powers else [*powers, most]
 
 
-def _curve(kind: CurveKind, level: Level, group: Group, links: NodeLinks) -> Curve:
+def _curve(kind: CurveKind, level: Level, group: RankGroup, links: NodeLinks) -> Curve:
     sizes = message_sizes(LARGEST_BYTES)
     seconds = tuple(collective_s(kind, size, group, links) for size in sizes)
     ranks = group.ranks
@@ -259,7 +259,7 @@ def cluster_named(text: str) -> Cluster:
     name, racks = text.strip(), len({node.rack for node in nodes})
     notes = [_origin(name, nodes)]
     if len(nodes) == 1 and match["bandwidth"] is not None:
-        nodes = [_linked(name, nodes[0], match, notes)]
+        nodes = [_with_links(name, nodes[0], match, notes)]
     near, far = _networks(name, match, racks, len(nodes), notes)
     if len({node.gpu.name for node in nodes}) > 1:
         notes.append(_SLOWEST)
@@ -305,26 +305,26 @@ def _networks(name: str, match: re.Match[str], racks: int, nodes: int, notes: li
     elif racks > 1 and between is None:
         per_node = "" if stated is not None and _PER.fullmatch(stated) else " per node"
         notes.append(f"{stated}{per_node} between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
-    near = _stated(stated or _ASSUMED_NETWORK, f"cluster {name[:80]!r}: bandwidth")
-    far = near if between is None else _stated(between, f"cluster {name[:80]!r}: bandwidth between racks")
+    near = _parse_network(stated or _ASSUMED_NETWORK, f"cluster {name[:80]!r}: bandwidth")
+    far = near if between is None else _parse_network(between, f"cluster {name[:80]!r}: bandwidth between racks")
     return near, far
 
 
-def _stated(text: str, at: str) -> Network:
+def _parse_network(text: str, at: str) -> Network:
     """Read a bandwidth of a node, or of each device (``400Gbps/gpu``)."""
     match = _PER.fullmatch(text.strip())
     rate = parse_bandwidth(text if match is None else match["rate"], at)
     return Network(rate, per_device=match is not None and match["of"].casefold() != "node")
 
 
-def _linked(name: str, node: Node, match: re.Match[str], notes: list[str]) -> Node:
+def _with_links(name: str, node: Node, match: re.Match[str], notes: list[str]) -> Node:
     """Return a single node whose devices have links of the stated bandwidth; note it.
 
     Raises:
         UsageError: what is stated is a network's, or there is one device.
     """
     stated = match["bandwidth"]
-    links = _stated(stated, f"cluster {name[:80]!r}: bandwidth")
+    links = _parse_network(stated, f"cluster {name[:80]!r}: bandwidth")
     if not links.per_device or node.gpus == 1 or match["between"] is not None:
         rate = stated.partition("/node")[0].strip()
         instead = f", or write {rate}/gpu for links within the node" if node.gpus > 1 and not links.per_device else ""
@@ -358,10 +358,10 @@ def read_cluster(path: str | Path) -> Cluster:
         FileError: the file is missing or broken, or names a GPU that is not known; names the key.
     """
     path = Path(path)
-    return described(read_text(path, Cluster.KIND), path)
+    return parse_cluster(read_text(path, Cluster.KIND), path)
 
 
-def described(text: str, path: Path) -> Cluster:
+def parse_cluster(text: str, path: Path) -> Cluster:
     """Return the cluster of a file whose text has been read; see :func:`read_cluster`."""
     if path.suffix != ".toml":
         return Cluster.parse(text, path)
@@ -377,7 +377,7 @@ def described(text: str, path: Path) -> Cluster:
         description = _Description.model_validate_json(content)
     except ValidationError as error:
         raise FileError(f"{path}: {first_fault(error, json.loads(content))}") from error
-    return _built(description, path)
+    return _build_cluster(description, path)
 
 
 class _Nodes(Record):
@@ -402,7 +402,7 @@ class _Description(Record):
     rack: _Network | None = None
 
 
-def _built(description: _Description, path: Path) -> Cluster:
+def _build_cluster(description: _Description, path: Path) -> Cluster:
     total = sum(each.count * each.gpus for each in description.nodes)
     if total > MOST_RANKS:
         raise FileError(f"{path}: $.nodes: {total} devices; at most {MOST_RANKS} can be planned for")
@@ -432,17 +432,17 @@ def _check_connected(description: _Description, path: Path) -> None:
 def _network(network: _Network | None, at: str) -> Network | None:
     if network is None:
         return None
-    return replace(_parsed(_stated, network.bandwidth, f"{at}.bandwidth:"), latency_s=network.latency_s)
+    return replace(_parse_field(_parse_network, network.bandwidth, f"{at}.bandwidth:"), latency_s=network.latency_s)
 
 
 def _node(nodes: _Nodes, at: str) -> Node:
-    gpu = _parsed(lambda name, flag: find(name), nodes.gpu, f"{at}.gpu:")
-    memory = None if nodes.memory is None else _parsed(parse_bytes, nodes.memory, f"{at}.memory:")
-    rate = None if nodes.bandwidth is None else _parsed(parse_bandwidth, nodes.bandwidth, f"{at}.bandwidth:")
+    gpu = _parse_field(lambda name, flag: find(name), nodes.gpu, f"{at}.gpu:")
+    memory = None if nodes.memory is None else _parse_field(parse_bytes, nodes.memory, f"{at}.memory:")
+    rate = None if nodes.bandwidth is None else _parse_field(parse_bandwidth, nodes.bandwidth, f"{at}.bandwidth:")
     return Node(gpu, nodes.gpus, memory, nodes.price_per_hour, rate, nodes.rack)
 
 
-def _parsed(parse: Callable[[str, str], _Value], text: str, at: str) -> _Value:
+def _parse_field(parse: Callable[[str, str], _Value], text: str, at: str) -> _Value:
     try:
         return parse(text, at)
     except UsageError as error:

@@ -60,7 +60,7 @@ class NodeLinks:
     """Of every step from node to node, beyond NCCL's own constants."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that communicate: ``per_node`` on each of ``nodes``."""
 
     nodes: int
@@ -72,10 +72,10 @@ class Group(NamedTuple):
         return self.nodes * self.per_node
 
 
-def moved(kind: CurveKind, ranks: int) -> float:
+def bus_bandwidth_factor(kind: CurveKind, ranks: int) -> float:
     """Return how many times the whole vector crosses a rank's link, nccl-tests' factor from algbw to busbw.
 
-    >>> moved("all_reduce", 4), moved("all_gather", 4), moved("p2p", 2)
+    >>> bus_bandwidth_factor("all_reduce", 4), bus_bandwidth_factor("all_gather", 4), bus_bandwidth_factor("p2p", 2)
     (1.5, 0.75, 1.0)
     """
     if kind == "p2p":
@@ -83,13 +83,13 @@ def moved(kind: CurveKind, ranks: int) -> float:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-def collective_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeLinks) -> float:
+def collective_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
     """Return the seconds of an operation; ``size_bytes`` is that of the whole vector, as in nccl-tests.
 
     A point-to-point message goes to another node if the group has several, else to another device of the node.
 
     >>> links = NodeLinks("nvlink", bus_bytes_per_s=229e9, peer_bytes_per_s=229e9, devices=8)
-    >>> round(collective_s("all_reduce", 2**30, Group(nodes=1, per_node=8), links) * 1e3, 1)
+    >>> round(collective_s("all_reduce", 2**30, RankGroup(nodes=1, per_node=8), links) * 1e3, 1)
     8.5
     """
     if kind == "p2p":
@@ -107,22 +107,22 @@ def message_latency_s(nodes: int, links: NodeLinks) -> float:
     return _START_S + _SIMPLE[0].step_s + links.network_latency_s
 
 
-def _floor_s(group: Group) -> float:
+def _floor_s(group: RankGroup) -> float:
     return _FLOOR_S + _FLOOR_PER_RANK_S * (group.per_node - 1)
 
 
-def _in_node_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeLinks) -> float:
+def _in_node_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
     """Return the seconds of a ring in a node beyond its start.
 
     Filling a pipeline whose pieces have the best length costs 2 sqrt(step x bytes / rate) beyond latency and
     transfer; rings of few ranks reach less of the rate.
     """
     step_s, rate = _STEP_S[links.kind], links.bus_bytes_per_s
-    transfer = moved(kind, group.ranks) * size_bytes / rate * (1 + _FEW_RANKS / group.ranks**2)
+    transfer = bus_bandwidth_factor(kind, group.ranks) * size_bytes / rate * (1 + _FEW_RANKS / group.ranks**2)
     return _steps(kind, group.ranks) * step_s + transfer + 2 * math.sqrt(step_s * size_bytes / rate)
 
 
-def _across_nodes_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeLinks) -> float:
+def _across_nodes_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: NodeLinks) -> float:
     """Return the seconds over several nodes beyond the start, of the quickest of NCCL's algorithms and protocols."""
     rate = _network_bytes_per_s(group.per_node, links)
     if group.per_node > 1:
@@ -138,12 +138,12 @@ def _across_nodes_s(kind: CurveKind, size_bytes: int, group: Group, links: NodeL
     )
 
 
-def _algorithm_moves(kind: CurveKind, group: Group, protocol: _Protocol) -> float:
+def _algorithm_moves(kind: CurveKind, group: RankGroup, protocol: _Protocol) -> float:
     # A tree sends the whole vector up and down.
-    return moved(kind, group.ranks) if protocol.algorithm == "ring" else 2.0
+    return bus_bandwidth_factor(kind, group.ranks) if protocol.algorithm == "ring" else 2.0
 
 
-def _latency_s(kind: CurveKind, group: Group, protocol: _Protocol, links: NodeLinks) -> float:
+def _latency_s(kind: CurveKind, group: RankGroup, protocol: _Protocol, links: NodeLinks) -> float:
     step_s, inside_s = protocol.step_s + links.network_latency_s, _STEP_S[links.kind]
     if protocol.algorithm == "ring":
         across = _steps(kind, group.nodes)

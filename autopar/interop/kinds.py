@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autopar.formats.profile import DeviceCosts, Profile
 
 
-class Origin(NamedTuple):
+class NamedProfile(NamedTuple):
     """A profile, and what to call it."""
 
     name: str
@@ -21,7 +21,7 @@ class Origin(NamedTuple):
     profile: Profile
 
 
-class _Fact(NamedTuple):
+class _SharedValue(NamedTuple):
     """Something that all kinds of devices have in common."""
 
     at: str
@@ -30,7 +30,7 @@ class _Fact(NamedTuple):
     remedy: str
 
 
-def joined(origins: Sequence[Origin]) -> Profile:
+def join_profiles(origins: Sequence[NamedProfile]) -> Profile:
     """Return the first profile with the costs that the others found on their kinds of devices.
 
     A step has one ``step_overhead_s`` and a profile one ``noise``: the largest of all.
@@ -62,34 +62,34 @@ def joined(origins: Sequence[Origin]) -> Profile:
     )
 
 
-def _facts(profile: Profile) -> Iterator[_Fact]:
+def _facts(profile: Profile) -> Iterator[_SharedValue]:
     """Yield what may not differ, in an order in which the first difference explains those behind it."""
-    yield _Fact("$.model.sha256", profile.model.sha256, "profile the same model on every kind of device")
-    yield _Fact("$.model.imports", profile.model.imports, "profile the same model on every kind of device")
-    yield _Fact("$.model.sequence", profile.model.sequence, "profile with the same `sequence`")
-    yield _Fact("$.device.type", profile.device.type, "the ranks of a pipeline are all CPUs or all GPUs")
-    yield _Fact("$.precision", profile.precision, "profile with the same `precision`")
-    yield _Fact("$.batch", profile.batch, "profile with the same `batch`")
-    yield _Fact("$.compiled", profile.compiled, "profile with `compile` everywhere or nowhere")
+    yield _SharedValue("$.model.sha256", profile.model.sha256, "profile the same model on every kind of device")
+    yield _SharedValue("$.model.imports", profile.model.imports, "profile the same model on every kind of device")
+    yield _SharedValue("$.model.sequence", profile.model.sequence, "profile with the same `sequence`")
+    yield _SharedValue("$.device.type", profile.device.type, "the ranks of a pipeline are all CPUs or all GPUs")
+    yield _SharedValue("$.precision", profile.precision, "profile with the same `precision`")
+    yield _SharedValue("$.batch", profile.batch, "profile with the same `batch`")
+    yield _SharedValue("$.compiled", profile.compiled, "profile with `compile` everywhere or nowhere")
     if profile.device.type == "cpu":
-        yield _Fact("$.device.threads", profile.device.threads, "profile with the same `threads`")
+        yield _SharedValue("$.device.threads", profile.device.threads, "profile with the same `threads`")
     again = "profile the same model with the same versions of autopar and torch"
-    yield _Fact("$.ignored_state", profile.ignored_state, again)
-    yield _Fact("$.counts_labels", profile.counts_labels, again)
-    yield _Fact("$.updates_at_once", profile.updates_at_once, again)
-    yield _Fact("the length of $.layers", len(profile.layers), again)
+    yield _SharedValue("$.ignored_state", profile.ignored_state, again)
+    yield _SharedValue("$.counts_labels", profile.counts_labels, again)
+    yield _SharedValue("$.updates_at_once", profile.updates_at_once, again)
+    yield _SharedValue("the length of $.layers", len(profile.layers), again)
     for index, layer in enumerate(profile.layers):
         for key in ("name", "modules", "parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes"):
-            yield _Fact(f"$.layers[{index}].{key}", getattr(layer, key), again)
+            yield _SharedValue(f"$.layers[{index}].{key}", getattr(layer, key), again)
     for key in ("tensors", "tied"):
         records = getattr(profile, key)
-        yield _Fact(f"the length of $.{key}", len(records), again)
+        yield _SharedValue(f"the length of $.{key}", len(records), again)
         for index, record in enumerate(records):
             for name, value in record:
-                yield _Fact(f"$.{key}[{index}].{name}", value, again)
+                yield _SharedValue(f"$.{key}[{index}].{name}", value, again)
 
 
-def _check_names(origins: Sequence[Origin]) -> None:
+def _check_names(origins: Sequence[NamedProfile]) -> None:
     from autopar.hardware.gpus import known_as
 
     seen: dict[str, str] = {}

@@ -20,27 +20,27 @@ def topological(names: Sequence[str], sizes: Sequence[int], edges: Iterable[Edge
     >>> topological(["node10", "node9", "node2"], [8, 8, 8], [(2, 0), (2, 1)])
     [2, 1, 0]
     """
-    graph = _Unplaced(names, sizes, edges)
+    graph = _RemainingGraph(names, sizes, edges)
     order: list[int] = []
     while graph.ready:
         order.append(graph.take())
     return order
 
 
-class _Unplaced:
+class _RemainingGraph:
     """What is left of a graph while its nodes are put in order."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int], edges: Iterable[Edge]) -> None:
-        self._made: list[list[int]] = [[] for _ in names]
+        self._producers: list[list[int]] = [[] for _ in names]
         self._readers: list[list[int]] = [[] for _ in names]
         for source, target in sorted(set(edges)):
             self._readers[source].append(target)
-            self._made[target].append(source)
+            self._producers[target].append(source)
         self._sizes = sizes
         self._rank = [0] * len(names)
         for rank, index in enumerate(sorted(range(len(names)), key=lambda each: (natural(names[each]), each))):
             self._rank[index] = rank
-        self._waiting = [len(made) for made in self._made]
+        self._waiting = [len(made) for made in self._producers]
         self._unread = [len(readers) for readers in self._readers]
         self.ready = [index for index, waiting in enumerate(self._waiting) if not waiting]
 
@@ -48,7 +48,7 @@ class _Unplaced:
         """Remove the best of the nodes that may come next."""
         best = min(self.ready, key=self._order)
         self.ready.remove(best)
-        for maker in self._made[best]:
+        for maker in self._producers[best]:
             self._unread[maker] -= 1
         for reader in self._readers[best]:
             self._waiting[reader] -= 1
@@ -57,12 +57,12 @@ class _Unplaced:
         return best
 
     def _order(self, index: int) -> tuple[bool, int, int]:
-        reads = bool(self._made[index])
-        return (not reads, self._held(index) if reads else 0, self._rank[index])
+        reads = bool(self._producers[index])
+        return (not reads, self._size_increase(index) if reads else 0, self._rank[index])
 
-    def _held(self, index: int) -> int:
+    def _size_increase(self, index: int) -> int:
         """Return how much more is still to be read once a node is placed."""
-        freed = sum(self._sizes[maker] for maker in self._made[index] if self._unread[maker] == 1)
+        freed = sum(self._sizes[maker] for maker in self._producers[index] if self._unread[maker] == 1)
         return (self._sizes[index] if self._readers[index] else 0) - freed
 
 

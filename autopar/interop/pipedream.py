@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
+from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
 from autopar.interop.order import cycle, topological
 
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -32,7 +32,7 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 MOST_LETTERS = 1024
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """One line of a node."""
 
     name: str
@@ -56,7 +56,7 @@ class Edge(NamedTuple):
 class TextGraph(NamedTuple):
     """Nodes in the file's order, and every edge once."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     edges: tuple[Edge, ...]
 
 
@@ -86,7 +86,7 @@ def parse(text: str, path: Path) -> TextGraph:
     return graph
 
 
-def _node(line: str, number: int, path: Path) -> Node:
+def _node(line: str, number: int, path: Path) -> GraphNode:
     parts = line.strip().split(" -- ")
     stage = _stage(parts.pop(), number, path) if parts[-1].startswith("stage_id=") else None
     if len(parts) < 3 or not parts[0]:
@@ -99,7 +99,7 @@ def _node(line: str, number: int, path: Path) -> Node:
         _refuse(path, number, f"the node's name has {len(parts[0])} letters, at most {MOST_LETTERS} are read")
     found = _fields(parts[-1], number, path)
     forward_ms, backward_ms, activation, parameters = (_sum(found[name], name, number, path) for name in _FIELDS)
-    return Node(
+    return GraphNode(
         name=parts[0],
         description=description[:MOST_LETTERS],
         forward_s=forward_ms / 1e3,
@@ -228,16 +228,16 @@ def _unread(graph: TextGraph) -> set[int]:
     }
 
 
-def _order(graph: TextGraph, kept: Sequence[int]) -> list[int]:
-    place = {index: new for new, index in enumerate(kept)}
+def _order(graph: TextGraph, node_indices: Sequence[int]) -> list[int]:
+    place = {index: new for new, index in enumerate(node_indices)}
     edges = [(place[edge.source], place[edge.target]) for edge in graph.edges if {edge.source, edge.target} <= {*place}]
-    names = [graph.nodes[index].name for index in kept]
-    sizes = [graph.nodes[index].activation_bytes for index in kept]
-    return [kept[new] for new in topological(names, sizes, edges)]
+    names = [graph.nodes[index].name for index in node_indices]
+    sizes = [graph.nodes[index].activation_bytes for index in node_indices]
+    return [node_indices[new] for new in topological(names, sizes, edges)]
 
 
 def _layers(graph: TextGraph, order: Sequence[int], batch: int) -> tuple[Layer, ...]:
-    trained = _trained(graph, order)
+    trained = _gradient_nodes(graph, order)
     read = dict.fromkeys(order, 0)
     for edge in graph.edges:
         if edge.target in read and edge.source in trained:
@@ -259,13 +259,13 @@ def _loading_s(graph: TextGraph, order: Sequence[int]) -> dict[int, float]:
     return found
 
 
-def _layer(node: Node, gradients_bytes: int, input_s: float, batch: int) -> Layer:
+def _layer(node: GraphNode, gradients_bytes: int, input_s: float, batch: int) -> Layer:
     """Return a layer; ``gradients_bytes`` are those of what it reads."""
     cost = Cost(
         micro_batch=batch,
         forward_s=node.forward_s + input_s,
         backward_s=node.backward_s,
-        saved=(Saved(storage=node.name, bytes=node.activation_bytes),),
+        saved=(SavedStorage(storage=node.name, bytes=node.activation_bytes),),
         peak_bytes=2 * node.activation_bytes + gradients_bytes,
         output_bytes=node.activation_bytes,
         repeats=1,
@@ -289,7 +289,7 @@ def _tensors(graph: TextGraph, inputs: Sequence[int], order: Sequence[int], batc
     for edge in graph.edges:
         if edge.source in readers and edge.target in place:
             readers[edge.source].append(edge.target)
-    trained = _trained(graph, order)
+    trained = _gradient_nodes(graph, order)
     return tuple(
         Tensor(
             name=graph.nodes[index].name,
@@ -304,7 +304,7 @@ def _tensors(graph: TextGraph, inputs: Sequence[int], order: Sequence[int], batc
     )
 
 
-def _trained(graph: TextGraph, order: Sequence[int]) -> set[int]:
+def _gradient_nodes(graph: TextGraph, order: Sequence[int]) -> set[int]:
     """Return the nodes whose outputs depend on a parameter: over the others no gradient flows back."""
     made: dict[int, list[int]] = {}
     for edge in graph.edges:
@@ -332,10 +332,10 @@ def _notes(graph: TextGraph, inputs: set[int], unread: set[int], order: Sequence
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
             where = ", counted where they are read" if left == inputs else ""
             notes.append(f"left out: {what} ({names}{more}), with {lost_s:.6g} s of work{where}")
-    return (*notes, *_proposed([graph.nodes[index].stage for index in order]))
+    return (*notes, *_stage_notes([graph.nodes[index].stage for index in order]))
 
 
-def _proposed(stages: Sequence[int | None]) -> tuple[str, ...]:
+def _stage_notes(stages: Sequence[int | None]) -> tuple[str, ...]:
     """Say which stages the file itself proposes."""
     if all(stage is None for stage in stages):
         return ()

@@ -28,8 +28,8 @@ from autopar.formats.profile import (
     ModelSource,
     Noise,
     Profile,
-    Resharded,
-    Saved,
+    Resharding,
+    SavedStorage,
     Tensor,
 )
 from autopar.interop.order import cycle, topological
@@ -43,7 +43,7 @@ class _Object(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Way(_Object):
+class PiperWay(_Object):
     """One way in which a number of devices run a layer."""
 
     name: Name = Field(alias="id")
@@ -63,7 +63,7 @@ class LayerNode(_Object):
 
     id: int
     name: Name = "node"
-    ways: dict[str, tuple[Way, ...]] = Field(alias="TMPCs")
+    ways: dict[str, tuple[PiperWay, ...]] = Field(alias="TMPCs")
 
 
 class LayerEdge(_Object):
@@ -74,7 +74,7 @@ class LayerEdge(_Object):
     size: _Size = Field(alias="communicationCost")
 
 
-class LayerGraph(_Object):
+class PiperGraph(_Object):
     """The whole file."""
 
     memory: Annotated[float, Field(ge=1, lt=2.0**62)] = Field(alias="maxMemoryPerDevice")
@@ -85,7 +85,7 @@ class LayerGraph(_Object):
     edges: tuple[LayerEdge, ...]
 
 
-def parse(text: str, path: Path) -> LayerGraph:
+def parse(text: str, path: Path) -> PiperGraph:
     """Read and check a graph; ``path`` is only named in errors.
 
     Raises:
@@ -94,7 +94,7 @@ def parse(text: str, path: Path) -> LayerGraph:
     """
     content = parse_json(text, path)
     try:
-        graph = LayerGraph.model_validate_json(text)
+        graph = PiperGraph.model_validate_json(text)
     except ValidationError as error:
         raise FileError(f"{path}: {first_fault(error, content)}") from error
     if not graph.nodes:
@@ -116,7 +116,7 @@ def _unique(keys: Iterable[tuple[object, str]], what: str, path: Path) -> Mappin
     return found
 
 
-def _check_edges(graph: LayerGraph, places: Mapping[object, int], path: Path) -> None:
+def _check_edges(graph: PiperGraph, places: Mapping[object, int], path: Path) -> None:
     _unique((((edge.source, edge.target), f"$.edges[{index}]") for index, edge in enumerate(graph.edges)), "edge", path)
     for index, edge in enumerate(graph.edges):
         for key, node in (("sourceId", edge.source), ("destId", edge.target)):
@@ -128,7 +128,7 @@ def _check_edges(graph: LayerGraph, places: Mapping[object, int], path: Path) ->
         _refuse(path, f"$.edges[{closed[0]}]", f"edges form a cycle: {around}; a model's layers have an order")
 
 
-def _check_ways(graph: LayerGraph, node: LayerNode, at: str, path: Path) -> None:
+def _check_ways(graph: PiperGraph, node: LayerNode, at: str, path: Path) -> None:
     into = {str(edge.source) for edge in graph.edges if edge.target == node.id}
     out = {str(edge.target) for edge in graph.edges if edge.source == node.id}
     for devices, ways in node.ways.items():
@@ -194,7 +194,7 @@ def _crossing(edge: LayerEdge) -> str:
     return f"{edge.source}>{edge.target}"
 
 
-def _layer(node: LayerNode, graph: LayerGraph) -> Layer:
+def _layer(node: LayerNode, graph: PiperGraph) -> Layer:
     options = [_option(node, int(devices), way, graph) for devices, ways in node.ways.items() for way in ways]
     options.sort(key=lambda option: option.tensor_parallel)
     alone = [option for option in options if option.tensor_parallel == 1]
@@ -213,25 +213,25 @@ def _layer(node: LayerNode, graph: LayerGraph) -> Layer:
     )
 
 
-def _cost(node: LayerNode, kept: LayerOption, graph: LayerGraph) -> Cost:
+def _cost(node: LayerNode, option: LayerOption, graph: PiperGraph) -> Cost:
     output_bytes = _output_bytes(node, graph)
     return Cost(
         micro_batch=1,
-        forward_s=kept.time_s * _FORWARD,
-        backward_s=kept.time_s - kept.time_s * _FORWARD,
-        saved=(Saved(storage=f"{_name(node)}:kept", bytes=kept.memory_per_flight_bytes),),
-        peak_bytes=kept.memory_per_flight_bytes + output_bytes,
+        forward_s=option.time_s * _FORWARD,
+        backward_s=option.time_s - option.time_s * _FORWARD,
+        saved=(SavedStorage(storage=f"{_name(node)}:kept", bytes=option.memory_per_flight_bytes),),
+        peak_bytes=option.memory_per_flight_bytes + output_bytes,
         output_bytes=output_bytes,
         provenance="estimated",
     )
 
 
-def _output_bytes(node: LayerNode, graph: LayerGraph) -> int:
+def _output_bytes(node: LayerNode, graph: PiperGraph) -> int:
     """Return the largest that is read of what a layer makes; the edges need not agree."""
     return max((_bytes(edge.size) for edge in graph.edges if edge.source == node.id), default=0)
 
 
-def _option(node: LayerNode, devices: int, way: Way, graph: LayerGraph) -> LayerOption:
+def _option(node: LayerNode, devices: int, way: PiperWay, graph: PiperGraph) -> LayerOption:
     exchanged = [(edge, way.forth[str(edge.source)]) for edge in graph.edges if edge.target == node.id]
     exchanged += [(edge, way.back[str(edge.target)]) for edge in graph.edges if edge.source == node.id]
     return LayerOption(
@@ -242,13 +242,13 @@ def _option(node: LayerNode, devices: int, way: Way, graph: LayerGraph) -> Layer
         parameters_bytes=_bytes(way.parameters),
         memory_per_flight_bytes=_bytes(way.memory_a),
         memory_fixed_bytes=_bytes(way.memory_b),
-        resharded=tuple(Resharded(tensor=_crossing(edge), bytes=_bytes(size)) for edge, size in exchanged if size),
+        resharded=tuple(Resharding(tensor=_crossing(edge), bytes=_bytes(size)) for edge, size in exchanged if size),
     )
 
 
-def _tensors(graph: LayerGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
+def _tensors(graph: PiperGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
     nodes = {node.id: node for node in graph.nodes}
-    trained = _trained(graph, place)
+    trained = _gradient_nodes(graph, place)
     edges = sorted(graph.edges, key=lambda edge: (place[edge.source], place[edge.target]))
     return tuple(
         Tensor(
@@ -263,7 +263,7 @@ def _tensors(graph: LayerGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
     )
 
 
-def _trained(graph: LayerGraph, place: Mapping[int, int]) -> set[int]:
+def _gradient_nodes(graph: PiperGraph, place: Mapping[int, int]) -> set[int]:
     """Return the nodes whose outputs depend on a parameter: over the others no gradient flows back."""
     found: set[int] = set()
     for node in sorted(graph.nodes, key=lambda each: place[each.id]):
@@ -277,7 +277,7 @@ def _bytes(size: float) -> int:
     return math.ceil(size)
 
 
-def _notes(graph: LayerGraph) -> tuple[str, ...]:
+def _notes(graph: PiperGraph) -> tuple[str, ...]:
     return (
         f"read from Piper's input format: {graph.devices} devices of {graph.memory:.0f} bytes, which each send "
         f"{graph.bytes_per_s:.0f} bytes/s, and {graph.micro_batches} micro-batches per batch; name devices and "

@@ -36,13 +36,13 @@ _LEAST = 2**20
 """Bytes of memory that is mapped at once."""
 
 
-class Way(NamedTuple):
+class ChannelEnd(NamedTuple):
     """File descriptors of one end of what carries messages in one direction."""
 
     memory: int
     places: int
     """A pipe: where messages lie."""
-    taken: int
+    acknowledgements: int
     """A pipe the other way: a byte for every message that has been copied out."""
 
     def close(self) -> None:
@@ -51,25 +51,25 @@ class Way(NamedTuple):
             os.close(descriptor)
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     """Return whether this system has memory that only those it is handed to can map."""
     return hasattr(os, "memfd_create") and hasattr(select, "poll")
 
 
-def new_way() -> tuple[Way, Way]:
+def new_channel_ends() -> tuple[ChannelEnd, ChannelEnd]:
     """Return the ends of who sends and of who receives."""
     memory = os.memfd_create("autopar", os.MFD_CLOEXEC)
     places, told = os.pipe()
     taken, take = os.pipe()
     for descriptor in (places, told, taken):
         os.set_blocking(descriptor, False)
-    return Way(memory, told, taken), Way(os.dup(memory), places, take)
+    return ChannelEnd(memory, told, taken), ChannelEnd(os.dup(memory), places, take)
 
 
 class Channel:
     """One of the two ends."""
 
-    def __init__(self, outward: Way, inward: Way, timeout_s: float) -> None:
+    def __init__(self, outward: ChannelEnd, inward: ChannelEnd, timeout_s: float) -> None:
         """Take over the descriptors, which are closed with the channel.
 
         Args:
@@ -78,7 +78,7 @@ class Channel:
             timeout_s: longest that it waits for the other end.
         """
         self._outlet, self._inlet = _Outlet(outward, timeout_s), _Inlet(inward, timeout_s)
-        self._waiting: deque[_Arrival] = deque()
+        self._waiting: deque[_IncomingMessage] = deque()
 
     def close(self) -> None:
         """Let go of descriptors and memory; nothing is sent or received any more."""
@@ -93,19 +93,19 @@ class Channel:
         """
         self._outlet.send(bytes_of(tensor))
 
-    def receive(self, tensor: torch.Tensor) -> _Arrival:
+    def receive(self, tensor: torch.Tensor) -> _IncomingMessage:
         """Return what, waited for, fills a contiguous tensor of the CPU with the next message."""
-        arrival = _Arrival(tensor, self._waiting, self._inlet)
+        arrival = _IncomingMessage(tensor, self._waiting, self._inlet)
         self._waiting.append(arrival)
         return arrival
 
 
 @dataclass(eq=False, slots=True)
-class _Arrival:
+class _IncomingMessage:
     """A message to come; those before it are taken first."""
 
     _tensor: torch.Tensor
-    _waiting: deque[_Arrival]
+    _waiting: deque[_IncomingMessage]
     _inlet: _Inlet
     _here: bool = False
 
@@ -124,7 +124,7 @@ class _Arrival:
 class _End:
     """One end of a way, and the memory that is mapped there."""
 
-    def __init__(self, way: Way, timeout_s: float) -> None:
+    def __init__(self, way: ChannelEnd, timeout_s: float) -> None:
         self._way, self._timeout_s = way, timeout_s
         self._memory = _Memory(way.memory)
         self._close = weakref.finalize(self, way.close)
@@ -137,10 +137,10 @@ class _End:
 class _Outlet(_End):
     """What one end sends through: memory in which places are used again once messages have been taken."""
 
-    def __init__(self, way: Way, timeout_s: float) -> None:
+    def __init__(self, way: ChannelEnd, timeout_s: float) -> None:
         super().__init__(way, timeout_s)
         self._end = 0
-        self._sent: deque[tuple[int, int]] = deque()
+        self._sent_places: deque[tuple[int, int]] = deque()
         self._free: dict[int, list[int]] = defaultdict(list)
         """Places by their sizes: those of a program's messages are few."""
 
@@ -150,19 +150,19 @@ class _Outlet(_End):
         start = self._place(size)
         if size:
             self._memory.at(start, size)[:] = content.numpy().data
-        self._sent.append((start, size))
+        self._sent_places.append((start, size))
         self._tell(_PLACE.pack(start, size))
 
     def _reclaim(self) -> None:
         """Free the places of messages that have been taken, which are the oldest."""
-        if not self._sent:
+        if not self._sent_places:
             return
         try:
-            taken = os.read(self._way.taken, _MANY_TAKEN)
+            taken = os.read(self._way.acknowledgements, _MANY_TAKEN)
         except BlockingIOError:
             return
         for _ in taken:
-            start, size = self._sent.popleft()
+            start, size = self._sent_places.popleft()
             self._free[size].append(start)
 
     def _place(self, size: int) -> int:
@@ -196,7 +196,7 @@ class _Inlet(_End):
         if size:
             content.numpy().data[:] = self._memory.at(start, size)
         try:
-            os.write(self._way.taken, _TAKEN)
+            os.write(self._way.acknowledgements, _TAKEN)
         except BrokenPipeError:
             # Who has sent its last message need not wait until it is taken.
             return
@@ -220,7 +220,7 @@ class _Memory:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = 0
-        self._mapped: mmap.mmap | None = None
+        self._mapping: mmap.mmap | None = None
 
     def reach(self, size: int) -> None:
         """Be at least so large; pages that nobody has written take no memory."""
@@ -232,16 +232,16 @@ class _Memory:
         """Return the bytes of a place."""
         if start + size > self._size:
             self._map()
-        assert self._mapped is not None
-        return memoryview(self._mapped)[start : start + size]
+        assert self._mapping is not None
+        return memoryview(self._mapping)[start : start + size]
 
     def close(self) -> None:
         """Let go of it; nothing may be asked of it any more."""
-        self._mapped = None
+        self._mapping = None
 
     def _map(self) -> None:
         self._size = os.fstat(self._descriptor).st_size
-        self._mapped = mmap.mmap(self._descriptor, self._size)
+        self._mapping = mmap.mmap(self._descriptor, self._size)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,15 +286,15 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     pairs = list(pairs)
     if not pairs:
         return {}
-    near = partners(context.rank, pairs) & _of_host(context) if supported() else set()
+    near = partners(context.rank, pairs) & _of_host(context) if is_supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.
         name = f"\0autopar-{secrets.token_hex(16)}"
-        if supported():
+        if is_supported():
             listener.bind(name)
             listener.listen(context.size)
             listener.settimeout(context.timeout_s)
-        names = [json.loads(text) for text in context.gather(json.dumps(name if supported() else None))]
+        names = [json.loads(text) for text in context.gather(json.dumps(name if is_supported() else None))]
         later = [rank for rank in near if rank > context.rank]
         opened = _offer(context, {rank: names[rank] for rank in near if rank < context.rank})
         offers = [json.loads(text) for text in context.gather(json.dumps(sorted(opened)))]
@@ -318,8 +318,8 @@ def _offer(context: RankContext, names: dict[int, str | None]) -> dict[int, Chan
                 _check_user(connection)
             except OSError:
                 continue
-            sends, receives = new_way()
-            their_sends, their_receives = new_way()
+            sends, receives = new_channel_ends()
+            their_sends, their_receives = new_channel_ends()
             handed = (*their_sends, *receives)
             try:
                 socket.send_fds(connection, [_RANK.pack(context.rank)], handed)
@@ -347,7 +347,7 @@ def _accept(context: RankContext, listener: socket.socket, ranks: Collection[int
                 f"rank {context.rank} could not open a channel with rank {missing[0]}: {error}"
             ) from error
         (rank,) = _RANK.unpack(told)
-        accepted[rank] = Channel(Way(*descriptors[:3]), Way(*descriptors[3:]), context.timeout_s)
+        accepted[rank] = Channel(ChannelEnd(*descriptors[:3]), ChannelEnd(*descriptors[3:]), context.timeout_s)
     return accepted
 
 

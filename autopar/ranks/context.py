@@ -128,7 +128,7 @@ class RankContext:
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
     """Sends a JSON-able message to whoever started the rank, while it works."""
-    outlived: bool = False
+    has_external_group: bool = False
     """Whether the process group was there before the rank joined, and stays when it leaves."""
     on_leaving: list[Callable[[], None]] = field(default_factory=list)
     """Called when the rank leaves its peers: what was opened to reach them is closed."""
@@ -143,7 +143,7 @@ class RankContext:
         """What carries tensors between the ranks."""
         return "nccl" if self.nccl else "gloo"
 
-    def met(self, *, share_gpus: bool) -> RankContext:
+    def detect_nccl(self, *, share_gpus: bool) -> RankContext:
         """Return the context, knowing what connects the ranks' devices; all ranks ask at once.
 
         Raises:
@@ -188,7 +188,7 @@ def backend_of(device_type: str) -> str:
 
 
 @contextmanager
-def joined(
+def join_ranks(
     rank: int,
     size: int,
     rendezvous: str,
@@ -201,7 +201,7 @@ def joined(
     """Join ``size`` ranks of this host through a file that all of them name; leave when done.
 
     Raises:
-        UsageError: as :meth:`RankContext.met`.
+        UsageError: as :meth:`RankContext.detect_nccl`.
     """
     device = device_of(device_type, rank)
     dist.init_process_group(
@@ -213,13 +213,13 @@ def joined(
     )
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
-        yield context.met(share_gpus=share_gpus)
+        yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
 
 
 @contextmanager
-def joined_from_environment(
+def join_from_environment(
     launch: LaunchedRank,
     device_type: str,
     timeout_s: float,
@@ -230,7 +230,7 @@ def joined_from_environment(
     """Join the ranks that a launcher has started, once all are there and were given the same files.
 
     Raises:
-        UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.met`.
+        UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.detect_nccl`.
         AutoparError: as :func:`autopar.ranks.meeting.meet`.
     """
     if launch.size != size:
@@ -251,7 +251,7 @@ def joined_from_environment(
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
     context = RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
     try:
-        yield context.met(share_gpus=share_gpus)
+        yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
 

@@ -38,7 +38,7 @@ def main() -> None:
 
 def _serve(job: dict[str, object], pipe: object) -> None:
     from autopar.ranks.board import FINISHED, SETTING_UP, Board
-    from autopar.ranks.context import joined
+    from autopar.ranks.context import join_ranks
     from autopar.ranks.failure import Failure
 
     rank, size = int(str(job["rank"])), int(str(job["size"]))
@@ -52,7 +52,7 @@ def _serve(job: dict[str, object], pipe: object) -> None:
             module, _, function = str(job["target"]).partition(":")
             target = getattr(importlib.import_module(module), function)
             place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
-            with joined(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
+            with join_ranks(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
                 try:
                     result = target(context, job["arguments"])
                 except Exception as error:

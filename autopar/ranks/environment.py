@@ -43,7 +43,7 @@ class LaunchedRank(NamedTuple):
         return self.local_size == self.size
 
 
-def launched(environment: Environment) -> LaunchedRank:
+def rank_from_environment(environment: Environment) -> LaunchedRank:
     """Return the rank that the environment describes.
 
     Raises:
@@ -51,7 +51,7 @@ def launched(environment: Environment) -> LaunchedRank:
     """
     for marker, read in _LAUNCHERS:
         if marker in environment:
-            return _checked(read(environment))
+            return _check_rank(read(environment))
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     raise UsageError(f"{', '.join(missing)} not set; start workers with torchrun, srun or mpirun, or use `autopar run`")
 
@@ -144,17 +144,15 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Environment], LaunchedRank]], ...] = (
 )
 
 
-def _checked(found: LaunchedRank) -> LaunchedRank:
-    if found.rank >= found.size:
+def _check_rank(own: LaunchedRank) -> LaunchedRank:
+    if own.rank >= own.size:
+        raise UsageError(f"the rank is {own.rank} of {own.size}: ranks count from 0; start workers with {own.starter}")
+    if own.local_rank >= own.local_size or own.local_size > own.size:
         raise UsageError(
-            f"the rank is {found.rank} of {found.size}: ranks count from 0; start workers with {found.starter}"
+            f"rank {own.rank} is number {own.local_rank} of {own.local_size} on its host, and there are "
+            f"{own.size} in all: these contradict each other; start workers with {own.starter}"
         )
-    if found.local_rank >= found.local_size or found.local_size > found.size:
-        raise UsageError(
-            f"rank {found.rank} is number {found.local_rank} of {found.local_size} on its host, and there are "
-            f"{found.size} in all: these contradict each other; start workers with {found.starter}"
-        )
-    return found
+    return own
 
 
 def first_host(hosts: str) -> str:

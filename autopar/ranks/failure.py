@@ -33,7 +33,7 @@ class Failure:
     exit_code: int
     consequence: bool
     """Whether another rank's failure is the likely cause."""
-    placed: bool
+    has_location: bool
     """Whether the message says where by itself."""
     trace: str
     """The traceback, for ``--debug``."""

@@ -42,7 +42,7 @@ ANSWER_S = 30.0
 
 
 @dataclass
-class _Met:
+class _MeetingStore:
     """Where a rank meets others: its store, kept as long as this process, for rank 0's ends with it."""
 
     store: Store
@@ -50,7 +50,7 @@ class _Met:
     """Of the rank. All ranks of a script count alike, and what one job leaves in the store is nothing to the next."""
 
 
-_MET: dict[tuple[str, int, int], _Met] = {}
+_MET: dict[tuple[str, int, int], _MeetingStore] = {}
 """By address, port and rank."""
 
 
@@ -112,7 +112,7 @@ def _store(launch: LaunchedRank, timeout_s: float) -> Store:
     place = address, launch.port, launch.rank
     if place not in _MET:
         leads = launch.rank == 0 and not agents
-        _MET[place] = _Met(_opened(address, launch.port, launch, leads=leads, timeout_s=timeout_s))
+        _MET[place] = _MeetingStore(_open_store(address, launch.port, launch, leads=leads, timeout_s=timeout_s))
     met = _MET[place]
     met.store.set_timeout(timedelta(seconds=timeout_s))
     met.meetings += 1
@@ -120,7 +120,7 @@ def _store(launch: LaunchedRank, timeout_s: float) -> Store:
     return dist.PrefixStore(f"autopar/{attempt}/{met.meetings}", met.store)  # type: ignore[attr-defined]
 
 
-def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeout_s: float) -> Store:
+def _open_store(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeout_s: float) -> Store:
     listener = None
     try:
         if leads and launch.one_host:
@@ -135,13 +135,13 @@ def _opened(address: str, port: int, launch: LaunchedRank, *, leads: bool, timeo
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        store: Store = opening() if leads else _answered(opening, timeout_s)
+        store: Store = opening() if leads else _connect_store(opening, timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}:{port}: {error}") from error
     return store
 
 
-def _answered(opening: Callable[[], Store], timeout_s: float) -> Store:
+def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
     """Connect to a store; left to itself, it waits without end for a listener that answers nothing.
 
     Raises:
@@ -213,7 +213,7 @@ def disagreement(arrivals: Sequence[Arrival]) -> AutoparError | None:
     for name in arrivals[0].files:
         if apart := _apart(arrivals, [arrival.files.get(name, "none")[:12] for arrival in arrivals]):
             return FileError(f"the {name} is not the same on all hosts, by SHA-256: {apart}; give all the same")
-    return _scattered(arrivals)
+    return _rank_order_error(arrivals)
 
 
 def _apart(arrivals: Sequence[Arrival], values: Sequence[str]) -> str:
@@ -226,7 +226,7 @@ def _apart(arrivals: Sequence[Arrival], values: Sequence[str]) -> str:
     return ", ".join(f"{value} on {_ranks(ranks)} ({_hosts(arrivals, ranks)})" for value, ranks in having.items())
 
 
-def _scattered(arrivals: Sequence[Arrival]) -> UsageError | None:
+def _rank_order_error(arrivals: Sequence[Arrival]) -> UsageError | None:
     for rank, own in enumerate(arrivals):
         first = rank - own.local_rank
         along = [each[:3] for each in arrivals[max(first, 0) :][: own.local_size]]

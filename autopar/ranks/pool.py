@@ -44,7 +44,7 @@ Describe = Callable[[int, Note], Doing]
 """Puts a rank's last note into words."""
 
 
-class Link:
+class RankProcess:
     """One rank's process and the pipe on which it answers."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: BinaryIO) -> None:
@@ -79,12 +79,12 @@ class Link:
         self.pipe.close()
 
 
-class Watch:
+class RankMonitor:
     """Collects every rank's result; raises what caused a failure, not what followed from it."""
 
     def __init__(
         self,
-        links: list[Link],
+        links: list[RankProcess],
         board: Board,
         timeout_s: float,
         describe: Describe | None,
@@ -117,31 +117,31 @@ class Watch:
     def _take(self, rank: int) -> bool:
         received = self._links[rank].read()
         if received is None:
-            raise TrainingError(self._lost(rank))
+            raise TrainingError(self._exit_message(rank))
         for item in received:
             if "result" in item:
                 self._results[rank] = item["result"]
             elif "failure" in item:
-                self._failed(rank, Failure(**item["failure"]))  # type: ignore[arg-type]
+                self._handle_failure(rank, Failure(**item["failure"]))  # type: ignore[arg-type]
             elif "message" in item and self._on_message is not None:
                 self._on_message(rank, item["message"])  # type: ignore[arg-type]
         return True
 
-    def _failed(self, rank: int, failure: Failure) -> None:
+    def _handle_failure(self, rank: int, failure: Failure) -> None:
         if failure.consequence:
             self._consequences.setdefault(rank, failure)
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
             return
-        raise failure.as_error("" if failure.placed else f"{self._where(rank)}: ")
+        raise failure.as_error("" if failure.has_location else f"{self._where(rank)}: ")
 
     def _check_grace(self) -> None:
         if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
             for rank, link in enumerate(self._links):
                 if link.process.poll() is not None:
-                    raise TrainingError(self._lost(rank))
+                    raise TrainingError(self._exit_message(rank))
             rank, failure = next(iter(self._consequences.items()))
-            raise failure.as_error("" if failure.placed else f"{self._where(rank)}: ")
+            raise failure.as_error("" if failure.has_location else f"{self._where(rank)}: ")
 
     def _check_progress(self) -> None:
         now_s = time.monotonic()
@@ -171,7 +171,7 @@ class Watch:
     def _where(self, rank: int) -> str:
         return f"rank {rank} ({self._doing(rank).text})"
 
-    def _lost(self, rank: int) -> str:
+    def _exit_message(self, rank: int) -> str:
         code = self._links[rank].process.wait()
         if code < 0:
             name = signal.Signals(-code).name
@@ -219,7 +219,7 @@ class RankPool:
         self._device_type, self._share_gpus, self._timeout_s = device_type, share_gpus, timeout_s
         self._scratch = Scratch("ranks")
         self._jobs = 0
-        self._links: list[Link] = []
+        self._links: list[RankProcess] = []
         try:
             for rank in range(size):
                 self._links.append(_LASTING.call(partial(_start, rank, threads), _abandon))
@@ -228,7 +228,7 @@ class RankPool:
             raise
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the processes are gone, by :meth:`close` or by a failure."""
         return not self._links
 
@@ -262,7 +262,7 @@ class RankPool:
                 rank and action, and all processes have ended when it is raised.
         """
         size = self.size if ranks is None else ranks
-        if self.closed or size > self.size:
+        if self.is_closed or size > self.size:
             raise TrainingError(f"{size} ranks were asked of a pool that has {len(self._links)}")
         self._jobs += 1
         folder = self._scratch.path / f"job-{self._jobs}"
@@ -280,7 +280,7 @@ class RankPool:
             "share_gpus": self._share_gpus,
         }
         with Board(folder / "board", size) as board:
-            watch = Watch(self._links[:size], board, limit, describe, on_message)
+            watch = RankMonitor(self._links[:size], board, limit, describe, on_message)
             try:
                 for rank, link in enumerate(self._links[:size]):
                     link.submit({**job, "rank": rank})
@@ -319,11 +319,11 @@ class _LastingThread:
     def __init__(self) -> None:
         """Start none yet: a process that forks has to start its own."""
         self._process, self._lock = -1, threading.Lock()
-        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._call_queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def call(self, act: Callable[[], Link], undo: Callable[[Link], None]) -> Link:
+    def call(self, act: Callable[[], RankProcess], undo: Callable[[RankProcess], None]) -> RankProcess:
         """Call a function there, and return what it does; if this call is interrupted, undo it."""
-        made: Future[Link] = Future()
+        made: Future[RankProcess] = Future()
 
         def fulfil() -> None:
             try:
@@ -333,9 +333,9 @@ class _LastingThread:
 
         with self._lock:
             if self._process != os.getpid():
-                self._process, self._asked = os.getpid(), queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._asked,), name="autopar-ranks", daemon=True).start()
-        self._asked.put(fulfil)
+                self._process, self._call_queue = os.getpid(), queue.SimpleQueue()
+                threading.Thread(target=_serve, args=(self._call_queue,), name="autopar-ranks", daemon=True).start()
+        self._call_queue.put(fulfil)
         try:
             return made.result()
         except BaseException:
@@ -343,21 +343,21 @@ class _LastingThread:
             raise
 
 
-def _serve(asked: queue.SimpleQueue[Callable[[], None]]) -> None:
+def _serve(call_queue: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        asked.get()()
+        call_queue.get()()
 
 
 _LASTING = _LastingThread()
 
 
-def _abandon(link: Link) -> None:
+def _abandon(link: RankProcess) -> None:
     link.kill()
     link.process.wait()
     link.close()
 
 
-def _start(rank: int, threads: int) -> Link:
+def _start(rank: int, threads: int) -> RankProcess:
     reader, writer = os.pipe()
     settings = json.dumps({"rank": rank, "threads": threads, "pipe": writer, "parent": os.getpid()})
     environment = {
@@ -377,4 +377,4 @@ def _start(rank: int, threads: int) -> Link:
         )
     finally:
         os.close(writer)
-    return Link(process, os.fdopen(reader, "rb", buffering=0))
+    return RankProcess(process, os.fdopen(reader, "rb", buffering=0))

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.ranks.context import RankContext, backend_of, device_of, joined_from_environment, patience
-from autopar.ranks.environment import launched
+from autopar.ranks.context import RankContext, backend_of, device_of, join_from_environment, patience
+from autopar.ranks.environment import rank_from_environment
 
 
 @contextmanager
-def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
+def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
     """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
 
     Raises:
@@ -28,8 +28,8 @@ def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: 
             # Its group is the script's, and stays.
             context.leave()
     elif "WORLD_SIZE" in os.environ:
-        launch = launched(os.environ)
-        with joined_from_environment(launch, device_type, timeout_s, size, share_gpus=share_gpus) as context:
+        launch = rank_from_environment(os.environ)
+        with join_from_environment(launch, device_type, timeout_s, size, share_gpus=share_gpus) as context:
             yield context
     elif size > 1:
         raise UsageError(
@@ -40,7 +40,7 @@ def joined_in_script(device_type: str, timeout_s: float, size: int, share_gpus: 
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
         try:
-            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s).met(share_gpus=False)
+            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s).detect_nccl(share_gpus=False)
         finally:
             dist.destroy_process_group()
 
@@ -59,5 +59,5 @@ def _of_script(device_type: str, timeout_s: float, size: int, share_gpus: bool) 
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     device = device_of(device_type, local_rank)
-    context = RankContext(rank, size, local_rank, local_size, device, timeout_s, outlived=True)
-    return context.met(share_gpus=share_gpus)
+    context = RankContext(rank, size, local_rank, local_size, device, timeout_s, has_external_group=True)
+    return context.detect_nccl(share_gpus=share_gpus)

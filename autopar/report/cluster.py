@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from autopar.hardware.collectives import moved
+from autopar.hardware.collectives import bus_bandwidth_factor
 from autopar.report.table import Table, bandwidth, duration, say, size
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def render(cluster: Cluster, console: Console, *, sizes: bool = False) -> None:
         say(console, f"note: {note}")
 
 
-def understood(cluster: Cluster, share: float = 1.0) -> str:
+def cluster_summary(cluster: Cluster, share: float = 1.0) -> str:
     """Return in a line what a cluster is: devices, nodes, and what each sends; of networks ``share`` is counted on.
 
     >>> from autopar.hardware.clusters import cluster_named
     >>> from autopar.hardware.collectives import NETWORK_SHARE
-    >>> understood(cluster_named("2x8xH100:400Gbps"), NETWORK_SHARE).split("; ")[:2]
+    >>> cluster_summary(cluster_named("2x8xH100:400Gbps"), NETWORK_SHARE).split("; ")[:2]
     ['16 devices (H100-SXM) in 2 nodes of 8', 'within a node 370 GB/s per device']
     """
     sizes = Counter(device.node for device in cluster.devices).values()
@@ -62,13 +62,15 @@ def understood(cluster: Cluster, share: float = 1.0) -> str:
     where["network"] = "between racks" if racked else "between nodes"
     for link in cluster.links:
         if link.level == "node" and max(sizes) > 1:
-            found.append(f"{where[link.level]} {_sent(link, 1.0, None)}")
+            found.append(f"{where[link.level]} {_bandwidth_text(link, 1.0, None)}")
         elif link.level != "node" and len(sizes) > 1:
-            found.append(f"{where[link.level]} {_sent(link, share, min(sizes) if len(set(sizes)) == 1 else None)}")
+            found.append(
+                f"{where[link.level]} {_bandwidth_text(link, share, min(sizes) if len(set(sizes)) == 1 else None)}"
+            )
     return "; ".join(found)
 
 
-def _sent(link: Link, share: float, per_node: int | None) -> str:
+def _bandwidth_text(link: Link, share: float, per_node: int | None) -> str:
     """Return what a device or a node sends over a link, which is shared by as many; ``per_node`` devices have each."""
     rate, unit = link.bytes_per_s / share, bandwidth if link.level == "node" else _bits
     counted = "" if share == 1 else f", of which {share:.0%} are counted on"
@@ -96,11 +98,11 @@ def _devices(cluster: Cluster) -> Table:
     return table
 
 
-def _by_rack(cluster: Cluster, racked: bool) -> list[tuple[int, _Nodes]]:
-    """Return how many racks, all nodes in one unless ``racked``, hold as many nodes of each make."""
+def _by_rack(cluster: Cluster, has_racks: bool) -> list[tuple[int, _Nodes]]:
+    """Return how many racks, all nodes in one unless ``has_racks``, hold as many nodes of each make."""
     nodes: dict[tuple[int, int], Counter[_Make]] = {}
     for each in cluster.devices:
-        place = each.rack if racked else 0, each.node
+        place = each.rack if has_racks else 0, each.node
         nodes.setdefault(place, Counter())[each.type, each.memory_bytes, each.price_per_hour] += 1
     racks: dict[int, Counter[tuple[tuple[_Make, int], ...]]] = {}
     for (rack, _), counted in nodes.items():
@@ -156,7 +158,7 @@ def _bandwidths(curve: Curve, at: int) -> tuple[str, str]:
     if curve.seconds[at] == 0:
         return "", ""
     rate = curve.sizes[at] / curve.seconds[at]
-    return bandwidth(rate), bandwidth(rate * moved(curve.kind, curve.ranks))
+    return bandwidth(rate), bandwidth(rate * bus_bandwidth_factor(curve.kind, curve.ranks))
 
 
 def render_gpus(gpus: Iterable[Gpu], console: Console) -> None:

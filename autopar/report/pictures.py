@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
-from autopar.formats.timeline import Event, Timeline, spent, track_of
+from autopar.formats.timeline import Event, Timeline, time_use, track_of
 from autopar.report.profile import title_of
 from autopar.report.table import Table, duration, fill, percentage, say
 
@@ -71,7 +71,7 @@ _MOST_INCHES = 100.0
 """Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
 
-class _Row(NamedTuple):
+class _RankRow(NamedTuple):
     """One timeline's events of one rank, and where they are drawn."""
 
     rank: int
@@ -103,15 +103,16 @@ def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None
     return _finish(sheet, rows, f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}")
 
 
-def draw_over(measured: Timeline, predicted: Timeline) -> Figure:
+def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figure:
     """Return a picture with every rank's measured row directly over its predicted row, on one time axis."""
-    rows = _rows([measured, predicted], ["measured", "predicted"])
-    sheet = _sheet(rows, max(measured.end_s, predicted.end_s))
+    rows = _rows([measured_timeline, predicted_timeline], ["measured", "predicted"])
+    sheet = _sheet(rows, max(measured_timeline.end_s, predicted_timeline.end_s))
     for row in rows:
         _draw_row(sheet, row)
-    title = f"Measured step: {_milliseconds(measured.end_s)} ms, predicted: {_milliseconds(predicted.end_s)} ms"
-    if measured.end_s > 0:
-        title += f" ({predicted.end_s / measured.end_s - 1:+.1%})"
+    measured_ms, predicted_ms = _milliseconds(measured_timeline.end_s), _milliseconds(predicted_timeline.end_s)
+    title = f"Measured step: {measured_ms} ms, predicted: {predicted_ms} ms"
+    if measured_timeline.end_s > 0:
+        title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
     return _finish(sheet, rows, title)
 
 
@@ -120,17 +121,17 @@ def render(timeline: Timeline, console: Console) -> None:
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
     table = Table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
     rows = []
-    for row, where in zip(_rows([timeline], [""]), spent(timeline), strict=True):
+    for row, where in zip(_rows([timeline], [""]), time_use(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
         blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.idle_s
         times = [duration(seconds) for seconds in (*computed, *blocked)]
-        rows.append((str(row.rank), _listed(row.events), *times))
+        rows.append((str(row.rank), _stage_text(row.events), *times))
     fill(table, rows)
     console.print(table)
     say(console, f"bubble: {percentage(timeline.bubble())} of the ranks' time")
 
 
-def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:
+def _rows(timelines: list[Timeline], labels: list[str]) -> list[_RankRow]:
     """Lay the timelines' rows out rank by rank, from top to bottom."""
     ranks = max(timeline.rank_count() for timeline in timelines)
     events: list[list[list[Event]]] = [[[] for _ in range(ranks)] for _ in timelines]
@@ -140,14 +141,14 @@ def _rows(timelines: list[Timeline], labels: list[str]) -> list[_Row]:
     pitch = len(timelines) + _GROUP_AIR
     ends_s = [timeline.end_s for timeline in timelines]
     return [
-        _Row(rank, label, rank * pitch + index, events[index][rank], ends_s[index])
+        _RankRow(rank, label, rank * pitch + index, events[index][rank], ends_s[index])
         for rank in range(ranks)
         for index, label in enumerate(labels)
     ]
 
 
 def _sheet(
-    rows: list[_Row], end_s: float, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0
+    rows: list[_RankRow], end_s: float, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0
 ) -> _Sheet:
     from matplotlib.figure import Figure
 
@@ -155,7 +156,7 @@ def _sheet(
     width = min(12.0 + max(0, busiest - 64) * 0.06, 20.0)
     height = rows[-1].top + 1 if rows else 1.0
     row_inches = min(max(7.0 / max(len(rows), 1), 0.36), 0.8, _MOST_INCHES / height)
-    longest = max((len(f"stage {_listed(row.events)}") for row in rows), default=0)
+    longest = max((len(f"stage {_stage_text(row.events)}") for row in rows), default=0)
     left = max(0.8, 0.1 + _LETTER_INCHES * longest) + (0.7 if any(row.label for row in rows) else 0.0)
     right, above, below = 0.3, 0.5, 0.85
     inches = height * row_inches
@@ -172,7 +173,7 @@ def _sheet(
     return _Sheet(figure, axes, (width - left - right) * _POINTS / span_s, row_inches * _POINTS)
 
 
-def _draw_row(sheet: _Sheet, row: _Row) -> None:
+def _draw_row(sheet: _Sheet, row: _RankRow) -> None:
     end_ms = sheet.axes.get_xlim()[1]
     sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
     stages = _stages(row.events)
@@ -226,7 +227,7 @@ def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> Non
         sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
 
 
-def _finish(sheet: _Sheet, rows: list[_Row], title: str) -> Figure:
+def _finish(sheet: _Sheet, rows: list[_RankRow], title: str) -> Figure:
     from matplotlib.patches import Patch
 
     axes = sheet.axes
@@ -239,14 +240,14 @@ def _finish(sheet: _Sheet, rows: list[_Row], title: str) -> Figure:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     _label_rows(sheet, rows)
-    handles = [Patch(color=_COLOURS[key], label=_NAMES.get(key, key)) for key in _drawn(rows)]
+    handles = [Patch(color=_COLOURS[key], label=_NAMES.get(key, key)) for key in _legend_keys(rows)]
     sheet.figure.legend(
         handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
     )
     return sheet.figure
 
 
-def _label_rows(sheet: _Sheet, rows: list[_Row]) -> None:
+def _label_rows(sheet: _Sheet, rows: list[_RankRow]) -> None:
     sheet.axes.set_yticks([])
     size = min(9.0, 0.34 * sheet.points_per_row)
     for row in rows:
@@ -254,7 +255,7 @@ def _label_rows(sheet: _Sheet, rows: list[_Row]) -> None:
     pairs = max(1, len({row.label for row in rows}))
     for index in range(0, len(rows), pairs):
         group = rows[index : index + pairs]
-        stages = _listed([event for row in group for event in row.events])
+        stages = _stage_text([event for row in group for event in row.events])
         middle = (group[0].top + group[-1].top + _COMPUTE) / 2
         _margin(sheet, -64 if group[0].label else -8, middle, f"rank {group[0].rank}\nstage {stages}", size)
 
@@ -274,7 +275,7 @@ def _margin(sheet: _Sheet, offset: float, middle: float, text: str, size: float)
     )
 
 
-def _drawn(rows: Iterable[_Row]) -> list[str]:
+def _legend_keys(rows: Iterable[_RankRow]) -> list[str]:
     kinds = {event.action.kind for row in rows for event in row.events}
     present = kinds | {track_of(kind) for kind in kinds}
     return [key for key in _COLOURS if key in present]
@@ -284,7 +285,7 @@ def _stages(events: list[Event]) -> list[int]:
     return sorted({event.action.stage for event in events})
 
 
-def _listed(events: list[Event]) -> str:
+def _stage_text(events: list[Event]) -> str:
     return ", ".join(map(str, _stages(events)))
 
 
@@ -303,7 +304,7 @@ MOST_NUMBERED, MOST_ARROWS = 256, 32
 """Devices whose stages are written on them, and stages between which arrows are drawn."""
 
 
-class _Map(NamedTuple):
+class _DeviceMap(NamedTuple):
     """Where devices are drawn."""
 
     at: dict[int, tuple[float, float]]
@@ -329,7 +330,7 @@ def draw_placement(plan: Plan, cluster: Cluster, timeline: Timeline) -> Figure:
     return draw_timeline(timeline, head, inches * places.height)
 
 
-def _places(cluster: Cluster) -> _Map:
+def _places(cluster: Cluster) -> _DeviceMap:
     nodes: dict[tuple[int, int], list[int]] = {}
     for index, device in enumerate(cluster.devices):
         nodes.setdefault((device.rack, device.node), []).append(index)
@@ -347,10 +348,10 @@ def _places(cluster: Cluster) -> _Map:
         kinds = ", ".join(dict.fromkeys(cluster.devices[index].type for index in devices))
         name = f"node {node}: {kinds}"
         boxes[f"rack {rack}, {name}" if racks else name] = left, top, wide, high
-    return _Map(at, boxes)
+    return _DeviceMap(at, boxes)
 
 
-def _draw_places(plan: Plan, cluster: Cluster, places: _Map, inches: float, axes: Axes) -> None:
+def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float, axes: Axes) -> None:
     import networkx as nx
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
@@ -400,13 +401,13 @@ _LEAST_PLACES = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-class _Part(NamedTuple):
+class _ColourPart(NamedTuple):
     """One colour of a panel: a number per layer, drawn on top of the parts before it, or in front of them."""
 
     label: str
     colour: str
     values: Sequence[float]
-    stacked: bool = False
+    is_stacked: bool = False
 
 
 def draw_profile(profile: Profile) -> Figure:
@@ -422,18 +423,20 @@ def draw_profile(profile: Profile) -> Figure:
         time,
         "ms",
         [
-            _Part("forward", _FORWARD, [cost.forward_s * 1e3 for cost in costs]),
-            _Part("backward", _BACKWARD, [cost.backward_s * 1e3 for cost in costs], stacked=True),
+            _ColourPart("forward", _FORWARD, [cost.forward_s * 1e3 for cost in costs]),
+            _ColourPart("backward", _BACKWARD, [cost.backward_s * 1e3 for cost in costs], is_stacked=True),
         ],
     )
     _bytes_panel(
         saved,
         [
-            _Part("peak of forward and backward", _PEAK, [cost.peak_bytes for cost in costs]),
-            _Part("saved activations", _SAVED, [cost.saved_bytes for cost in costs]),
+            _ColourPart("peak of forward and backward", _PEAK, [cost.peak_bytes for cost in costs]),
+            _ColourPart("saved activations", _SAVED, [cost.saved_bytes for cost in costs]),
         ],
     )
-    _bytes_panel(parameters, [_Part("parameters", _PARAMETERS, [layer.parameters_bytes for layer in profile.layers])])
+    _bytes_panel(
+        parameters, [_ColourPart("parameters", _PARAMETERS, [layer.parameters_bytes for layer in profile.layers])]
+    )
     _boundaries(crossing, [each * rows for each in profile.crossing_bytes()[:-1]])
     _name_layers(crossing, [layer.name for layer in profile.layers])
     figure.align_ylabels()
@@ -443,7 +446,7 @@ def draw_profile(profile: Profile) -> Figure:
     return figure
 
 
-def _bytes_panel(axes: Axes, parts: Sequence[_Part]) -> None:
+def _bytes_panel(axes: Axes, parts: Sequence[_ColourPart]) -> None:
     unit, factor = _unit([value for part in parts for value in part.values])
     _panel(axes, unit, [part._replace(values=[value / factor for value in part.values]) for part in parts])
 
@@ -453,11 +456,11 @@ def _unit(values: Sequence[float]) -> tuple[str, int]:
     return next(((unit, factor) for unit, factor in _UNITS if largest >= factor), ("bytes", 1))
 
 
-def _panel(axes: Axes, unit: str, parts: Sequence[_Part]) -> None:
+def _panel(axes: Axes, unit: str, parts: Sequence[_ColourPart]) -> None:
     count = len(parts[0].values)
     below = [0.0] * count
     for part in parts:
-        bottom = below if part.stacked else [0.0] * count
+        bottom = below if part.is_stacked else [0.0] * count
         axes.bar(range(count), part.values, bottom=bottom, width=0.8, color=part.colour, label=part.label, zorder=2)
         below = [base + value for base, value in zip(bottom, part.values, strict=True)]
     _finish_bars(axes, unit)

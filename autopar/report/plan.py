@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
 from autopar.formats.plan import BoundPart, Price
-from autopar.formats.report import Compared, VirtualWorkers
+from autopar.formats.report import ComparisonRow, VirtualWorkers
 from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ MOST_STAGES = 48
 """Of an alternative, in full."""
 
 
-def explained(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
     """Return as plain text what ``autopar plan`` ends with: stages, bounds, what binds, alternatives."""
     return as_text(partial(render, plan))
 
@@ -191,10 +191,10 @@ def _layers(stage: Stage) -> str:
     return f"{stage.layers[0]} .. {stage.layers[-1]}"
 
 
-def few_stages(stages: str) -> str:
+def abbreviate_stages(stages: str) -> str:
     """Return stages as they are; of more than :data:`MOST_STAGES` the first and the last ones.
 
-    >>> few_stages("0-1:1,2:4"), few_stages(",".join(f"{layer}:1" for layer in range(100)))
+    >>> abbreviate_stages("0-1:1,2:4"), abbreviate_stages(",".join(f"{layer}:1" for layer in range(100)))
     ('0-1:1,2:4', '0:1,1:1,2:1, ... 94 more ..., 97:1,98:1,99:1')
     """
     each = stages.split(",")
@@ -254,12 +254,12 @@ def _alternatives(plan: Plan) -> Table:
         if price is not None:
             cost = each.price_per_step
             row += ["", ""] if cost is None else [figure(cost), _against(cost, price.per_step)]
-        table.add_row(*row, each.schedule or "", count, few_stages(each.stages or ""))
+        table.add_row(*row, each.schedule or "", count, abbreviate_stages(each.stages or ""))
     return table
 
 
-def _against(value: float, planned: float) -> str:
-    return percentage(value / planned - 1, signed=True) if planned > 0 else ""
+def _against(value: float, plan_value: float) -> str:
+    return percentage(value / plan_value - 1, with_sign=True) if plan_value > 0 else ""
 
 
 _ESTIMATE = (
@@ -268,7 +268,7 @@ _ESTIMATE = (
 )
 
 
-def render_comparison(rows: Sequence[Compared], own_step_s: float, console: Console) -> None:
+def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console: Console) -> None:
     """Print the plans of a comparison against the one that takes ``own_step_s``."""
     columns = (
         "planner",
@@ -287,7 +287,7 @@ def render_comparison(rows: Sequence[Compared], own_step_s: float, console: Cons
             row.schedule or "",
             count,
             peak,
-            row.infeasible or few_stages(row.stages or "cut differently, see below"),
+            row.infeasible or abbreviate_stages(row.stages or "cut differently, see below"),
         )
         table.add_row(row.name, *_times(row, own_step_s), *ending)
     console.print(table)
@@ -298,32 +298,33 @@ def render_comparison(rows: Sequence[Compared], own_step_s: float, console: Cons
                 say(console, _ESTIMATE)
 
 
-def _workers(name: str, found: VirtualWorkers) -> Table:
+def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
     """Return virtual workers stage by stage; workers with the same layers on the same kinds as one."""
-    each = f"{found.in_flight} micro-batch{'es' if found.in_flight > 1 else ''} in flight"
-    title = (
-        f"{name}'s virtual workers ({found.policy}, {each}, {figure(found.samples_per_s)} samples per second at most)"
-    )
+    each = f"{virtual_workers.in_flight} micro-batch{'es' if virtual_workers.in_flight > 1 else ''} in flight"
+    at_most = f"{figure(virtual_workers.samples_per_s)} samples per second at most"
+    title = f"{name}'s virtual workers ({virtual_workers.policy}, {each}, {at_most})"
     columns = (">worker", ">samples/s", ">stage", "layers", "devices", ">in flight", ">stage time", ">peak memory")
     table = Table(title, columns)
     groups: dict[object, list[int]] = {}
-    for index, worker in enumerate(found.workers):
+    for index, worker in enumerate(virtual_workers.workers):
         groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
     for members in groups.values():
-        for at, stage in enumerate(found.workers[members[0]].stages):
-            devices = ", ".join(str(found.workers[member].stages[at].device) for member in members)
+        for at, stage in enumerate(virtual_workers.workers[members[0]].stages):
+            devices = ", ".join(str(virtual_workers.workers[member].stages[at].device) for member in members)
             first = (
-                (", ".join(map(str, members)), figure(found.workers[members[0]].samples_per_s)) if not at else ("", "")
+                (", ".join(map(str, members)), figure(virtual_workers.workers[members[0]].samples_per_s))
+                if not at
+                else ("", "")
             )
             times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
             table.add_row(*first, str(at), stage.layers, f"{devices} ({stage.type})", *times)
     return table
 
 
-def _times(row: Compared, own_step_s: float) -> tuple[str, str]:
+def _times(row: ComparisonRow, own_step_s: float) -> tuple[str, str]:
     if row.step_s is None:
         return "", ""
-    over = percentage(row.step_s / own_step_s - 1, signed=True) if own_step_s > 0 and row.name != "autopar" else ""
+    over = percentage(row.step_s / own_step_s - 1, with_sign=True) if own_step_s > 0 and row.name != "autopar" else ""
     return duration(row.step_s), over
 
 
@@ -336,7 +337,7 @@ def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> No
     table = Table("Memory (largest replica of each stage)", columns)
     limits = plan.predicted.limit_bytes
     for index, (peak, held) in enumerate(zip(plan.predicted.peak_bytes, held_bytes, strict=True)):
-        error = percentage(peak / held - 1, signed=True) if held else ""
+        error = percentage(peak / held - 1, with_sign=True) if held else ""
         table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
     console.print(table)
 

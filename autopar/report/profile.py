@@ -24,7 +24,7 @@ def render(profile: Profile, console: Console) -> None:
     console.print(_layers(profile))
     if profile.others:
         console.print(_kinds(profile))
-    if any(_halved(layer.costs[-1]) for layer in profile.layers):
+    if any(_has_backward_parts(layer.costs[-1]) for layer in profile.layers):
         console.print(_parts(profile))
     console.print(_shares(profile))
     for line in (*_certainty(profile), *_totals_in_words(profile)):
@@ -117,7 +117,7 @@ def _parts(profile: Profile) -> Table:
     return table
 
 
-def _halved(cost: Cost) -> bool:
+def _has_backward_parts(cost: Cost) -> bool:
     return any(each is not None for each in (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s))
 
 
@@ -205,7 +205,7 @@ def _totals(profile: Profile) -> tuple[str, ...]:
     return (
         "",
         f"{len(profile.layers)} layer{'s' if len(profile.layers) > 1 else ''}",
-        size(_parameters(profile.layers) - _shared(profile)),
+        size(_parameters(profile.layers) - _duplicate_bytes(profile)),
         duration(sum(cost.forward_s for cost in costs)),
         duration(sum(cost.backward_s for cost in costs)),
         size(sum({saved.storage: saved.bytes for cost in costs for saved in cost.saved}.values())),
@@ -218,6 +218,6 @@ def _parameters(layers: tuple[Layer, ...]) -> int:
     return sum(layer.parameters_bytes for layer in layers)
 
 
-def _shared(profile: Profile) -> int:
+def _duplicate_bytes(profile: Profile) -> int:
     """Return the bytes of tied parameters that layers count more than once."""
     return sum(tied.bytes * (len(tied.layers) - 1) for tied in profile.tied)

@@ -20,7 +20,7 @@ from autopar.formats.program import (
     UPDATE,
     WEIGHT_BACKWARD,
 )
-from autopar.formats.report import Difference, Verified
+from autopar.formats.report import Difference, Verification
 from autopar.report.table import Table, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _times(report: Report) -> Table:
     if report.step_s.longest is not None and report.step_s.first is not None:
         outer = f"{duration(report.step_s.first)}, {duration(report.step_s.longest)}"
         table.add_row("first step (left out), longest of the others", outer)
-    table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_known(report)}")
-    table.add_row("error", percentage(report.error, signed=True))
+    table.add_row("predicted step", f"{duration(report.predicted_step_s)}{_provenance_text(report)}")
+    table.add_row("error", percentage(report.error, with_sign=True))
     table.add_row("samples per second", figure(report.samples_per_s))
     if report.flops_utilisation is not None:
         table.add_row("model FLOPs utilisation", percentage(report.flops_utilisation))
@@ -90,7 +90,7 @@ def _times(report: Report) -> Table:
     return table
 
 
-def _known(report: Report) -> str:
+def _provenance_text(report: Report) -> str:
     """Return, in brackets, where the numbers came from that the prediction used."""
     known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
     parts = [f"{what} {each}" for what, each in known if each is not None]
@@ -143,22 +143,22 @@ def _spread(count: int, most: int) -> list[int]:
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
-def render_verification(found: Verified, console: Console) -> None:
+def render_verification(verification: Verification, console: Console) -> None:
     """Print the largest difference of every kind beside what is allowed, and what differs by choice."""
-    steps = f"{found.steps} step{'s' if found.steps > 1 else ''} of {found.ranks} ranks"
-    title = f"{steps} and of the plain loop, in {found.computed}"
+    steps = f"{verification.steps} step{'s' if verification.steps > 1 else ''} of {verification.ranks} ranks"
+    title = f"{steps} and of the plain loop, in {verification.computed}"
     columns = ("", ">compared", ">largest difference", ">allowed", "where")
     table = Table(title, columns)
-    for each in found.differences:
+    for each in verification.differences:
         row = (each.what, str(each.compared), _number(each), f"{each.allowed:.2g}", each.where)
         table.add_row(*row, style="" if each.equal else "bold red")
     console.print(table)
-    units = "; ".join(f"{each.what} by {each.unit}" for each in found.differences)
+    units = "; ".join(f"{each.what} by {each.unit}" for each in verification.differences)
     say(console, f"differences are divided: {units}")
-    say(console, f"allowed: {found.rounding}")
-    for choice in found.by_choice:
+    say(console, f"allowed: {verification.rounding}")
+    for choice in verification.by_choice:
         say(console, f"by choice: {choice}")
-    for note in found.notes:
+    for note in verification.notes:
         say(console, f"note: {note}")
 
 

@@ -76,7 +76,7 @@ class _Row(NamedTuple):
     """Whether its only cell is as wide as the table."""
 
 
-class _Layout(NamedTuple):
+class _TableLayout(NamedTuple):
     """How wide each column is, and which ones stand below the others; records have no widths."""
 
     widths: dict[int, int]
@@ -98,13 +98,13 @@ class Table:
 
     def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
         """Add a row; cells that are not given are empty."""
-        self._rows.append(_Row(self._filled(cells), style, end_section))
+        self._rows.append(_Row(self._pad_cells(cells), style, end_section))
 
     def add_line(self, text: str) -> None:
         """Add a line that is as wide as the table, such as how many rows are left out."""
         self._rows.append(_Row((text,), spans=True))
 
-    def _filled(self, cells: Sequence[str]) -> tuple[str, ...]:
+    def _pad_cells(self, cells: Sequence[str]) -> tuple[str, ...]:
         assert len(cells) <= len(self.columns)
         shown = ("\n".join(map(printable, cell.split("\n"))) for cell in cells)
         return (*shown, *("" for _ in self.columns[len(cells) :]))
@@ -125,7 +125,7 @@ class Table:
         if self.caption:
             yield from ((line, "italic") for line in fold(self.caption, width))
 
-    def _table(self, layout: _Layout, width: int, rule: str) -> Iterator[tuple[str, str]]:
+    def _table(self, layout: _TableLayout, width: int, rule: str) -> Iterator[tuple[str, str]]:
         across = max(_wide(layout.widths.values()), self._wide_below(layout, width))
         if any(column.name for column in self.columns):
             names = tuple(column.name for column in self.columns)
@@ -138,9 +138,9 @@ class Table:
                 yield "", ""
         if self.footer:
             yield "", ""
-            yield from ((line, "") for line in self._row(self._filled(self.footer), layout, width))
+            yield from ((line, "") for line in self._row(self._pad_cells(self.footer), layout, width))
 
-    def _row(self, cells: Sequence[str], layout: _Layout, width: int, *, head: bool = False) -> Iterator[str]:
+    def _row(self, cells: Sequence[str], layout: _TableLayout, width: int, *, head: bool = False) -> Iterator[str]:
         """Yield the lines of a row, or of the head, whose names stand at the foot of their columns."""
         folded = {
             at: _head_lines(cells[at], wide) if head else fold(cells[at], wide, numbers=self.columns[at].number)
@@ -156,25 +156,25 @@ class Table:
             yield GAP.join(parts)
         for at in layout.below:
             if cells[at]:
-                yield from _indented(f"{'' if head else self._label(at, layout)}{cells[at]}", width)
+                yield from _indent(f"{'' if head else self._label(at, layout)}{cells[at]}", width)
 
-    def _label(self, at: int, layout: _Layout) -> str:
+    def _label(self, at: int, layout: _TableLayout) -> str:
         """Return what stands before a cell below its row: the column's name, unless the head tells it."""
         name = self.columns[at].name
         return f"{name}: " if name and len(layout.below) > 1 else ""
 
-    def _wide_below(self, layout: _Layout, width: int) -> int:
+    def _wide_below(self, layout: _TableLayout, width: int) -> int:
         lines = (
             line
             for at in layout.below
             for cell in (self.columns[at].name, *self._cells(at))
-            for line in _indented(f"{self._label(at, layout)}{cell}", width)
+            for line in _indent(f"{self._label(at, layout)}{cell}", width)
         )
         return _longest(lines)
 
     def _records(self, width: int) -> Iterator[tuple[str, str]]:
         longest = max(cell_len(column.name) for column in self.columns)
-        rows = [*self._rows, *([_Row(self._filled(self.footer))] if self.footer else [])]
+        rows = [*self._rows, *([_Row(self._pad_cells(self.footer))] if self.footer else [])]
         for index, row in enumerate(rows):
             if index:
                 yield "", ""
@@ -184,22 +184,22 @@ class Table:
             for column, cell in zip(self.columns, row.cells, strict=True):
                 yield from ((line, row.style) for line in _field(column.name, cell, longest, width))
 
-    def _layout(self, width: int) -> _Layout | None:
+    def _layout(self, width: int) -> _TableLayout | None:
         """Return the first layout that fits; none where only records do."""
         every = range(len(self.columns))
         natural = {at: max(self._natural(at), cell_len(self.columns[at].name)) for at in every}
         for found in (natural, broken := {at: max(self._natural(at), self._least_head(at)) for at in every}):
             if _wide(found.values()) <= width:
-                return _Layout(found)
+                return _TableLayout(found)
         long = sorted((at for at in every if self._folds(at)), key=lambda at: -broken[at])
         for count in range(len(long) + 1):
             below = tuple(sorted(long[:count]))
-            widths = self._folded({at: wide for at, wide in broken.items() if at not in below}, width)
+            widths = self._narrow_widths({at: wide for at, wide in broken.items() if at not in below}, width)
             if widths:
-                return _Layout(widths, below)
+                return _TableLayout(widths, below)
         return None
 
-    def _folded(self, natural: dict[int, int], width: int) -> dict[int, int] | None:
+    def _narrow_widths(self, natural: dict[int, int], width: int) -> dict[int, int] | None:
         """Return widths that are as wide as may be, the widest narrowed; none where a cell would get too long."""
         least = {at: min(wide, self._least(at)) for at, wide in natural.items()}
         if not natural or _wide(least.values()) > width:
@@ -339,10 +339,10 @@ def _field(name: str, cell: str, longest: int, width: int) -> Iterator[str]:
             yield f"{_set('' if index else name, longest, right=False)}{GAP}{line}"
         return
     yield from fold(name, width)
-    yield from _indented(cell, width)
+    yield from _indent(cell, width)
 
 
-def _indented(text: str, width: int) -> Iterator[str]:
+def _indent(text: str, width: int) -> Iterator[str]:
     yield from (f"{INDENT}{line}" for line in fold(text, width - len(INDENT)))
 
 
@@ -401,13 +401,13 @@ def bandwidth(bytes_per_s: float) -> str:
     return f"{_three_digits(bytes_per_s)} B/s"
 
 
-def percentage(share: float, *, signed: bool = False) -> str:
+def percentage(share: float, *, with_sign: bool = False) -> str:
     """Return a share in per cent.
 
-    >>> percentage(0.256), percentage(0.031, signed=True)
+    >>> percentage(0.256), percentage(0.031, with_sign=True)
     ('25.6 %', '+3.1 %')
     """
-    return f"{share:{'+' if signed else ''}.1%}".replace("%", " %")
+    return f"{share:{'+' if with_sign else ''}.1%}".replace("%", " %")
 
 
 def figure(value: float) -> str:

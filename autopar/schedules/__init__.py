@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
-from autopar.schedules.order import Computation, Place
+from autopar.schedules.order import Computation, RankPlace
 
 __all__ = ["SCHEDULES", "Schedule"]
 
@@ -19,7 +19,7 @@ __all__ = ["SCHEDULES", "Schedule"]
 class Schedule(NamedTuple):
     """How a schedule orders a rank, and which in-flight depths it offers."""
 
-    order: Callable[[Place], Iterator[Computation]]
+    order: Callable[[RankPlace], Iterator[Computation]]
     """What a rank computes, in order."""
     warmups: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     """(groups, stages per group, micro_batches) -> name of the choice -> depth per stage."""

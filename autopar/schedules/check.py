@@ -92,7 +92,7 @@ def _check_complete(
 
 
 def _prerequisites(
-    rank: int, plan: Plan, flowing: list[Message], found: Container[Action]
+    rank: int, plan: Plan, flowing: list[Message], program_actions: Container[Action]
 ) -> dict[Action, list[Action]]:
     """Return what the rank has to do, each with what must stand before it.
 
@@ -103,7 +103,7 @@ def _prerequisites(
     last: dict[int, list[Action]] = {stage: [] for stage in stages}
     for stage in stages:
         for micro_batch in mine(plan, rank):
-            forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, found)
+            forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, program_actions)
             before[forward], before[backward] = [], [forward]
             last[stage].append(backward)
             if backward.kind == INPUT_BACKWARD:
@@ -113,7 +113,7 @@ def _prerequisites(
     for message in flowing:
         for micro_batch in mine(plan, rank):
             if message.carries(micro_batch):
-                _add_message(before, rank, message, micro_batch, found)
+                _add_message(before, rank, message, micro_batch, program_actions)
     closing = [Action(kind, stage, index) for kind, stage, index, *_ in closing_of(plan, stages)]
     *reductions, update = closing
     for reduction in reductions:
@@ -124,31 +124,35 @@ def _prerequisites(
     return before
 
 
-def _backward(stage: int, micro_batch: int, found: Container[Action]) -> Action:
+def _backward(stage: int, micro_batch: int, program_actions: Container[Action]) -> Action:
     """Return the backward that others wait for: its first half, where the program has halves."""
     half = Action(INPUT_BACKWARD, stage, micro_batch)
-    return half if half in found else Action(BACKWARD, stage, micro_batch)
+    return half if half in program_actions else Action(BACKWARD, stage, micro_batch)
 
 
 def _add_message(
-    before: dict[Action, list[Action]], rank: int, message: Message, micro_batch: int, found: Container[Action]
+    before: dict[Action, list[Action]],
+    rank: int,
+    message: Message,
+    micro_batch: int,
+    program_actions: Container[Action],
 ) -> None:
     """Add a message's sending or receiving on this rank, or what its stages on one rank wait for of each other."""
     made, read = message.producer, message.consumer
     if message.local:
         before[Action(FORWARD, read, micro_batch)].append(Action(FORWARD, made, micro_batch))
         if message.gradients:
-            before[_backward(made, micro_batch, found)].append(_backward(read, micro_batch, found))
+            before[_backward(made, micro_batch, program_actions)].append(_backward(read, micro_batch, program_actions))
     elif message.receiver == rank:
         peer = (micro_batch, message.sender, made)
         before[Action(FORWARD, read, micro_batch)].append(Action(RECEIVE, read, *peer))
         if message.gradients:
-            before[Action(SEND_GRADIENT, read, *peer)] = [_backward(read, micro_batch, found)]
+            before[Action(SEND_GRADIENT, read, *peer)] = [_backward(read, micro_batch, program_actions)]
     else:
         peer = (micro_batch, message.receiver, read)
         before[Action(SEND, made, *peer)] = [Action(FORWARD, made, micro_batch)]
         if message.gradients:
-            before[_backward(made, micro_batch, found)].append(Action(RECEIVE_GRADIENT, made, *peer))
+            before[_backward(made, micro_batch, program_actions)].append(Action(RECEIVE_GRADIENT, made, *peer))
 
 
 def _check_flow(program: Program) -> None:
@@ -176,7 +180,7 @@ def _check_flow(program: Program) -> None:
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
-        around = _circle({each: _awaited(own, groups, arrived) for each, own in stuck.items()})
+        around = _circle({each: _awaited_ranks(own, groups, arrived) for each, own in stuck.items()})
         ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
         raise ProgramError(f"deadlock: {where} waits forever at {action}, position {position[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
@@ -184,21 +188,21 @@ def _check_flow(program: Program) -> None:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")
 
 
-def _awaited(
-    action: Action, groups: dict[tuple[str, int], set[int]], arrived: dict[tuple[str, int], set[int]]
+def _awaited_ranks(
+    action: Action, groups: dict[tuple[str, int], set[int]], arrived_ranks: dict[tuple[str, int], set[int]]
 ) -> set[int]:
     """Return the ranks without which an action does not end."""
     if action.kind in (REDUCE, REDUCE_TIED):
-        return groups[_group(action)] - arrived[_group(action)]
+        return groups[_group(action)] - arrived_ranks[_group(action)]
     return {action.peer}
 
 
-def _circle(awaited: dict[int, set[int]]) -> list[tuple[int, int]]:
+def _circle(wait_for_graph: dict[int, set[int]]) -> list[tuple[int, int]]:
     """Return ranks that wait for each other in a circle, each with the next; none where one waits for what is done."""
     import networkx as nx
 
     try:
-        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(awaited))
+        found: list[tuple[int, int]] = nx.find_cycle(nx.DiGraph(wait_for_graph))
     except nx.NetworkXNoCycle:
         return []
     return found[:MOST_IN_CIRCLE]
@@ -213,7 +217,7 @@ def _advance(
     action: Action,
     queues: dict[tuple[int, int], deque[Action]],
     groups: dict[tuple[str, int], set[int]],
-    arrived: dict[tuple[str, int], set[int]],
+    arrived_ranks: dict[tuple[str, int], set[int]],
 ) -> bool:
     if action.kind in (SEND, SEND_GRADIENT):
         queues.setdefault((rank, action.peer), deque()).append(action)
@@ -228,8 +232,8 @@ def _advance(
         queue.popleft()
     elif action.kind in (REDUCE, REDUCE_TIED):
         key = _group(action)
-        arrived[key].add(rank)
-        return arrived[key] == groups[key]
+        arrived_ranks[key].add(rank)
+        return arrived_ranks[key] == groups[key]
     return True
 
 
@@ -238,8 +242,8 @@ Reduction = tuple[str, int]
 
 _NOUNS = {
     "micro_batches": "micro-batches whose backward is not complete",
-    "received": "messages that are not yet computed with",
-    "unsent": "messages that are not yet sent",
+    "received_messages": "messages that are not yet computed with",
+    "unsent_messages": "messages that are not yet sent",
 }
 """What takes memory; a weight half that is to come belongs to a backward that is not complete."""
 
@@ -283,7 +287,7 @@ def check_reductions(program: Program) -> None:
     Raises:
         ProgramError: names two ranks, and what each begins with.
     """
-    begun = [_begun(actions) for actions in program.ranks]
+    begun = [_reduction_order(actions) for actions in program.ranks]
     members: dict[Reduction, tuple[int, ...]] = {}
     for rank, reductions in enumerate(begun):
         for reduction in reductions:
@@ -294,17 +298,17 @@ def check_reductions(program: Program) -> None:
             if order != first:
                 at = next(at for at, pair in enumerate(zip(order, first, strict=True)) if pair[0] != pair[1])
                 raise ProgramError(
-                    f"rank {rank} begins to reduce {_named(order[at])} where rank {ranks[0]} begins with "
-                    f"{_named(first[at])}; they must keep one order"
+                    f"rank {rank} begins to reduce {_reduction_text(order[at])} where rank {ranks[0]} begins with "
+                    f"{_reduction_text(first[at])}; they must keep one order"
                 )
 
 
-def _named(reduction: Reduction) -> str:
+def _reduction_text(reduction: Reduction) -> str:
     kind, index = reduction
     return f"stage {index}" if kind == REDUCE else f"tied parameter {index}"
 
 
-def _begun(actions: RankProgram) -> list[Reduction]:
+def _reduction_order(actions: RankProgram) -> list[Reduction]:
     """Return a rank's reductions in the order in which it begins them: a stage's while its last backward runs.
 
     A replica that takes turns and gets none has no backward, and begins where the reduction stands.

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.schedules.order import Computation, Place, depths, joined, numbered
+from autopar.schedules.order import Computation, RankPlace, depths, join_halves, number_micro_batches
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations; ``warmups`` are what follows from them.
 
     >>> from autopar.schedules.timetable import draw
@@ -23,10 +23,10 @@ def order(place: Place) -> Iterator[Computation]:
     group 0: F0@0 F1@0 F2@0 F0@3 I0@3 W0@3 F1@3 B1@3 B1@3 F2@3 .    B0@0 B0@0 B2@3 B2@3 B1@0 B1@0 .    .    B2@0 B2@0
     group 1: .    F0@1 F0@2 F1@1 F1@2 F2@1 B0@2 B0@2 F2@2 B0@1 B0@1 B1@2 B1@2 B1@1 B1@1 B2@2 B2@2 B2@1 B2@1 .    .
     """
-    return joined(numbered(_pattern(place), place.micro_batches))
+    return join_halves(number_micro_batches(_pattern(place), place.micro_batches))
 
 
-def _pattern(place: Place) -> Iterator[tuple[str, int]]:
+def _pattern(place: RankPlace) -> Iterator[tuple[str, int]]:
     """Yield the eight phases of the original."""
     down, up = place.stages
     before, behind = place.group + 1, place.groups - place.group - 1

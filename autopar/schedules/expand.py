@@ -25,7 +25,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules import SCHEDULES
-from autopar.schedules.order import Entry, Place, in_order
+from autopar.schedules.order import Entry, RankPlace, in_order
 from autopar.schedules.route import Routes
 
 
@@ -89,7 +89,7 @@ def messages(plan: Plan) -> list[Message]:
     """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
     found = []
     starts, known = _starts(plan), Routes()
-    for (producer, consumer), tensors in sorted(_exchanged(plan).items()):
+    for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         for route in known.between(plan.stages[producer], plan.stages[consumer]):
             sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
@@ -109,7 +109,7 @@ def _starts(plan: Plan) -> list[int]:
     return found
 
 
-def _exchanged(plan: Plan) -> dict[tuple[int, int], list[int]]:
+def _exchanged_tensors(plan: Plan) -> dict[tuple[int, int], list[int]]:
     """Return the tensors that stages exchange, by producer and consumer."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for index, tensor in enumerate(plan.tensors):
@@ -139,7 +139,7 @@ def action_count(plan: Plan) -> int:
         count += first.replicas * shared
         count += sum(number * _computations(plan, place) for place, number in places.items())
     known = Routes()
-    for (producer, consumer), tensors in _exchanged(plan).items():
+    for (producer, consumer), tensors in _exchanged_tensors(plan).items():
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         if sending.devices != receiving.devices:
             carried = sum(route.count(plan.micro_batches) for route in known.between(sending, receiving))
@@ -147,7 +147,7 @@ def action_count(plan: Plan) -> int:
     return count
 
 
-def _computations(plan: Plan, place: Place) -> int:
+def _computations(plan: Plan, place: RankPlace) -> int:
     """Return how many forwards and backwards a rank has, halves for themselves."""
     schedule = SCHEDULES[plan.schedule]
     return sum(1 for _ in schedule.order(place)) if schedule.halves else 2 * place.micro_batches * len(place.stages)
@@ -155,11 +155,11 @@ def _computations(plan: Plan, place: Place) -> int:
 
 def entries_of(plan: Plan) -> Iterable[Iterable[Entry]]:
     """Return every rank's actions as plain tuples: what :func:`expand` makes actions of, for who needs many of them."""
-    entries = _unordered(plan)
+    entries = _unordered_entries(plan)
     return entries if layout_of(plan.schedule) == "line" else in_order(entries)
 
 
-def _unordered(plan: Plan) -> Iterator[Iterator[Entry]]:
+def _unordered_entries(plan: Plan) -> Iterator[Iterator[Entry]]:
     inward: dict[tuple[int, int], list[Message]] = {}
     outward: dict[tuple[int, int], list[Message]] = {}
     for message in messages(plan):
@@ -170,35 +170,36 @@ def _unordered(plan: Plan) -> Iterator[Iterator[Entry]]:
     for group, chunks in enumerate(plan.groups):
         for replica in range(plan.stages[chunks[0]].replicas):
             flows = {
-                stage: _Flows.of(inward.get((rank, stage), []), outward.get((rank, stage), [])) for stage in chunks
+                stage: _StageMessages.of(inward.get((rank, stage), []), outward.get((rank, stage), []))
+                for stage in chunks
             }
             yield _entries(plan, _place(plan, group, chunks, replica), replica, flows)
             rank += 1
 
 
-def _place(plan: Plan, group: int, chunks: tuple[int, ...], replica: int) -> Place:
+def _place(plan: Plan, group: int, chunks: tuple[int, ...], replica: int) -> RankPlace:
     first = plan.stages[chunks[0]]
     count = len(turns(first.division, first.replicas, replica, plan.micro_batches))
     depths = tuple(min(plan.stages[stage].warmup, count) for stage in chunks)
-    return Place(group, len(plan.groups), chunks, count, depths)
+    return RankPlace(group, len(plan.groups), chunks, count, depths)
 
 
 Peer = tuple[Message, int, int]
 """A message, the other rank and its stage."""
 
 
-class _Flows(NamedTuple):
+class _StageMessages(NamedTuple):
     """Messages of a stage on a rank: received before and sent after its forwards, and its backwards."""
 
-    received: list[Peer]
-    sent: list[Peer]
+    activations_received: list[Peer]
+    activations_sent: list[Peer]
     gradients_received: list[Peer]
     gradients_sent: list[Peer]
-    taken: bool
+    is_round_robin: bool
     """Whether some of them carry some micro-batches only."""
 
     @classmethod
-    def of(cls, inward: list[Message], outward: list[Message]) -> _Flows:
+    def of(cls, inward: list[Message], outward: list[Message]) -> _StageMessages:
         received = [(message, message.sender, message.producer) for message in inward]
         sent = [(message, message.receiver, message.consumer) for message in outward]
         returned = [each for each in sent if each[0].gradients]
@@ -206,7 +207,7 @@ class _Flows(NamedTuple):
         return cls(received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward)))
 
 
-def _entries(plan: Plan, place: Place, replica: int, flows: dict[int, _Flows]) -> Iterator[Entry]:
+def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
     first = plan.stages[place.stages[0]]
     own = turns(first.division, first.replicas, replica, plan.micro_batches)
     for kind, stage, index in SCHEDULES[plan.schedule].order(place):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, Place
+from autopar.schedules.order import Computation, RankPlace
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations in order; every micro-batch is in flight before the first backward.
 
     Backwards run in micro-batch order, so that gradients add up in the order of a plain accumulation loop.

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, Place, depths
+from autopar.schedules.order import Computation, RankPlace, depths
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations: a warm-up of forwards, then one forward and one backward in turn.
 
     Micro-batches run in rounds, one for every group's worth of them; a round passes through all stages of a rank before
@@ -37,7 +37,7 @@ def order(place: Place) -> Iterator[Computation]:
     yield from backwards[len(forwards) - ahead :]
 
 
-def _rounds(place: Place) -> Iterator[range]:
+def _rounds(place: RankPlace) -> Iterator[range]:
     """Yield the micro-batches of every round: as many as there are groups, or a few more."""
     count = max(1, place.micro_batches // place.groups)
     edges = [-(-place.micro_batches * index // count) for index in range(count + 1)]

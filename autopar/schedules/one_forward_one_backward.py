@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, Place
+from autopar.schedules.order import Computation, RankPlace
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations in order, with at most the stage's ``warmup`` micro-batches in flight.
 
     >>> from autopar.schedules.timetable import draw

@@ -52,16 +52,16 @@ def in_flight(order: Iterable[Action] | Iterable[Computation]) -> dict[int, int]
     return deepest
 
 
-class Holding(NamedTuple):
+class MostInFlight(NamedTuple):
     """The most of every kind that a stage holds on a rank; they need not come at the same time."""
 
     micro_batches: int = 0
     """Whose forward is done and whose backward is not complete, in both of its halves."""
     pending: int = 0
     """Micro-batches whose input half is done and whose weight half is not."""
-    received: int = 0
+    received_messages: int = 0
     """Messages that were received and not yet computed with."""
-    unsent: int = 0
+    unsent_messages: int = 0
     """Messages that were computed and not yet sent."""
 
 
@@ -83,23 +83,23 @@ _MESSAGES = {
 """What a computation takes, and what it makes."""
 
 
-def holdings(order: Iterable[Action] | Iterable[Computation]) -> dict[int, Holding]:
+def holdings(order: Iterable[Action] | Iterable[Computation]) -> dict[int, MostInFlight]:
     """Return, by stage, the most that a rank's actions, or its computations alone, have it hold.
 
     >>> holdings([("F", 0, 0), ("F", 0, 1), ("I", 0, 0), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)])
-    {0: Holding(micro_batches=2, pending=2, received=0, unsent=0)}
+    {0: MostInFlight(micro_batches=2, pending=2, received_messages=0, unsent_messages=0)}
     """
     actions = [(kind, stage, micro_batch) for kind, stage, micro_batch, *_ in order if kind in _CHANGES]
     counts = Counter(actions)
     now: dict[int, Sequence[int]] = {}
-    most: dict[int, Holding] = {}
+    most: dict[int, MostInFlight] = {}
     for kind, stage, micro_batch in actions:
         change = _CHANGES[kind]
         if kind in _MESSAGES:
             taken, made = (counts[message, stage, micro_batch] for message in _MESSAGES[kind])
             change = (*change[:2], change[2] - taken, change[3] + made)
         now[stage] = [count + more for count, more in zip(now.get(stage, (0,) * 4), change, strict=True)]
-        most[stage] = Holding(*map(max, most.get(stage, Holding()), now[stage]))
+        most[stage] = MostInFlight(*map(max, most.get(stage, MostInFlight()), now[stage]))
     return most
 
 
@@ -107,7 +107,7 @@ Computation = tuple[str, int, int]
 """Kind, stage, micro-batch."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank stands in the pipeline, and what it has to do there."""
 
     group: int
@@ -123,15 +123,15 @@ class Place(NamedTuple):
 
 def places(
     layout: Layout, groups: int, chunks: int, micro_batches: int, warmups: tuple[int, ...] = ()
-) -> Iterator[Place]:
+) -> Iterator[RankPlace]:
     """Yield the places of all groups, of one rank each; ``warmups`` are by stage."""
     for group in range(groups):
         stages = tuple(stage for stage in range(groups * chunks) if group_of(layout, stage, groups) == group)
-        yield Place(group, groups, stages, micro_batches, tuple(warmups[stage] for stage in stages if warmups))
+        yield RankPlace(group, groups, stages, micro_batches, tuple(warmups[stage] for stage in stages if warmups))
 
 
 def depths(
-    order: Callable[[Place], Iterator[Computation]], layout: Layout, groups: int, chunks: int, micro_batches: int
+    order: Callable[[RankPlace], Iterator[Computation]], layout: Layout, groups: int, chunks: int, micro_batches: int
 ) -> tuple[int, ...]:
     """Return the most micro-batches in flight on every stage, as an order that needs no depths implies."""
     found = [0] * (groups * chunks)
@@ -141,12 +141,12 @@ def depths(
     return tuple(found)
 
 
-def numbered(pattern: Iterable[tuple[str, int]], micro_batches: int) -> Iterator[Computation]:
+def number_micro_batches(pattern: Iterable[tuple[str, int]], micro_batches: int) -> Iterator[Computation]:
     """Yield a pattern's computations with every stage's forwards, backwards and halves numbered from 0.
 
     Those of micro-batches that there are not are left out: what remains of a sound order is sound.
 
-    >>> list(numbered([("F", 0), ("F", 0), ("B", 0), ("B", 0)], 1))
+    >>> list(number_micro_batches([("F", 0), ("F", 0), ("B", 0), ("B", 0)], 1))
     [('F', 0, 0), ('B', 0, 0)]
     """
     counts: Counter[tuple[str, int]] = Counter()
@@ -158,12 +158,12 @@ def numbered(pattern: Iterable[tuple[str, int]], micro_batches: int) -> Iterator
             yield kind, stage, micro_batch
 
 
-def joined(computations: Iterable[Computation]) -> Iterator[Computation]:
+def join_halves(computations: Iterable[Computation]) -> Iterator[Computation]:
     """Yield computations with the first stage's backward whole where its halves follow one another.
 
     Nobody waits for that stage's input half, and a whole backward takes less than its halves.
 
-    >>> list(joined([("I", 1, 0), ("W", 1, 0), ("I", 0, 0), ("W", 0, 0)]))
+    >>> list(join_halves([("I", 1, 0), ("W", 1, 0), ("I", 0, 0), ("W", 0, 0)]))
     [('I', 1, 0), ('W', 1, 0), ('B', 0, 0)]
     """
     held: Computation | None = None
@@ -204,10 +204,12 @@ def in_order(ranks: Iterable[Iterable[Entry]]) -> list[list[Entry]]:
         for kind, stage, micro_batch, peer, peer_stage in entries:
             if kind in _RECEIVED:
                 sent[rank, peer].append((_RECEIVED[kind], peer_stage, micro_batch, rank, stage))
-    return [list(_reordered(rank, entries, sent)) for rank, entries in enumerate(programs)]
+    return [list(_reorder_receives(rank, entries, sent)) for rank, entries in enumerate(programs)]
 
 
-def _reordered(rank: int, entries: list[Entry], sent: dict[tuple[int, int], deque[Entry]]) -> Iterable[Entry]:
+def _reorder_receives(
+    rank: int, entries: list[Entry], sent_entries: dict[tuple[int, int], deque[Entry]]
+) -> Iterable[Entry]:
     early: set[Entry] = set()
     for entry in entries:
         if entry[0] not in (RECEIVE, RECEIVE_GRADIENT):
@@ -215,7 +217,7 @@ def _reordered(rank: int, entries: list[Entry], sent: dict[tuple[int, int], dequ
         elif entry in early:
             early.remove(entry)
         else:
-            queue = sent[entry[3], rank]
+            queue = sent_entries[entry[3], rank]
             while queue and (first := queue.popleft()) != entry:
                 early.add(first)
                 yield first

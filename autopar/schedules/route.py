@@ -17,7 +17,7 @@ SLIVER = 1e-9
 """Fractions of a row that are rounding, of shares that divide freely."""
 
 
-class Divided(Protocol):
+class StageShares(Protocol):
     """A stage, as far as messages go."""
 
     @property
@@ -29,8 +29,8 @@ class Divided(Protocol):
         """Whether the replicas split every micro-batch, or take whole ones in turn."""
 
 
-class Divide(NamedTuple):
-    """The least that is :class:`Divided`."""
+class FixedStageShares(NamedTuple):
+    """The least that is :class:`StageShares`."""
 
     shares: tuple[float, ...]
     division: Division = "split"
@@ -85,15 +85,15 @@ def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) 
     return free_shares(rows, replicas) if divisible else even_shares(rows, replicas)
 
 
-def routes(sending: Divided, receiving: Divided) -> list[Route]:
+def routes(sending: StageShares, receiving: StageShares) -> list[Route]:
     """Return what travels between the replicas of two stages.
 
-    >>> for route in routes(Divide((2, 2)), Divide((1, 3))):
+    >>> for route in routes(FixedStageShares((2, 2)), FixedStageShares((1, 3))):
     ...     print(*route[:4])
     0 0 0 1
     0 1 1 2
     1 1 2 4
-    >>> for route in routes(Divide((4, 4), "round-robin"), Divide((2, 2))):
+    >>> for route in routes(FixedStageShares((4, 4), "round-robin"), FixedStageShares((2, 2))):
     ...     print(*route)
     0 0 0 2 0 2
     0 1 2 4 0 2
@@ -125,23 +125,23 @@ class Routes:
     """What travels between stages, found once for all that divide alike."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[float, ...], Division, tuple[float, ...], Division], list[Route]] = {}
+        self._cache: dict[tuple[tuple[float, ...], Division, tuple[float, ...], Division], list[Route]] = {}
 
-    def between(self, sending: Divided, receiving: Divided) -> Sequence[Route]:
+    def between(self, sending: StageShares, receiving: StageShares) -> Sequence[Route]:
         """Return :func:`routes`."""
         key = (tuple(sending.shares), sending.division, tuple(receiving.shares), receiving.division)
-        if key not in self._known:
-            self._known[key] = routes(sending, receiving)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = routes(sending, receiving)
+        return self._cache[key]
 
 
-def _spans(stage: Divided) -> list[tuple[float, float]]:
+def _spans(stage: StageShares) -> list[tuple[float, float]]:
     if stage.division == "round-robin":
         return [(0, rows) for rows in stage.shares]
     return list(pairwise((0, *accumulate(stage.shares))))
 
 
-def _turn(sending: Divided, sender: int, receiving: Divided, receiver: int) -> tuple[int, int] | None:
+def _turn(sending: StageShares, sender: int, receiving: StageShares, receiver: int) -> tuple[int, int] | None:
     """(first, period) of the micro-batches that both replicas take part in; None where there are none."""
     if sending.division == receiving.division == "split":
         return 0, 1

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from autopar.formats.program import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules import one_forward_one_backward
-from autopar.schedules.order import Computation, Place, joined
+from autopar.schedules.order import Computation, RankPlace, join_halves
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations: 1F1B's, with the weight half as many micro-batches late as stages lie before.
 
     >>> from autopar.schedules.timetable import draw
@@ -24,18 +24,18 @@ def order(place: Place) -> Iterator[Computation]:
     stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return postponed(place, place.group)
+    return order_with_delay(place, place.group)
 
 
-def postponed(place: Place, late: int) -> Iterator[Computation]:
+def order_with_delay(place: RankPlace, late: int) -> Iterator[Computation]:
     """Yield 1F1B's order in halves, weight halves being ``late`` micro-batches behind input halves.
 
     The first stage's are whole where nothing is late.
     """
-    return joined(_halves(place, late))
+    return join_halves(_halves(place, late))
 
 
-def _halves(place: Place, late: int) -> Iterator[Computation]:
+def _halves(place: RankPlace, late: int) -> Iterator[Computation]:
     (stage,), (warmup,) = place.stages, place.warmups
     for micro_batch in range(warmup):
         yield FORWARD, stage, micro_batch

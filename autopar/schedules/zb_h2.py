@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.schedules import one_forward_one_backward, zb_h1
-from autopar.schedules.order import Computation, Place
+from autopar.schedules.order import Computation, RankPlace
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations: ZB-H1's, with weight halves late by two micro-batches for every stage before.
 
     >>> from autopar.schedules.timetable import draw
@@ -23,7 +23,7 @@ def order(place: Place) -> Iterator[Computation]:
     stage 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
     stage 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
     """
-    return zb_h1.postponed(place, 2 * place.group)
+    return zb_h1.order_with_delay(place, 2 * place.group)
 
 
 def warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.program import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.schedules.order import Computation, Place, depths, joined, numbered
+from autopar.schedules.order import Computation, RankPlace, depths, join_halves, number_micro_batches
 
 
-def order(place: Place) -> Iterator[Computation]:
+def order(place: RankPlace) -> Iterator[Computation]:
     """Yield a rank's computations; ``warmups`` are what follows from them.
 
     >>> from autopar.schedules.timetable import draw
@@ -21,10 +21,10 @@ def order(place: Place) -> Iterator[Computation]:
     group 0: F0@0 F1@0 F2@0 F0@3 I0@3 W0@3 F1@3 I1@3 W1@3 B0@0 B0@0 F2@3 I2@3 W2@3 B1@0 B1@0 B2@0 B2@0 .
     group 1: .    F0@1 F0@2 F1@1 F1@2 I0@2 W0@2 F2@1 I0@1 W0@1 F2@2 I1@2 W1@2 I1@1 I2@2 I2@1 W1@1 W2@2 W2@1
     """
-    return joined(numbered(_pattern(place), place.micro_batches))
+    return join_halves(number_micro_batches(_pattern(place), place.micro_batches))
 
 
-def _pattern(place: Place) -> Iterator[tuple[str, int]]:
+def _pattern(place: RankPlace) -> Iterator[tuple[str, int]]:
     down, up = place.stages
     before, behind = place.group, place.groups - place.group
     # As few as fill the pipeline; those that there are not are left out.

@@ -20,7 +20,7 @@ class Pools:
 
     def __call__(self) -> RankPool:
         """Return rank processes that are alive."""
-        if self._pool is None or self._pool.closed:
+        if self._pool is None or self._pool.is_closed:
             self._pool = RankPool(MOST_RANKS)
         return self._pool
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan, Predicted, Stage
+from autopar.formats.plan import Division, Plan, Prediction, Stage
 from autopar.formats.profile import Profile
-from autopar.planner.assemble import assemble, crossings, heading, shared
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.assemble import assemble, crossings, heading, shared_parameters
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
 from autopar.planner.objectives.throughput import StashCosts, depths
@@ -41,7 +41,7 @@ def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOption
     for stage, depth in zip(found.stages, flights, strict=True):
         division: Division = "round-robin" if stage.replicas > 1 else "split"
         shares = costs.shares(batch, stage.replicas, division)
-        stages.append(Placed(stage.first, stage.stop, stage.devices, shares, depth, division=division))
+        stages.append(CandidateStage(stage.first, stage.stop, stage.devices, shares, depth, division=division))
     prices, candidate = StashCosts(costs), Candidate(1, batch, "1f1b", tuple(stages))
     shorts = [prices.peak_bytes(stage) - costs.limit_bytes(stage.devices) for stage in stages]
     notes = [
@@ -101,12 +101,12 @@ def _unpriced(candidate: Candidate, found: PiperPlan) -> str | None:
 
 def _candidate(costs: CostModel, found: PiperPlan) -> Candidate:
     """Return Piper's stages on devices in cluster order, none with more in flight than the stage before."""
-    stages: list[Placed] = []
+    stages: list[CandidateStage] = []
     edges = [0, *accumulate(stage.replicas * stage.tensor_parallel for stage in found.stages)]
     for stage, begin in zip(found.stages, edges, strict=False):
         turns = -(-costs.batch // stage.replicas)
         most = stages[-1].in_flight // stage.replicas if stages else turns
-        placed = Placed(
+        placed = CandidateStage(
             stage.first,
             stage.stop,
             tuple(range(begin, begin + stage.replicas)),
@@ -133,8 +133,8 @@ def _by_piper_alone(
         micro_batch_size=1,
         stages=tuple(_records(costs, candidate, found)),
         tensors=crossings(costs, candidate),
-        tied=shared(costs, candidate),
-        predicted=Predicted(
+        tied=shared_parameters(costs, candidate),
+        predicted=Prediction(
             step_s=step_s,
             lower_bound_s=0.0,
             objective_s=found.bottleneck_s,

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.candidate import Candidate, Family, Placed, halves
+from autopar.planner.candidate import Candidate, CandidateStage, Family, splits_backward
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Route
 
@@ -61,7 +61,7 @@ class StageTerms(NamedTuple):
         """Return the terms at an index of all arrays."""
         return StageTerms(*(np.asarray(each)[index] for each in self))
 
-    def shaped(self, shape: tuple[int, ...]) -> StageTerms:
+    def reshape(self, shape: tuple[int, ...]) -> StageTerms:
         """Return the terms with all arrays in another shape."""
         return StageTerms(*(np.asarray(each).reshape(shape) for each in self))
 
@@ -84,7 +84,7 @@ class LinkTerms(NamedTuple):
         """Return the terms at an index of all arrays."""
         return LinkTerms(*(np.asarray(each)[index] for each in self))
 
-    def shaped(self, shape: tuple[int, ...]) -> LinkTerms:
+    def reshape(self, shape: tuple[int, ...]) -> LinkTerms:
         """Return the terms with all arrays in another shape."""
         return LinkTerms(*(np.asarray(each).reshape(shape) for each in self))
 
@@ -151,7 +151,7 @@ def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 
-def bound(costs: CostModel, candidate: Candidate) -> float:
+def candidate_bound_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
     for terms in _suffixes(costs, candidate):
         found = float(terms.step_s)
@@ -174,7 +174,7 @@ def _suffixes(costs: CostModel, candidate: Candidate) -> Iterator[Terms]:
         yield terms
 
 
-def stage_terms(costs: CostModel, stage: Placed, micro_batches: int) -> StageTerms:
+def stage_terms(costs: CostModel, stage: CandidateStage, micro_batches: int) -> StageTerms:
     """Return one stage's terms."""
     at = [len(stage.devices) - 1]
     if stage.division == "round-robin":
@@ -198,7 +198,7 @@ def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: V
     return _larger(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
 
 
-def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candidate) -> LinkTerms:
+def link_terms(costs: CostModel, before: CandidateStage, after: CandidateStage, candidate: Candidate) -> LinkTerms:
     """Return the terms of the boundary between two neighbours."""
     flow = costs.flows.between(before.first, before.stop, after.first, after.stop)
     if not flow.tensors:
@@ -217,7 +217,7 @@ def link_terms(costs: CostModel, before: Placed, after: Placed, candidate: Candi
     return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
 
 
-def _ends(costs: CostModel, stage: Placed) -> list[int]:
+def _ends(costs: CostModel, stage: CandidateStage) -> list[int]:
     """Devices that a micro-batch's last rows may be on, one of every node."""
     if stage.division == "split":
         return [stage.devices[-1]]
@@ -255,7 +255,7 @@ def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np
 def _backwards_s(costs: CostModel, family: Family, rows: float, adding: float, kind: int) -> npt.NDArray[np.float64]:
     """Return the seconds of every layer's backward; where some may be whole and some in halves, the fewest."""
     whole: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.backward(rows, adding, kind=kind)))
-    if not halves(family.schedule):
+    if not splits_backward(family.schedule):
         return whole
     both: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.halves(rows, adding, kind=kind))).sum(axis=0)
     return np.minimum(whole, both)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from autopar.formats.plan import BoundPart, Term
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, beside_s, fold, last, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, Placed, groups, plain
+from autopar.planner.candidate import Candidate, CandidateStage, groups, plain
 from autopar.planner.costs.in_flight import Backwards, backwards
 from autopar.planner.costs.model import CostModel
 
@@ -70,10 +70,12 @@ def rank_terms(costs: CostModel, candidate: Candidate) -> RankTerms:
     return found
 
 
-def _add_stage(costs: CostModel, found: RankTerms, stage: Placed, count: int, computed: Backwards) -> None:
-    """Add a stage's terms; ``computed`` is how its backwards are."""
-    whole, split, ends_whole = computed
-    at, update_s = len(stage.devices) - 1, found.update_s[len(found.stages)]
+def _add_stage(
+    costs: CostModel, terms: RankTerms, stage: CandidateStage, count: int, stage_backwards: Backwards
+) -> None:
+    """Add a stage's terms; ``stage_backwards`` is how its backwards are."""
+    whole, split, ends_whole = stage_backwards
+    at, update_s = len(stage.devices) - 1, terms.update_s[len(terms.stages)]
     forward_s, backward_s = costs.forward_s(stage, at), costs.backward_s(stage, at, count)
     input_s, weight_s = costs.halves_s(stage, at, count) if split else (backward_s, 0.0)
     way_s = min(input_s, backward_s) if whole else input_s
@@ -82,10 +84,10 @@ def _add_stage(costs: CostModel, found: RankTerms, stage: Placed, count: int, co
     reduced_s = costs.replica_exposed_s(stage, at, split=not ends_whole)
     beside = float(beside_s(forward_s, way_s, count, stage.warmup))
     closing_s = late_s + reduced_s + update_s
-    found.stages.append(StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside))
-    found.weight_s.append(late_s)
-    found.rest_s.append(split * weight_s)
-    found.reduced_s.append(reduced_s)
+    terms.stages.append(StageTerms(forward_s, way_s, work_s, closing_s, count / stage.warmup, beside))
+    terms.weight_s.append(late_s)
+    terms.rest_s.append(split * weight_s)
+    terms.reduced_s.append(reduced_s)
 
 
 def least_s(costs: CostModel, candidate: Candidate) -> float:
@@ -130,13 +132,13 @@ def _ways_forth(terms: RankTerms) -> list[float]:
 _TERMS: tuple[Term, ...] = ("synchronisation", "update", "compute")
 
 
-class _Part(NamedTuple):
+class _BoundPart(NamedTuple):
     seconds: float
     term: Term
     stage: int
 
 
-class _Bound:
+class _CandidateTerms:
     """The terms of a candidate's stages and boundaries, and of all its suffixes."""
 
     def __init__(self, costs: CostModel, candidate: Candidate) -> None:
@@ -157,7 +159,7 @@ class _Bound:
         for stage, link in zip(self.stages[-2::-1], self.links[::-1], strict=True):
             self.suffixes.insert(0, fold(stage, link, self.suffixes[0]))
 
-    def done(self, index: int) -> list[_Part]:
+    def done(self, index: int) -> list[_BoundPart]:
         """Return the parts of V(``index``)."""
         stage, filling = self.stages[index], 0.0
         first = index
@@ -170,33 +172,36 @@ class _Bound:
             stage = self.stages[index]
         update_s, weight_s = self.updates_s[index], self.weights_s[index]
         parts = [
-            _Part(filling, "filling", first),
-            _Part(weight_s, "compute", index),
-            _Part(float(stage.closing_s) - update_s - weight_s, "synchronisation", index),
-            _Part(update_s, "update", index),
+            _BoundPart(filling, "filling", first),
+            _BoundPart(weight_s, "compute", index),
+            _BoundPart(float(stage.closing_s) - update_s - weight_s, "synchronisation", index),
+            _BoundPart(update_s, "update", index),
         ]
         return [*parts, *self.backward(index)]
 
-    def backward(self, index: int) -> list[_Part]:
+    def backward(self, index: int) -> list[_BoundPart]:
         """Return the parts of U(``index``)."""
         first, filling = index, 0.0
         while True:
             stage, until = self.stages[index], float(self.suffixes[index].backward_s)
             if stage.work_s >= until:
-                return [_Part(filling, "filling", first), _Part(float(stage.work_s), "compute", index)]
+                return [_BoundPart(filling, "filling", first), _BoundPart(float(stage.work_s), "compute", index)]
             trip_s = float(stage.rate * self.suffixes[index].trip_s)
             if trip_s >= until:
-                return [_Part(filling, "filling", first), _Part(trip_s, "round trip", index)]
+                return [_BoundPart(filling, "filling", first), _BoundPart(trip_s, "round trip", index)]
             # The first round trip fills the stages behind; what is in flight then is all that is computed meanwhile.
             once_s = float(self.suffixes[index].trip_s)
             if once_s + stage.beside_s >= until:
-                return [_Part(filling + once_s, "filling", first), _Part(float(stage.beside_s), "compute", index)]
+                return [
+                    _BoundPart(filling + once_s, "filling", first),
+                    _BoundPart(float(stage.beside_s), "compute", index),
+                ]
             link, own = self.links[index], float(stage.forward_s + stage.backward_s)
             around = own + float(link.forth_s) + float(link.back_s)
             if around + self.suffixes[index + 1].backward_s < until:
                 filling += own + float(self.suffixes[index + 1].trip_s)
                 queued = max(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
-                return [_Part(filling, "filling", first), _Part(float(queued), "link", index)]
+                return [_BoundPart(filling, "filling", first), _BoundPart(float(queued), "link", index)]
             filling += around
             index += 1
 
@@ -206,16 +211,16 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
 
     It is the chain of terms that its recursion takes; of several that are as large, the one of the earliest stage.
     """
-    found = _Bound(costs, candidate)
+    found = _CandidateTerms(costs, candidate)
     own = max(found.ranks, key=lambda each: each.seconds, default=None)
     if own is not None and own.seconds > found.suffixes[0].step_s:
         seconds = (own.synchronisation_s, own.update_s, own.compute_s)
-        chain = [_Part(each, term, own.stage) for each, term in zip(seconds, _TERMS, strict=True)]
-        chain.append(_Part(own.filling_s, "filling", own.stage))
+        chain = [_BoundPart(each, term, own.stage) for each, term in zip(seconds, _TERMS, strict=True)]
+        chain.append(_BoundPart(own.filling_s, "filling", own.stage))
     else:
         start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
         chain = found.done(start)
-    parts = _joined([_Part(costs.profile.step_overhead_s, "overhead", 0), *chain])
+    parts = _merge_parts([_BoundPart(costs.profile.step_overhead_s, "overhead", 0), *chain])
     parts = sorted((part for part in parts if part.seconds > 0), key=lambda part: (-part.seconds, part.stage))
     return tuple(
         BoundPart(
@@ -228,14 +233,14 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
     )
 
 
-def _joined(parts: Sequence[_Part]) -> list[_Part]:
+def _merge_parts(parts: Sequence[_BoundPart]) -> list[_BoundPart]:
     """Return parts with one of every term and stage, and the filling that of the stage that the chain ends with."""
     seconds: dict[tuple[Term, int], float] = {}
     last = next(part.stage for part in reversed(parts) if part.term != "filling")
     for part in parts:
         key = (part.term, last if part.term == "filling" else part.stage)
         seconds[key] = seconds.get(key, 0.0) + part.seconds
-    return [_Part(total, *key) for key, total in seconds.items()]
+    return [_BoundPart(total, *key) for key, total in seconds.items()]
 
 
 def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:

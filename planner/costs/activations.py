@@ -68,10 +68,10 @@ class Areas:
         return found
 
 
-def windowed(sums: Counts, longest: int) -> Counts:
+def window_sums(sums: Counts, longest: int) -> Counts:
     """Return the differences of running sums, ``[first, length - 1]``; 0 for stages that are too long.
 
-    >>> windowed(np.array([0, 1, 3, 6]), 2).tolist()
+    >>> window_sums(np.array([0, 1, 3, 6]), 2).tolist()
     [[1, 3], [2, 5], [3, 0]]
     """
     layers = len(sums) - 1
@@ -169,10 +169,10 @@ def _codes(layers: Sequence[Layer], flows: Flows) -> Iterable[Hashable]:
         read = tuple(
             (*names.of(at, tensor.name), tensor.bytes_per_sample, tensor.gradient) for tensor in flows.received_by(at)
         )
-        yield at if at in tied else -1, _held(at, layer, names), made, read, tuple(inputs[at])
+        yield at if at in tied else -1, _layer_code(at, layer, names), made, read, tuple(inputs[at])
 
 
-def _held(at: int, layer: Layer, names: _Names) -> Hashable:
+def _layer_code(at: int, layer: Layer, names: _Names) -> Hashable:
     state = (
         layer.parameters_bytes,
         layer.buffers_bytes,
@@ -221,7 +221,7 @@ FEW_ROWS = 4
 """Of the layers, one in how many begins a window like no earlier one, that each of these is gone through by itself."""
 
 
-class Swept(NamedTuple):
+class ActivationBytes(NamedTuple):
     """Bytes of one stage, or of many."""
 
     activations: int | Counts
@@ -240,26 +240,28 @@ def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
 class Activations:
     """Activations of all stages at any number of rows; layers that are recomputed save their inputs only."""
 
-    def __init__(self, costs: LayerCosts, flows: Flows, made: Callable[[int, int], int], repeats: Repeats) -> None:
-        """Take what is known of the layers; ``made`` returns the bytes of the gradients of a stage."""
-        self._costs, self._flows, self._made, self._repeats = costs, flows, made, repeats
+    def __init__(
+        self, costs: LayerCosts, flows: Flows, gradient_bytes: Callable[[int, int], int], repeats: Repeats
+    ) -> None:
+        """Take what is known of the layers; ``gradient_bytes`` returns the bytes of the gradients of a stage."""
+        self._costs, self._flows, self._gradient_bytes, self._repeats = costs, flows, gradient_bytes, repeats
         self._count = len(costs.layers)
-        self._saved: dict[float, list[dict[str, int]]] = {}
+        self._saved_bytes: dict[float, list[dict[str, int]]] = {}
         self._transients: dict[tuple[float, int, bool], int] = {}
         self._sweeps: dict[tuple[int, float, frozenset[int]], _Sweep] = {}
 
-    def of(self, first: int, stop: int, rows: float, recompute: frozenset[int]) -> Swept:
+    def of(self, first: int, stop: int, rows: float, recompute: frozenset[int]) -> ActivationBytes:
         """Return what one stage holds."""
         key = (first, rows, frozenset(layer for layer in recompute if first <= layer < stop))
         if key not in self._sweeps:
             self._sweeps[key] = _Sweep(first)
         sweep = self._sweeps[key]
         # A sweep serves later stops, too, as long as their further layers are not recomputed.
-        while len(sweep.found) < stop - first:
+        while len(sweep.by_length) < stop - first:
             self._advance(sweep, rows, recompute)
-        return sweep.found[stop - first - 1]
+        return sweep.by_length[stop - first - 1]
 
-    def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> Swept:
+    def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> ActivationBytes:
         """Return what all stages of up to ``longest`` layers hold, as arrays ``[first, length - 1]``.
 
         ``gradients`` are their gradients' bytes.
@@ -267,14 +269,14 @@ class Activations:
         repeats = self._repeats.among(recompute) if self._repeats.any else self._repeats
         if repeats.any and len(repeats.windows(longest).rows) * FEW_ROWS <= self._count:
             found = self._each(rows, recompute, longest, repeats.windows(longest).rows.tolist())
-            return Swept(*(repeats.windows(longest).spread(np.asarray(each)) for each in found))
+            return ActivationBytes(*(repeats.windows(longest).spread(np.asarray(each)) for each in found))
         if self._irregular(rows):
             return self._each(rows, recompute, longest, range(self._count))
-        totals = Areas(self._count, self._kept(rows, recompute)).window(longest)
+        totals = Areas(self._count, self._storage_areas(rows, recompute)).window(longest)
         ahead = Areas(self._count, self._ahead(rows, recompute)).window(longest)
         layers = range(self._count)
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
-        sent = (self._sent_bytes(layer, self.saved(layer, rows, layer in recompute)) for layer in layers)
+        sent = (self._sent_bytes(layer, self.saved_bytes(layer, rows, layer in recompute)) for layer in layers)
         finals = np.maximum(0, transients - np.array([int(rows_bytes(rows, each)) for each in sent]))
         highest = np.zeros(self._count, dtype=np.int64)
         begun = np.full(self._count, -(2**60))
@@ -286,53 +288,57 @@ class Activations:
             first_peaks[:, at] = np.maximum(begun + gradients[:, at], final) + ahead[:, at]
             highest = np.maximum(highest, total + transients[last])
             begun = np.maximum(begun, total + transients[last] - gradients[:, at])
-        return Swept(totals + ahead, peaks, first_peaks)
+        return ActivationBytes(totals + ahead, peaks, first_peaks)
 
-    def saved(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
+    def saved_bytes(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         """Return the bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
-        copied = self._copied_bytes(layer, rows, recomputed)
-        kept = self._kept_anyhow(layer, rows, recomputed)
+        copied = self._copied_bytes(layer, rows, is_recomputed)
+        kept = self._storages_without_copies(layer, rows, is_recomputed)
         return {**kept, f"{self._costs.layers[layer].name} before": copied} if copied else kept
 
-    def _copied_bytes(self, layer: int, rows: float, recomputed: bool) -> int:
+    def _copied_bytes(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes of copies, of what a layer's forward writes, that are kept as they were."""
         record = self._costs.layers[layer]
         if record.writes is None:
             return 0
-        written = [tensor for tensor in self._flows.inputs if recomputed and tensor.name in record.writes.inputs]
+        written = [tensor for tensor in self._flows.inputs if is_recomputed and tensor.name in record.writes.inputs]
         return record.written_bytes + sum(int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in written)
 
-    def _kept_anyhow(self, layer: int, rows: float, recomputed: bool) -> dict[str, int]:
-        if recomputed:
+    def _storages_without_copies(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
+        if is_recomputed:
             received = self._flows.received_by(layer)
             return {tensor.name: int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in received}
-        if rows not in self._saved:
+        if rows not in self._saved_bytes:
             inputs = {tensor.name for tensor in self._flows.inputs}
-            self._saved[rows] = [
+            self._saved_bytes[rows] = [
                 {name: size for name, size in self._costs.saved_at(index, rows).items() if name not in inputs}
                 for index in range(self._count)
             ]
-        return self._saved[rows][layer]
+        return self._saved_bytes[rows][layer]
 
-    def transient(self, layer: int, rows: float, recomputed: bool) -> int:
+    def transient(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes a layer holds for a while beyond what it saves; its peak does not count its inputs."""
-        key = (rows, layer, recomputed)
+        key = (rows, layer, is_recomputed)
         if key not in self._transients:
             read = {tensor.name for tensor in self._flows.received_by(layer)}
-            own = sum(size for name, size in self._kept_anyhow(layer, rows, recomputed).items() if name not in read)
+            own = sum(
+                size
+                for name, size in self._storages_without_copies(layer, rows, is_recomputed).items()
+                if name not in read
+            )
             self._transients[key] = max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
         return self._transients[key]
 
-    def _sent_bytes(self, layer: int, held: Container[str]) -> int:
+    def _sent_bytes(self, layer: int, storages: Container[str]) -> int:
         """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
         made = self._flows.made_by(layer)
-        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in held)
+        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in storages)
         return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
 
     def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int]) -> None:
         """Add the next layer to a stage."""
-        first, last, held = sweep.first, sweep.first + len(sweep.found), sweep.held
-        saved = self.saved(last, rows, last in recompute)
+        first, last, held = sweep.first, sweep.first + len(sweep.by_length), sweep.storages
+        saved = self.saved_bytes(last, rows, last in recompute)
         transient = self.transient(last, rows, last in recompute)
         for name, size in saved.items():
             sweep.total += max(0, size - held.get(name, 0))
@@ -342,7 +348,7 @@ class Activations:
                 held[tensor.name] = int(rows_bytes(rows, tensor.bytes_per_sample))
                 sweep.total += held[tensor.name]
         # Behind this layer, the first backward has left the gradients of the stage's later layers.
-        made = self._made(first, last + 1)
+        made = self._gradient_bytes(first, last + 1)
         for tensor in self._flows.made_by(last):
             sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
@@ -350,31 +356,33 @@ class Activations:
         # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
         final = total + max(0, transient - int(rows_bytes(rows, self._sent_bytes(last, held))))
         first_peak = max(sweep.highest_begun + made, final) + kept
-        sweep.found.append(Swept(total + kept, max(sweep.highest, final) + kept, first_peak))
+        sweep.by_length.append(ActivationBytes(total + kept, max(sweep.highest, final) + kept, first_peak))
         sweep.highest = max(sweep.highest, total + transient)
         sweep.highest_begun = max(sweep.highest_begun, total + transient - made)
 
     def _irregular(self, rows: float) -> bool:
         """Whether a layer keeps a storage that bears the name of what a later one makes."""
         producers = {tensor.name: tensor.producer for tensor in self._flows.crossing}
-        names = ((layer, name) for layer in range(self._count) for name in self.saved(layer, rows, recomputed=False))
+        names = (
+            (layer, name) for layer in range(self._count) for name in self.saved_bytes(layer, rows, is_recomputed=False)
+        )
         return any(layer < producers.get(name, -1) for layer, name in names)
 
-    def _each(self, rows: float, recompute: frozenset[int], longest: int, firsts: Sequence[int]) -> Swept:
+    def _each(self, rows: float, recompute: frozenset[int], longest: int, firsts: Sequence[int]) -> ActivationBytes:
         """The stages that begin with some layers, one after the other, ``[index of the layer, length - 1]``."""
         found = np.zeros((3, len(firsts), longest), dtype=np.int64)
         for row, first in enumerate(firsts):
             sweep = _Sweep(first)
-            while len(sweep.found) < min(longest, self._count - first):
+            while len(sweep.by_length) < min(longest, self._count - first):
                 self._advance(sweep, rows, recompute)
-            found[:, row, : len(sweep.found)] = np.array(sweep.found).T
-        return Swept(*found)
+            found[:, row, : len(sweep.by_length)] = np.array(sweep.by_length).T
+        return ActivationBytes(*found)
 
-    def _kept(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
+    def _storage_areas(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
         """What joins the union of kept storages at a layer, by the first layers for which it does."""
         events: dict[str, list[tuple[int, int]]] = {}
         for layer in range(self._count):
-            for name, size in self.saved(layer, rows, layer in recompute).items():
+            for name, size in self.saved_bytes(layer, rows, layer in recompute).items():
                 events.setdefault(name, []).append((layer, size))
         tensors = {tensor.name: tensor for tensor in self._flows.crossing}
         for name in dict.fromkeys((*events, *tensors)):
@@ -385,7 +393,7 @@ class Activations:
         """What is made in a stage, kept by none of its layers yet, and read behind it."""
         saves: dict[str, int] = {}
         for layer in range(self._count):
-            for name in self.saved(layer, rows, layer in recompute):
+            for name in self.saved_bytes(layer, rows, layer in recompute):
                 saves.setdefault(name, layer)
         for tensor in self._flows.crossing:
             until = min(tensor.consumers[-1], saves.get(tensor.name, self._count))
@@ -396,13 +404,13 @@ class Activations:
 class _Sweep:
     """A stage that grows layer by layer."""
 
-    __slots__ = ("ahead", "first", "found", "held", "highest", "highest_begun", "total")
+    __slots__ = ("ahead", "by_length", "first", "highest", "highest_begun", "storages", "total")
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self.found: list[Swept] = []
+        self.by_length: list[ActivationBytes] = []
         """By length."""
-        self.held: dict[str, int] = {}
+        self.storages: dict[str, int] = {}
         self.ahead: dict[str, tuple[int, int]] = {}
         self.total = self.highest = 0
         self.highest_begun = -(2**60)

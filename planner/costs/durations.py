@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from autopar.formats.cluster import Level
-from autopar.planner.candidate import Candidate, chunked, groups, halves
+from autopar.planner.candidate import Candidate, groups, has_chunks, splits_backward
 from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Routes
@@ -63,7 +63,7 @@ class Durations:
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
     found = Durations(costs.profile.step_overhead_s)
-    ends = backwards(candidate) if halves(candidate.schedule) else None
+    ends = backwards(candidate) if splits_backward(candidate.schedule) else None
     for index, stage in enumerate(candidate.stages):
         reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
         alike: dict[tuple[float, int], tuple[float, ...]] = {}
@@ -86,7 +86,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
         found.stage.extend([index] * width)
         found.reduce_s.extend([reduce_s] * width)
         found.update_s.extend([update_s] * width)
-    if chunked(candidate.schedule):
+    if has_chunks(candidate.schedule):
         _share_ranks(candidate, found)
     _price_messages(costs, candidate, found)
     for tied, holders in costs.tied_between(candidate.stages):
@@ -95,25 +95,25 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     return found
 
 
-def _share_ranks(candidate: Candidate, found: Durations) -> None:
+def _share_ranks(candidate: Candidate, times: Durations) -> None:
     """Note the ranks of replicas that share them."""
     stages = candidate.stages
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
-    found.rank.extend([0] * starts[-1])
+    times.rank.extend([0] * starts[-1])
     rank = 0
     for chunks in groups(stages):
         width = len(stages[chunks[0]].devices)
         for replica in range(width):
             mine = [starts[stage] + replica for stage in chunks]
             for at in mine:
-                found.rank[at] = rank + replica
-            found.update_s[mine[0]] = sum(found.update_s[at] for at in mine)
+                times.rank[at] = rank + replica
+            times.update_s[mine[0]] = sum(times.update_s[at] for at in mine)
             for at in mine[1:]:
-                found.update_s[at] = 0.0
+                times.update_s[at] = 0.0
         rank += width
 
 
-def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) -> None:
+def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) -> None:
     stages, known = candidate.stages, Routes()
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
     level = costs.links.topology.pair
@@ -133,8 +133,8 @@ def _price_messages(costs: CostModel, candidate: Candidate, found: Durations) ->
                 )
                 forth_s, back_s = (costs.links.message_s(size, key[1]) for size in sizes)
                 alike[key] = forth_s, back_s
-            found.message_s[pair] = alike[key][0]
+            times.message_s[pair] = alike[key][0]
             if flow.gradients:
-                found.message_s[pair[::-1]] = alike[key][1]
+                times.message_s[pair[::-1]] = alike[key][1]
             if route.period > 1:
-                found.turns[pair] = found.turns[pair[::-1]] = route.first, route.period
+                times.turns[pair] = times.turns[pair[::-1]] = route.first, route.period

@@ -65,14 +65,14 @@ class Flows:
             made = -1 if tensor.producer is None else position[tensor.producer]
             entry = FlowTensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
             (self.inputs if tensor.producer is None else self.crossing).append(entry)
-        self._made: list[list[FlowTensor]] = [[] for _ in profile.layers]
-        self._received: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        self._by_producer: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        self._by_consumer: list[list[FlowTensor]] = [[] for _ in profile.layers]
         for entry in self.crossing:
-            self._made[entry.producer].append(entry)
+            self._by_producer[entry.producer].append(entry)
             for consumer in entry.consumers:
-                self._received[consumer].append(entry)
-        self._forked = [tensor for made in self._made for tensor in made if len(tensor.consumers) > 1]
-        forked = Counter(tensor.producer for tensor in self._forked)
+                self._by_consumer[consumer].append(entry)
+        self._forked_tensors = [tensor for made in self._by_producer for tensor in made if len(tensor.consumers) > 1]
+        forked = Counter(tensor.producer for tensor in self._forked_tensors)
         self._forked_before = [*accumulate((forked[layer] for layer in range(len(profile.layers))), initial=0)]
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
@@ -85,15 +85,15 @@ class Flows:
 
     def made_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer makes and another reads."""
-        return self._made[layer]
+        return self._by_producer[layer]
 
     def received_by(self, layer: int) -> list[FlowTensor]:
         """Return the tensors that a layer reads and another makes."""
-        return self._received[layer]
+        return self._by_consumer[layer]
 
-    def forked(self, first: int, stop: int) -> list[FlowTensor]:
+    def forked_tensors(self, first: int, stop: int) -> list[FlowTensor]:
         """Return the tensors that a stage makes and several layers read."""
-        return self._forked[self._forked_before[first] : self._forked_before[stop]]
+        return self._forked_tensors[self._forked_before[first] : self._forked_before[stop]]
 
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
@@ -102,7 +102,7 @@ class Flows:
             found = [
                 tensor
                 for layer in range(first, stop)
-                for tensor in self._made[layer]
+                for tensor in self._by_producer[layer]
                 if any(next_first <= consumer < next_stop for consumer in tensor.consumers)
             ]
             self._between[key] = _flow(found) if found else NO_FLOW

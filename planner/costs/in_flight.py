@@ -12,9 +12,9 @@ from typing import NamedTuple
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.planner.candidate import Candidate, groups
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.memory import Held, MemoryModel, Parts, messages_of, state_of
+from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of
 from autopar.schedules import SCHEDULES
-from autopar.schedules.order import Place
+from autopar.schedules.order import RankPlace
 
 
 class Backwards(NamedTuple):
@@ -28,7 +28,7 @@ class Backwards(NamedTuple):
     """Whether the last one's gradients are those of a whole one."""
 
 
-class Moment(NamedTuple):
+class RankMoment(NamedTuple):
     """While a rank computes."""
 
     chunk: int
@@ -38,32 +38,32 @@ class Moment(NamedTuple):
     """By stage, the micro-batches that are kept, but for the one that is computed."""
     pending: tuple[int, ...]
     """By stage, those that wait for the weight half of their backward."""
-    made: tuple[bool, ...]
+    has_gradients: tuple[bool, ...]
     """By stage, whether gradients are there."""
     makes: bool
     """Whether this backward makes its stage's gradients."""
 
 
 @lru_cache(maxsize=4096)
-def moments(schedule: str, place: Place) -> tuple[Moment, ...]:
+def moments(schedule: str, place: RankPlace) -> tuple[RankMoment, ...]:
     """Return all moments of a rank's order that differ.
 
     A micro-batch is kept from its forward to the end of its backward; or to that of the input half, and then waits for
     the weight half.
 
-    >>> place = Place(0, 2, (0,), 2, (2,))
-    >>> [(each.beside, each.made, each.makes) for each in moments("1f1b", place)]
+    >>> place = RankPlace(0, 2, (0,), 2, (2,))
+    >>> [(each.beside, each.has_gradients, each.makes) for each in moments("1f1b", place)]
     [((0,), (False,), False), ((1,), (False,), False), ((1,), (False,), True), ((0,), (True,), False)]
     """
     index = {stage: at for at, stage in enumerate(place.stages)}
     kept, pending, made = [0] * len(index), [0] * len(index), [False] * len(index)
-    found: dict[Moment, None] = {}
+    found: dict[RankMoment, None] = {}
     for kind, stage, _ in SCHEDULES[schedule].order(place):
         at = index[stage]
         makes = kind in (BACKWARD, WEIGHT_BACKWARD)
         kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
         pending[at] -= kind == WEIGHT_BACKWARD
-        found[Moment(at, kind, tuple(kept), tuple(pending), tuple(made), makes and not made[at])] = None
+        found[RankMoment(at, kind, tuple(kept), tuple(pending), tuple(made), makes and not made[at])] = None
         made[at] = made[at] or makes
         kept[at] += kind == FORWARD
         pending[at] += kind == INPUT_BACKWARD
@@ -79,7 +79,7 @@ def backwards(candidate: Candidate) -> list[Backwards]:
 
 
 @lru_cache(maxsize=4096)
-def _backwards(schedule: str, place: Place) -> dict[int, Backwards]:
+def _backwards(schedule: str, place: RankPlace) -> dict[int, Backwards]:
     found = dict.fromkeys(place.stages, Backwards(0, 0, True))
     for kind, stage, _ in SCHEDULES[schedule].order(place):
         whole, split, _ = found[stage]
@@ -98,91 +98,97 @@ def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate:
         place, first = place_of(candidate, group), candidate.stages[chunks[0]]
         order = moments(candidate.schedule, place)
         for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
-            priced = [_priced(memory[kind], candidate, at, rows, place) for at in chunks]
+            priced = [_stage_in_flight(memory[kind], candidate, at, rows, place) for at in chunks]
             peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
             for at in chunks:
                 found[at] = max(found[at], peak)
     return found
 
 
-def place_of(candidate: Candidate, group: int) -> Place:
+def place_of(candidate: Candidate, group: int) -> RankPlace:
     """Return where the first rank of a group of devices stands in a candidate's pipeline."""
     every = groups(candidate.stages)
     own = [candidate.stages[at] for at in every[group]]
     turns = own[0].turns(0, candidate.micro_batches)
-    return Place(group, len(every), every[group], turns, tuple(min(stage.warmup, turns) for stage in own))
+    return RankPlace(group, len(every), every[group], turns, tuple(min(stage.warmup, turns) for stage in own))
 
 
-class Kept(NamedTuple):
+class StageInFlight(NamedTuple):
     """What a rank keeps of one of its stages."""
 
     parts: Parts
-    held: Held
+    terms: PeakTerms
     pending: int
     """Bytes that a micro-batch holds between the halves of its backward."""
     further: int = 0
     """Bytes of gradients that come back, beyond one of each tensor."""
-    received: bool = True
+    receives_activations: bool = True
     """Whether what it receives comes from another rank."""
-    returned: bool = True
+    receives_gradients: bool = True
     """Whether the gradients that come back do."""
 
 
-def held_of(candidate: Candidate, at: int, rows: float) -> Held:
+def peak_terms_of(candidate: Candidate, at: int, rows: float) -> PeakTerms:
     """Return what the memory of a replica of a stage depends on; of later turns, none takes part in more."""
     stage, count = candidate.stages[at], candidate.micro_batches
     lead = stage.lead(candidate.stages[at - 1], count) if at else 0
     recompute = frozenset(stage.recompute)
-    return Held(rows, stage.warmup, stage.turns(0, count), len(stage.devices), lead, recompute, stage.shard)
+    return PeakTerms(rows, stage.warmup, stage.turns(0, count), len(stage.devices), lead, recompute, stage.shard)
 
 
-def _priced(memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: Place) -> Kept:
+def _stage_in_flight(
+    memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: RankPlace
+) -> StageInFlight:
     stages, stage = candidate.stages, candidate.stages[at]
-    held = held_of(candidate, at, rows)
+    held = peak_terms_of(candidate, at, rows)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
     kept = int(parts.activations) if pending is None else pending
-    return Kept(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)
+    return StageInFlight(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)
 
 
-def rank_peak(every: Sequence[Moment], stages: Sequence[Kept], *, updates_at_once: bool) -> int:
+def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:
     """Return the most bytes that a rank holds of its stages together."""
-    states = [tuple(map(int, state_of(each.parts, each.held))) for each in stages]
+    states = [tuple(map(int, state_of(each.parts, each.terms))) for each in stages]
     kept = sum(state for state, _, _ in states)
-    kept += sum(each.held.micro_batches * int(rows_bytes(each.held.rows, each.parts.inputs)) for each in stages)
+    kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
     messages = _messages(stages)
-    lasting = [each.held.replicas > 1 for each in stages]
+    lasting = [each.terms.replicas > 1 for each in stages]
     most = 0
     for moment in every:
         size = _at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
         for at, each in enumerate(stages):
             size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
-            size += states[at][1] if moment.made[at] or lasting[at] else int(each.parts.lasting)
+            size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
         most = max(most, size)
     update = (sum if updates_at_once else max)(update for _, _, update in states)
     return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
 
 
-def _messages(stages: Sequence[Kept]) -> int:
+def _messages(stages: Sequence[StageInFlight]) -> int:
     """Return the bytes of messages under way on a rank.
 
     Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
     gradients of the computation that runs, and what was sent back and may not have arrived.
     """
     further = sum(each.further for each in stages)
-    alone = sum(int(messages_of(each.parts, each.held)) for each in stages)
+    alone = sum(int(messages_of(each.parts, each.terms)) for each in stages)
     if len(stages) == 1:
         return alone + further
-    rows = stages[0].held.rows
-    posted = [each.parts.received for each in stages if each.received]
-    posted += [each.parts.returned for each in stages if each.returned]
-    at_work = max(each.parts.returned for each in stages)
-    sent = sum(min(each.held.lead, each.held.micro_batches) * each.parts.answered for each in stages if each.received)
+    rows = stages[0].terms.rows
+    posted = [each.parts.received_activations for each in stages if each.receives_activations]
+    posted += [each.parts.received_gradients for each in stages if each.receives_gradients]
+    at_work = max(each.parts.received_gradients for each in stages)
+    sent = sum(
+        min(each.terms.lead, each.terms.micro_batches) * each.parts.sent_gradients
+        for each in stages
+        if each.receives_activations
+    )
     return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
 
 
-def _at_work(stage: Kept, kind: str, *, first: bool) -> int:
+def _at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
     """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
     parts = stage.parts
     passing = int(parts.peak) - int(parts.activations)

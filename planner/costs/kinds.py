@@ -43,13 +43,13 @@ def kinds_of(profile: Profile, devices: Sequence[Device], times_of: str | None) 
     known = {name: index for name, index in own.items() if index is not None}
     missing = [name for name in types if name not in known]
     if times_of is not None and missing:
-        return _standing(profile, known, missing, times_of)
+        return _substitute_kinds(profile, known, missing, times_of)
     if not missing:
         return Kinds(_costs(profile), known, None, ())
     if not known:
         _refuse_known(profile, missing)
     if len(types) > 1 or len(kinds) > 1:
-        raise _unpriced(kinds, devices, missing[0])
+        raise _missing_costs_error(kinds, devices, missing[0])
     names = ", ".join(types)
     note = f"the profile is of {kinds[0].name}, but the cluster has {names}: times are {kinds[0].name}'s"
     return Kinds(_costs(profile), {missing[0]: 0}, None, (note,))
@@ -64,7 +64,7 @@ def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpu
     if times_of is None:
         return
     kinds = _kinds(profile)
-    _named(kinds, times_of)
+    _kind_index(kinds, times_of)
     types = dict.fromkeys(device.type for device in cluster.devices[:gpus])
     if None not in [_own(kinds, name) for name in types]:
         raise UsageError(
@@ -90,7 +90,7 @@ def _own(kinds: Sequence[DeviceKind], name: str) -> int | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _named(kinds: Sequence[DeviceKind], times_of: str) -> int:
+def _kind_index(kinds: Sequence[DeviceKind], times_of: str) -> int:
     """Return the kind of a name, or the only one of a type.
 
     Raises:
@@ -102,11 +102,11 @@ def _named(kinds: Sequence[DeviceKind], times_of: str) -> int:
     alike = [index for index, kind in enumerate(kinds) if kind.type == times_of.casefold()]
     if len(alike) == 1:
         return alike[0]
-    names = " and ".join(_typed(kinds, index) for index in range(len(kinds)))
+    names = " and ".join(_kind_text(kinds, index) for index in range(len(kinds)))
     raise UsageError(f"`times_of={times_of!r}`: the profile has times of {names} only; name one of them")
 
 
-def _typed(kinds: Sequence[DeviceKind], index: int) -> str:
+def _kind_text(kinds: Sequence[DeviceKind], index: int) -> str:
     """Return a kind as ``--times-of`` takes it: a GPU by its known name, others by their type if that is enough."""
     kind = kinds[index]
     if kind.type == "cuda" and is_known(kind.name):
@@ -115,11 +115,11 @@ def _typed(kinds: Sequence[DeviceKind], index: int) -> str:
     return kind.type if alone else shlex.quote(kind.name)
 
 
-def _standing(profile: Profile, known: dict[str, int], missing: Sequence[str], times_of: str) -> Kinds:
+def _substitute_kinds(profile: Profile, known_kinds: dict[str, int], missing: Sequence[str], times_of: str) -> Kinds:
     """Return kinds of which one stands for those that are missing: in its own place, unless that is taken."""
     costs = list(_costs(profile))
-    index = _named(_kinds(profile), times_of)
-    of_type = dict(known)
+    index = _kind_index(_kinds(profile), times_of)
+    of_type = dict(known_kinds)
     for name in missing:
         same = [of_type[other] for other in missing if other in of_type and known_as(other) == known_as(name)]
         if same or index not in of_type.values():
@@ -149,7 +149,7 @@ def _refuse_known(profile: Profile, types: Sequence[str]) -> None:
     names = " and ".join(known_as(kind.name) for kind in kinds)
     raise UsageError(
         f"the cluster has {' and '.join(wanted)}, and the profile has times of {names} only: {measured}plan with "
-        f"`times_of={_typed(kinds, 0)!r}` if its times are to stand for those of {' and '.join(wanted)}"
+        f"`times_of={_kind_text(kinds, 0)!r}` if its times are to stand for those of {' and '.join(wanted)}"
     )
 
 
@@ -160,7 +160,7 @@ def _differ(kind: DeviceKind, name: str) -> bool:
     return all(is_known(each) or each == "cpu" for each in known) and known[0] != known[1]
 
 
-def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str) -> FileError:
+def _missing_costs_error(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str) -> FileError:
     index = next(at for at, device in enumerate(devices) if device.type == name)
     known = ", ".join(kind.name for kind in kinds)
     if any(kind.type == name for kind in kinds):
@@ -171,8 +171,8 @@ def _unpriced(kinds: Sequence[DeviceKind], devices: Sequence[Device], name: str)
     return FileError(
         f"$.devices[{index}].type: the profile has no costs for {name!r}, only for {known}; estimate "
         "them with `autopar profile --device`, which takes several kinds, or measure them there and join the "
-        f"profiles with `autopar import profiles`, or plan with `times_of={_typed(kinds, 0)!r}` to let its times stand "
-        "for them"
+        f"profiles with `autopar import profiles`, or plan with `times_of={_kind_text(kinds, 0)!r}` to let its times "
+        "stand for them"
     )
 
 

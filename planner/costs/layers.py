@@ -55,28 +55,28 @@ class LayerCosts:
 
     def forward_sums(self, rows: float) -> list[float]:
         """Return, for every position, the seconds of the forwards of all layers before it."""
-        return self._summed("forward", rows, 0.0)
+        return self._running_sums("forward", rows, 0.0)
 
     def backward_sums(self, rows: float, adding: float) -> list[float]:
         """Return, for every position, the seconds of the backwards of all layers before it.
 
         ``adding`` is the share of backwards that add to gradients, instead of making them.
         """
-        return self._summed("backward", rows, adding)
+        return self._running_sums("backward", rows, adding)
 
     @property
-    def halved(self) -> bool:
+    def has_halves(self) -> bool:
         """Whether the halves of every layer's backward were measured."""
         costs = (cost for layer in self.layers for cost in layer.costs)
         return all(cost.backward_input_s is not None and cost.backward_weight_s is not None for cost in costs)
 
     def input_sums(self, rows: float) -> list[float]:
         """Return, for every position, the seconds of the input halves of all layers before it."""
-        return self._summed("input", rows, 0.0)
+        return self._running_sums("input", rows, 0.0)
 
     def weight_sums(self, rows: float, adding: float) -> list[float]:
         """Return, for every position, the seconds of the weight halves of all layers before it; ``adding`` as above."""
-        return self._summed("weight", rows, adding)
+        return self._running_sums("weight", rows, adding)
 
     def recompute_s(self, layer: int, rows: float) -> float:
         """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
@@ -111,7 +111,7 @@ class LayerCosts:
                     values.append(float(saved.bytes))
         return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
 
-    def _summed(self, kind: str, rows: float, adding: float) -> list[float]:
+    def _running_sums(self, kind: str, rows: float, adding: float) -> list[float]:
         key = (kind, rows, adding)
         if key not in self._sums:
             layers = enumerate(self.layers)
@@ -121,11 +121,11 @@ class LayerCosts:
 
     def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
-        known = least_certain(self._known(layer, rows) for layer in range(first, stop))
+        known = least_certain(self._layer_provenance(layer, rows) for layer in range(first, stop))
         assert known is not None
         return known
 
-    def _known(self, layer: int, rows: float) -> Provenance:
+    def _layer_provenance(self, layer: int, rows: float) -> Provenance:
         sizes, costs = self._sizes[layer], self.layers[layer].costs
         if rows in sizes:
             return costs[sizes.index(rows)].provenance
@@ -267,7 +267,7 @@ class StageSums:
         key = ("forward", rows, ranks, level, kind)
         if key not in self._sums:
             moved = self.gathers(ranks, level, kind)
-            self._sums[key] = self._hidden(self._costs[kind].forward_sums(rows), moved, level)
+            self._sums[key] = self._overlap_sums(self._costs[kind].forward_sums(rows), moved, level)
         return self._sums[key]
 
     def backward(
@@ -300,7 +300,7 @@ class StageSums:
                 moved = self.scatters(ranks, level, kind)
                 if shard == "parameters":
                     moved = [one + other for one, other in zip(moved, self.gathers(ranks, level, kind), strict=True)]
-                sums = self._hidden(sums, moved, level)
+                sums = self._overlap_sums(sums, moved, level)
             self._sums[key] = sums
         return self._sums[key]
 
@@ -324,14 +324,14 @@ class StageSums:
         first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)
         first = _with_recomputation(first, layers, rows, recompute)
         if shard == "parameters":
-            first = self._hidden(first, self.gathers(ranks, level, kind), level)
+            first = self._overlap_sums(first, self.gathers(ranks, level, kind), level)
         if shard in SCATTERING:
-            second = self._hidden(second, self.scatters(ranks, level, kind), level)
+            second = self._overlap_sums(second, self.scatters(ranks, level, kind), level)
         return first, second
 
-    def _hidden(self, sums: Sequence[float], moved: Sequence[float], level: Level) -> list[float]:
+    def _overlap_sums(self, sums: Sequence[float], communication_s: Sequence[float], level: Level) -> list[float]:
         """Sums over layers that communicate while they compute."""
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(communication_s))
         return list(accumulate(both, initial=0.0))
 
     def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
@@ -353,20 +353,20 @@ class StageSums:
 
     def gathers(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters."""
-        return self._moved("all_gather", ranks, level, kind)
+        return self._layer_collectives_s("all_gather", ranks, level, kind)
 
     def scatters(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of reducing every layer's gradients, each rank to its part."""
-        return self._moved("reduce_scatter", ranks, level, kind)
+        return self._layer_collectives_s("reduce_scatter", ranks, level, kind)
 
     def in_turn_s(self, operation: Collective, first: int, stop: int, ranks: int, level: Level, kind: int = 0) -> float:
         """Return the seconds of gathering or scattering layers ``first:stop`` one by one."""
         key = ("in turn", operation, ranks, level, kind)
         if key not in self._sums:
-            self._sums[key] = list(accumulate(self._moved(operation, ranks, level, kind), initial=0.0))
+            self._sums[key] = list(accumulate(self._layer_collectives_s(operation, ranks, level, kind), initial=0.0))
         return self._sums[key][stop] - self._sums[key][first]
 
-    def _moved(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
+    def _layer_collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
         key = (operation, ranks, level, kind)
         if key not in self._sums:
             found = []
@@ -383,7 +383,7 @@ class StageSums:
         Curves that were measured have it. Else, adding to gradients tells: it reads two numbers and writes one, where a
         copy reads and writes one. What is gathered is copied whole, and each rank's part before.
         """
-        if ranks < 2 or not self.waits or not layer.trainable_bytes or self._links.copied(operation, level):
+        if ranks < 2 or not self.waits or not layer.trainable_bytes or self._links.includes_copies(operation, level):
             return 0.0
         copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
         return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
@@ -411,7 +411,7 @@ class ShareLimit(NamedTuple):
         """Whether replicas of these shares may hold the layers."""
         return self.least <= min(shares) and max(shares) <= self.most
 
-    def held(self, first: int, stop: int) -> bool:
+    def overlaps(self, first: int, stop: int) -> bool:
         """Whether any of the layers is among ``first:stop``."""
         return any(first <= layer < stop for layer in self.layers)
 

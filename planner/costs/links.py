@@ -24,23 +24,23 @@ _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scat
 Numbers = npt.NDArray[np.float64]
 
 
-class _Way(NamedTuple):
+class _LevelLink(NamedTuple):
     """One of a level's links."""
 
     latency_s: float
     bytes_per_s: float
     """Of a transfer, while all that share the link send."""
-    known: Provenance
+    provenance: Provenance
 
 
-class _Line:
+class _MonotoneCurve:
     """A measured curve made monotone: flat before its first size, its last slope behind the last one.
 
     Where that slope is none, the link's bandwidth continues it, as it does a curve of one size.
     """
 
     def __init__(self, curve: Curve, bytes_per_s: float) -> None:
-        self.known: Provenance = curve.provenance
+        self.curve_provenance: Provenance = curve.provenance
         self.sizes = np.array(curve.sizes, dtype=np.float64)
         self.seconds = np.maximum.accumulate(np.array(curve.seconds, dtype=np.float64))
         self.slope = 1 / bytes_per_s
@@ -52,9 +52,9 @@ class _Line:
 
     def provenance(self, size_bytes: float) -> Provenance:
         """Return where the seconds at a size come from."""
-        if self.known == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
+        if self.curve_provenance == "estimated" or not self.sizes[0] <= size_bytes <= self.sizes[-1]:
             return "estimated"
-        return self.known if size_bytes in self.sizes else "interpolated"
+        return self.curve_provenance if size_bytes in self.sizes else "interpolated"
 
     def __call__(self, sizes_bytes: Numbers) -> Numbers:
         beyond = np.maximum(sizes_bytes - self.sizes[-1], 0.0) * self.slope
@@ -82,22 +82,22 @@ class LinkModel:
         """
         self.topology = Topology(cluster, devices)
         self._free = bytes_per_s == float("inf")
-        self._ways: dict[Level, list[_Way]] = {}
-        self._lines: dict[tuple[str, int, Level], _Line] = {}
+        self._ways: dict[Level, list[_LevelLink]] = {}
+        self._lines: dict[tuple[str, int, Level], _MonotoneCurve] = {}
         for link in cluster.links:
             # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
             shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
             known = "estimated" if bytes_per_s else link.provenance
-            way = _Way(link.latency_s if latencies else 0.0, bytes_per_s or shared, known)
+            way = _LevelLink(link.latency_s if latencies else 0.0, bytes_per_s or shared, known)
             self._ways.setdefault(link.level, []).append(way)
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
             # What a curve does not say of large messages, the link of most bandwidth does.
             rate = max(way.bytes_per_s for way in self._ways[curve.level])
-            self._lines.setdefault((curve.kind, ranks, curve.level), _Line(curve, rate))
-        self._collected: dict[tuple[Collective, int, int, Level], float] = {}
+            self._lines.setdefault((curve.kind, ranks, curve.level), _MonotoneCurve(curve, rate))
+        self._collective_times: dict[tuple[Collective, int, int, Level], float] = {}
         self._least: dict[tuple[Collective, int, Level], float] = {}
-        self._sent: dict[tuple[float, Level], float] = {}
+        self._message_times: dict[tuple[float, Level], float] = {}
 
     def among(self, devices: Sequence[int]) -> LinkModel:
         """Return the prices between some of the devices, which are then counted from 0."""
@@ -114,7 +114,7 @@ class LinkModel:
         line = self._lines.get(("p2p", 2, level))
         if line is not None:
             return line.provenance(size_bytes)
-        return min(self._ways[level], key=lambda way: way.latency_s + size_bytes / way.bytes_per_s).known
+        return min(self._ways[level], key=lambda way: way.latency_s + size_bytes / way.bytes_per_s).provenance
 
     def collective_provenance(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> Provenance:
         """Return where the seconds of a collective come from."""
@@ -132,9 +132,9 @@ class LinkModel:
     def message_s(self, size_bytes: float, level: Level) -> float:
         """Return the seconds of one point-to-point message."""
         key = (size_bytes, level)
-        if key not in self._sent:
-            self._sent[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
-        return self._sent[key]
+        if key not in self._message_times:
+            self._message_times[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
+        return self._message_times[key]
 
     def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
         """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
@@ -146,9 +146,9 @@ class LinkModel:
         if ranks < 2 or size_bytes == 0:
             return 0.0
         key = (kind, size_bytes, ranks, level)
-        if key not in self._collected:
-            self._collected[key] = self._collective_s(kind, size_bytes, ranks, level)
-        return self._collected[key]
+        if key not in self._collective_times:
+            self._collective_times[key] = self._collective_s(kind, size_bytes, ranks, level)
+        return self._collective_times[key]
 
     def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         """Return the seconds per byte that no size goes below."""
@@ -190,7 +190,7 @@ class LinkModel:
         scaled: Numbers = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
         return scaled
 
-    def copied(self, kind: Collective, level: Level) -> bool:
+    def includes_copies(self, kind: Collective, level: Level) -> bool:
         """Whether a collective's seconds hold what copying takes: measured ones do; all, if links take no time."""
         return self._free or self._nearest(kind, 2, level) is not None
 
@@ -254,7 +254,8 @@ class Sharing:
         """
         topology = Topology(cluster, devices)
         places = {
-            level: _counted([topology.unit(at, level) for at in range(len(devices))]) for level in topology.levels
+            level: _unit_positions([topology.unit(at, level) for at in range(len(devices))])
+            for level in topology.levels
         }
         links: dict[Level, tuple[Link, ...]] = {}
         for level in topology.levels if bytes_per_s is None else ():
@@ -288,7 +289,7 @@ class Sharing:
         links = self.links.get(level)
         if links is None:
             return ()
-        at = max(range(len(links)), key=lambda index: _moved(links[index], seconds))
+        at = max(range(len(links)), key=lambda index: _transfer_bytes(links[index], seconds))
         link = links[at]
         if link.shared_by == 1 and link.duplex == "full":
             return ()
@@ -314,12 +315,12 @@ def _shares(link: Link) -> int:
     return link.shared_by * (2 if link.duplex == "half" else 1)
 
 
-def _moved(link: Link, seconds: float) -> float:
+def _transfer_bytes(link: Link, seconds: float) -> float:
     """Return the bytes that a transfer moves in some seconds; the link's latency may leave it less than none."""
     return (seconds - link.latency_s) * link.bytes_per_s / _shares(link)
 
 
-def _counted(units: Sequence[int]) -> tuple[int, ...]:
+def _unit_positions(units: Sequence[int]) -> tuple[int, ...]:
     counts: Counter[int] = Counter()
     places = []
     for unit in units:

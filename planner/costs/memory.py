@@ -11,7 +11,16 @@ import numpy as np
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
-from autopar.planner.costs.activations import Activations, Area, Areas, Counts, Repeats, Swept, rows_bytes, windowed
+from autopar.planner.costs.activations import (
+    ActivationBytes,
+    Activations,
+    Area,
+    Areas,
+    Counts,
+    Repeats,
+    rows_bytes,
+    window_sums,
+)
 from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
 
@@ -23,7 +32,7 @@ MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16
 Bytes = int | Counts
 
 
-class Held(NamedTuple):
+class PeakTerms(NamedTuple):
     """What a stage's peak depends on besides its layers."""
 
     rows: float
@@ -55,11 +64,11 @@ class Parts(NamedTuple):
     """What the optimizer's step holds for a while."""
     inputs: Bytes
     """Model inputs per sample."""
-    received: Bytes
+    received_activations: Bytes
     """Activations received per sample."""
-    answered: Bytes
+    sent_gradients: Bytes
     """Gradients sent back per sample."""
-    returned: Bytes
+    received_gradients: Bytes
     """Gradients received per sample, each tensor counted as if one stage read it."""
     activations: Bytes
     """What one micro-batch in flight keeps."""
@@ -69,57 +78,57 @@ class Parts(NamedTuple):
     """The same with the gradients that the micro-batch's backward makes, if it is a step's first."""
 
 
-def peak_of(parts: Parts, held: Held) -> Bytes:
+def peak_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the most bytes that a stage holds, every tensor that it sends read by one stage only."""
-    kept, gradients, update = state_of(parts, held)
-    full = held.warmup - 1
-    messages = messages_of(parts, held)
+    kept, gradients, update = state_of(parts, terms)
+    full = terms.warmup - 1
+    messages = messages_of(parts, terms)
     begun: Bytes = 0
     sent: Bytes = 0
-    if held.warmup == held.micro_batches and held.replicas == 1:
+    if terms.warmup == terms.micro_batches and terms.replicas == 1:
         begun = full * parts.activations + parts.first_peak + parts.lasting
         # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
-        full, sent = full - 1, rows_bytes(held.rows, parts.answered)
+        full, sent = full - 1, rows_bytes(terms.rows, parts.sent_gradients)
     steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
-    inputs = held.micro_batches * rows_bytes(held.rows, parts.inputs)
+    inputs = terms.micro_batches * rows_bytes(terms.rows, parts.inputs)
     most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
     return kept + inputs + most
 
 
-def state_of(parts: Parts, held: Held) -> tuple[Bytes, Bytes, Bytes]:
+def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
     """Return a replica's parameters and optimizer state, its gradients, and what an update holds for a while."""
-    r = held.replicas
+    r = terms.replicas
     kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
-    if held.shard != "none":
-        kept, gradients = _sharded(parts, held)
+    if terms.shard != "none":
+        kept, gradients = _sharded_state(parts, terms)
         update = -(-update // r)
     return kept, gradients, update
 
 
-def _sharded(parts: Parts, held: Held) -> tuple[Bytes, Bytes]:
+def _sharded_state(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
     apart = parts.lasting
     """Parameters that other stages hold, too, are whole everywhere."""
 
     def part(total: Bytes, whole: Bytes) -> Bytes:
-        return whole - (-(total - whole) // held.replicas)
+        return whole - (-(total - whole) // terms.replicas)
 
-    optimizer = part(parts.optimizer, _scaled(parts.optimizer, apart, parts.gradients))
-    if held.shard == "parameters":
+    optimizer = part(parts.optimizer, _scale(parts.optimizer, apart, parts.gradients))
+    if terms.shard == "parameters":
         # Two layers' parameters are whole, one that computes and the next, and as many gradients.
         kept: Bytes = part(parts.parameters, apart) + optimizer
         passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
         return kept, passing
     # Every step gathers the parameters from parts of them.
-    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // held.replicas)
-    if held.shard == "optimizer":
+    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // terms.replicas)
+    if terms.shard == "optimizer":
         return kept, parts.gradients
     # Two layers' gradients are on their way to the parts.
     passing = part(parts.gradients, apart) + 2 * parts.largest
     return kept, passing
 
 
-def _scaled(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
+def _scale(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
     """Return ``size * part // whole``, exactly: the products of two sizes of large models have more than 64 bits."""
     if all(isinstance(each, int) for each in (size, part, whole)):
         return size * part // max(whole, 1)
@@ -128,14 +137,14 @@ def _scaled(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
     return np.asarray(np.asarray(size).astype(object) * part // np.maximum(whole, 1)).astype(np.int64)
 
 
-def messages_of(parts: Parts, held: Held) -> Bytes:
+def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of messages under way, beside what is in flight."""
-    rows, most = held.rows, held.micro_batches
-    returned = rows_bytes(rows, parts.returned)
-    answered = min(held.lead, most) * rows_bytes(rows, parts.answered)
-    if held.warmup == most:
+    rows, most = terms.rows, terms.micro_batches
+    returned = rows_bytes(rows, parts.received_gradients)
+    answered = min(terms.lead, most) * rows_bytes(rows, parts.sent_gradients)
+    if terms.warmup == most:
         return min(3, most) * returned + answered
-    least = rows_bytes(rows, parts.received) + min(2, most) * returned
+    least = rows_bytes(rows, parts.received_activations) + min(2, most) * returned
     longest: Bytes = np.maximum(least, min(3, most) * returned)
     return longest + answered
 
@@ -167,12 +176,12 @@ class MemoryModel:
         self._costs, self._flows, self.updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
         self._repeats = Repeats.of(costs.layers, flows)
-        self._peaks: dict[tuple[int, int, Held], int] = {}
+        self._peaks: dict[tuple[int, int, PeakTerms], int] = {}
         """By the earliest of the stages that are alike."""
         self._totals: dict[float, tuple[int, int]] = {}
-        self._fixed: dict[tuple[int, int], Parts] = {}
+        self._fixed_parts: dict[tuple[int, int], Parts] = {}
         self._windows: dict[int, Parts] = {}
-        self._swept: dict[tuple[float, frozenset[int]], tuple[int, Swept]] = {}
+        self._activation_bytes: dict[tuple[float, frozenset[int]], tuple[int, ActivationBytes]] = {}
         """Of all stages of up to so many layers."""
         layers = costs.layers
         state = (
@@ -180,7 +189,7 @@ class MemoryModel:
             ([layer.optimizer_bytes for layer in layers], lambda at, tied: _share(at, tied, at.optimizer_bytes)),
             ([layer.gradient_bytes for layer in layers], lambda at, tied: _share(at, tied, at.gradient_bytes)),
         )
-        self._state = [(np.array([0, *accumulate(values)]), self._shared(share)) for values, share in state]
+        self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
         self._activations = Activations(costs, flows, self._gradients_made, self._repeats)
         self._largest = [layer.parameters_bytes for layer in layers]
@@ -203,14 +212,14 @@ class MemoryModel:
 
     def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
         """Return what the peak of one stage is made of."""
-        if (first, stop) not in self._fixed:
+        if (first, stop) not in self._fixed_parts:
             state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
             update = (sum if self.updates_at_once else max)(self._updates[first:stop])
             messages = (areas.at(first, stop) for areas in self._messages)
             largest = max(self._largest[first:stop])
             fixed: list[int] = [*state, largest, self._lasting.at(first, stop), update, *messages]
-            self._fixed[first, stop] = Parts._make((*fixed, 0, 0, 0))
-        return self._fixed[first, stop]._replace(**self._activations.of(first, stop, rows, recompute)._asdict())
+            self._fixed_parts[first, stop] = Parts._make((*fixed, 0, 0, 0))
+        return self._fixed_parts[first, stop]._replace(**self._activations.of(first, stop, rows, recompute)._asdict())
 
     def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
         """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
@@ -225,7 +234,7 @@ class MemoryModel:
     def _window(self, longest: int) -> Parts:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
         if longest not in self._windows:
-            state = [windowed(sums, longest) - shared.window(longest) for sums, shared in self._state]
+            state = [window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state]
             update = np.add if self.updates_at_once else np.maximum
             messages = [areas.window(longest) for areas in self._messages]
             lasting = self._lasting.window(longest)
@@ -233,9 +242,9 @@ class MemoryModel:
             self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
         return self._windows[longest]
 
-    def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> Swept:
+    def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
         """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
-        known = self._swept.get((rows, recompute))
+        known = self._activation_bytes.get((rows, recompute))
         if known is not None and known[0] >= longest:
             return known[1]
         reach = LEAST_LONGEST
@@ -243,9 +252,9 @@ class MemoryModel:
             reach *= 2
         reach = min(reach, self._count)
         swept = self._activations.window(rows, recompute, reach, np.asarray(self._window(reach).gradients))
-        if 3 * reach * self._count * (1 + len(self._swept)) > MOST_SWEPT:
-            self._swept.clear()
-        self._swept[rows, recompute] = reach, swept
+        if 3 * reach * self._count * (1 + len(self._activation_bytes)) > MOST_SWEPT:
+            self._activation_bytes.clear()
+        self._activation_bytes[rows, recompute] = reach, swept
         return swept
 
     def by_stop(self, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
@@ -262,7 +271,9 @@ class MemoryModel:
         """Return what no stage exceeds, whatever it is and however it is run: everything there is, twice."""
         if rows not in self._totals:
             layers = range(self._count)
-            saved = sum(sum(self._activations.saved(layer, rows, recomputed=False).values()) for layer in layers)
+            saved = sum(
+                sum(self._activations.saved_bytes(layer, rows, is_recomputed=False).values()) for layer in layers
+            )
             passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
             crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
             inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
@@ -282,13 +293,13 @@ class MemoryModel:
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by(layer)}
-        kept = (self._activations.saved(layer, rows, recomputed=again) for again in (False, True))
+        kept = (self._activations.saved_bytes(layer, rows, is_recomputed=again) for again in (False, True))
         whole, less = (sum(size for name, size in each.items() if name not in read) for each in kept)
         return whole - less
 
-    def peak(self, first: int, stop: int, held: Held, cuts: Sequence[int] = ()) -> int:
+    def peak(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
-        return self._own_peak(first, stop, held) + self.further(first, stop, held.rows, cuts)
+        return self._own_peak(first, stop, terms) + self.further(first, stop, terms.rows, cuts)
 
     def pending(self, first: int, stop: int, rows: float) -> int | None:
         """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
@@ -298,29 +309,29 @@ class MemoryModel:
     def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
         """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""
         extra = 0
-        for tensor in self._flows.forked(first, stop):
+        for tensor in self._flows.forked_tensors(first, stop):
             if tensor.gradient and tensor.consumers[-1] >= stop:
                 readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         return 2 * int(rows_bytes(rows, extra))
 
-    def _own_peak(self, first: int, stop: int, held: Held) -> int:
+    def _own_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""
         at = self._repeats.earliest(first, stop)
-        if at != first and held.recompute:
-            held = held._replace(recompute=frozenset(layer - first + at for layer in held.recompute))
-        key = (at, stop - first, held)
+        if at != first and terms.recompute:
+            terms = terms._replace(recompute=frozenset(layer - first + at for layer in terms.recompute))
+        key = (at, stop - first, terms)
         if key not in self._peaks:
             if len(self._peaks) >= MOST_KEPT:
                 self._peaks.clear()
-            self._peaks[key] = int(peak_of(self.parts(at, at + stop - first, held.rows, held.recompute), held))
+            self._peaks[key] = int(peak_of(self.parts(at, at + stop - first, terms.rows, terms.recompute), terms))
         return self._peaks[key]
 
     def _gradients_made(self, first: int, stop: int) -> int:
         sums, shared = self._state[2]
         return int(sums[stop] - sums[first]) - shared.at(first, stop)
 
-    def _shared(self, share: Callable[[Layer, TiedLayers], int]) -> Areas:
+    def _tied_areas(self, share: Callable[[Layer, TiedLayers], int]) -> Areas:
         """What layers of one stage count twice, since they share a parameter."""
         return Areas(
             self._count,

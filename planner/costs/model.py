@@ -12,9 +12,9 @@ from autopar.formats.cluster import Cluster, Device, Level
 from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import devices_of
-from autopar.planner.candidate import Candidate, Placed, plain
+from autopar.planner.candidate import Candidate, CandidateStage, plain
 from autopar.planner.costs.flows import Flows
-from autopar.planner.costs.in_flight import held_of, rank_peaks
+from autopar.planner.costs.in_flight import peak_terms_of, rank_peaks
 from autopar.planner.costs.kinds import kinds_of
 from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
 from autopar.planner.costs.links import Collective, LinkModel, Sharing
@@ -103,9 +103,9 @@ class CostModel:
         waits = self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, waits=waits)
         self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
-        self._exposed: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
+        self._exposed_times: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
         self._levels: dict[tuple[float, int], Levels] = {}
-        self._shortfalls: dict[tuple[Placed, int, int], int] = {}
+        self._shortfalls: dict[tuple[CandidateStage, int, int], int] = {}
         """By stage, micro-batches, and what it leads by."""
         self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
 
@@ -133,7 +133,7 @@ class CostModel:
         other.sharing = self.sharing.among(devices)
         return other
 
-    def retimed(self, layers: LayerCosts) -> CostModel:
+    def with_layer_costs(self, layers: LayerCosts) -> CostModel:
         """Return this model with other times of the layers, of a single kind; memory stays as it was."""
         other = copy(self)
         other.layers = [layers]
@@ -164,13 +164,13 @@ class CostModel:
         """Return the memory of the smallest of some devices."""
         return min(self.limits_bytes[device] for device in devices)
 
-    def forward_s(self, stage: Placed, replica: int) -> float:
+    def forward_s(self, stage: CandidateStage, replica: int) -> float:
         """Return the seconds of one forward of a stage's replica."""
         kind = self.kind_of[stage.devices[replica]]
         sums = self.sums.forward(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
         return sums[stage.stop] - sums[stage.first]
 
-    def backward_s(self, stage: Placed, replica: int, micro_batches: int) -> float:
+    def backward_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
         ranks = len(stage.devices)
         rows, adding = stage.shares[replica], self.adding(micro_batches, ranks)
@@ -183,11 +183,11 @@ class CostModel:
         return seconds
 
     @property
-    def halved(self) -> bool:
+    def has_halves(self) -> bool:
         """Whether the halves of backwards are known on every kind of device that is planned for."""
-        return all(self.layers[kind].halved for kind in set(self.kind_of))
+        return all(self.layers[kind].has_halves for kind in set(self.kind_of))
 
-    def halves_s(self, stage: Placed, replica: int, micro_batches: int) -> tuple[float, float]:
+    def halves_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
         ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
         where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
@@ -197,7 +197,7 @@ class CostModel:
         first, second = self._halves[key]
         return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
 
-    def _level(self, stage: Placed) -> Level:
+    def _level(self, stage: CandidateStage) -> Level:
         return self.links.level(stage.devices)
 
     @staticmethod
@@ -227,7 +227,7 @@ class CostModel:
             self._levels[rows, kind] = Levels([layer for _, layer in sorted(ranked)])
         return self._levels[rows, kind]
 
-    def replicated_single(self, stages: Iterable[Placed]) -> str | None:
+    def replicated_single(self, stages: Iterable[CandidateStage]) -> str | None:
         """Return why some stages are not to have as many replicas as they have; None where they may."""
         if not self.single:
             return None
@@ -236,7 +236,7 @@ class CostModel:
         layer = next(found, None)
         return None if layer is None else self.single[layer].reason
 
-    def update_s(self, stage: Placed) -> float:
+    def update_s(self, stage: CandidateStage) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
         ranks, level = len(stage.devices), self._level(stage)
         kinds = {self.kind_of[device] for device in stage.devices}
@@ -268,7 +268,7 @@ class CostModel:
                 seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
         return seconds
 
-    def reduce_s(self, stage: Placed) -> float:
+    def reduce_s(self, stage: CandidateStage) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
         ranks, level = len(stage.devices), self._level(stage)
         if self.sums.waits and stage.shard != "none":
@@ -289,7 +289,7 @@ class CostModel:
             return 0.0
         return self.sums.in_turn_s("reduce_scatter", first, stop, ranks, level, kind)
 
-    def replica_exposed_s(self, stage: Placed, replica: int, *, split: bool = False) -> float:
+    def replica_exposed_s(self, stage: CandidateStage, replica: int, *, split: bool = False) -> float:
         """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
         ranks, level = len(stage.devices), self._level(stage)
         kind = self.kind_of[stage.devices[replica]]
@@ -314,9 +314,9 @@ class CostModel:
         if ranks == 1:
             return 0.0
         key = (first, stop, rows, ranks, level, shard, kind, split)
-        if key not in self._exposed:
-            self._exposed[key] = self._exposed_s(*key)
-        return self._exposed[key]
+        if key not in self._exposed_times:
+            self._exposed_times[key] = self._exposed_s(*key)
+        return self._exposed_times[key]
 
     def _exposed_s(
         self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
@@ -365,7 +365,7 @@ class CostModel:
         if not plain(candidate.schedule):
             return self.shortfalls(candidate)[index]
         stage, count = candidate.stages[index], candidate.micro_batches
-        if self.flows.forked(stage.first, stage.stop):
+        if self.flows.forked_tensors(stage.first, stage.stop):
             return self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
         key = stage, count, stage.lead(candidate.stages[index - 1], count) if index else 0
         if key not in self._shortfalls:
@@ -374,7 +374,7 @@ class CostModel:
             self._shortfalls[key] = self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
         return self._shortfalls[key]
 
-    def tied_between(self, stages: Sequence[Placed]) -> list[tuple[int, tuple[int, ...]]]:
+    def tied_between(self, stages: Sequence[CandidateStage]) -> list[tuple[int, tuple[int, ...]]]:
         """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
         stops = [stage.stop for stage in stages]
         found = []
@@ -387,11 +387,11 @@ class CostModel:
 
     def _stage_peak(self, candidate: Candidate, index: int) -> int:
         stage = candidate.stages[index]
-        forked = self.flows.forked(stage.first, stage.stop)
+        forked = self.flows.forked_tensors(stage.first, stage.stop)
         cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
         placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         return max(
-            self.memory[kind].peak(stage.first, stage.stop, held_of(candidate, index, rows), cuts)
+            self.memory[kind].peak(stage.first, stage.stop, peak_terms_of(candidate, index, rows), cuts)
             for rows, kind in placed
         )
 

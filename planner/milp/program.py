@@ -30,7 +30,7 @@ import numpy as np
 
 from autopar.formats.plan import SHARDS, Division, shards_of
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, Family, Placed, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -50,13 +50,13 @@ class Arc(NamedTuple):
 
     begin: Node
     end: Node
-    stage: Placed
+    stage: CandidateStage
     level: int
     """Of :meth:`CostModel.recompute_levels`, what it recomputes."""
     terms: StageTerms
 
 
-class Crossing(NamedTuple):
+class NodeCrossing(NamedTuple):
     """Arcs before and behind one node between which the same travels, whichever of them meet."""
 
     cut: int
@@ -65,13 +65,13 @@ class Crossing(NamedTuple):
     terms: LinkTerms
 
 
-class Network(NamedTuple):
+class ArcNetwork(NamedTuple):
     """All arcs of a family, and by node its crossings: each pair of arcs that meet is in one."""
 
     family: Family
     layers: int
     arcs: tuple[Arc, ...]
-    crossings: tuple[tuple[Crossing, ...], ...]
+    crossings: tuple[tuple[NodeCrossing, ...], ...]
 
 
 def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> range:
@@ -85,7 +85,7 @@ def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> rang
 
 def network(
     costs: CostModel, pool: Pool, family: Family, options: PlanOptions, constraints: Constraints
-) -> Network | None:
+) -> ArcNetwork | None:
     """Return the arcs that fit and are allowed, and their crossings; none if there are too many.
 
     Memory is that of a stage by itself; what neighbours add to it is left to whoever decodes a path.
@@ -96,7 +96,7 @@ def network(
     priced = 0
     for first in range(costs.layer_count):
         for state in sorted(reached[first]):
-            priced += sum(pool.left(state, kind) for kind in pool.kinds) * (costs.layer_count - first)
+            priced += sum(pool.kind_devices_left(state, kind) for kind in pool.kinds) * (costs.layer_count - first)
             if priced > MOST_PRICED:
                 return None
             for arc in pricing.leaving((first, state), constraints):
@@ -108,7 +108,7 @@ def network(
             if len(found) > MOST_ARCS:
                 return None
     arcs = _ending(found, costs.layer_count)
-    return Network(family, costs.layer_count, arcs, tuple(_crossings(costs, family, arcs)))
+    return ArcNetwork(family, costs.layer_count, arcs, tuple(_crossings(costs, family, arcs)))
 
 
 def _ending(arcs: Sequence[Arc], layers: int) -> tuple[Arc, ...]:
@@ -130,14 +130,14 @@ class _Pricing:
         self.shards = options.shards
         self.recompute = options.recompute
         self.divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
-        self.known: dict[tuple[object, ...], list[tuple[Placed, int, StageTerms]]] = {}
+        self.priced_stages: dict[tuple[object, ...], list[tuple[CandidateStage, int, StageTerms]]] = {}
 
     def leaving(self, node: Node, constraints: Constraints) -> Iterator[Arc]:
         """Yield the arcs from a node."""
         first, state = node
         for kind in self.pool.kinds:
             every = range(first + 1, constraints.layers + 1)
-            for width in range(1, self.pool.left(state, kind) + 1):
+            for width in range(1, self.pool.kind_devices_left(state, kind) + 1):
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
                     for stop in every:
@@ -146,25 +146,25 @@ class _Pricing:
 
     def _ways(
         self, first: int, stop: int, kind: int, devices: tuple[int, ...], constraints: Constraints
-    ) -> list[tuple[Placed, int, StageTerms]]:
+    ) -> list[tuple[CandidateStage, int, StageTerms]]:
         alike = tuple(self.costs.devices[device] for device in devices)
         key = (first, stop, kind, alike)
-        if key not in self.known:
-            found = self.known[key] = []
+        if key not in self.priced_stages:
+            found = self.priced_stages[key] = []
             for division in self.divisions:
                 shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
                 if not self._takes(len(devices), division) or not constraints.allows(first, stop, kind, shares):
                     continue
                 for shard in shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1]:
-                    found += self._levels(Placed(first, stop, devices, shares, 1, (), shard, division), kind)
-        return self.known[key]
+                    found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)
+        return self.priced_stages[key]
 
     def _takes(self, width: int, division: Division) -> bool:
         if division == "round-robin":
             return 1 < width <= self.family.micro_batches
         return self.costs.divisible or width <= self.family.micro_batch_size
 
-    def _levels(self, stage: Placed, kind: int) -> Iterator[tuple[Placed, int, StageTerms]]:
+    def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, int, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         deepest, before = 0, None
@@ -179,7 +179,7 @@ class _Pricing:
                 deep = stage._replace(recompute=recompute, warmup=depth)
                 yield deep, level, stage_terms(self.costs, deep, self.family.micro_batches)
 
-    def _depth(self, stage: Placed) -> int:
+    def _depth(self, stage: CandidateStage) -> int:
         """Return the most in flight that fits: all, or found by halving; 0 if none does."""
         most = stage.turns(0, self.family.micro_batches)
         if self._fits(stage, most):
@@ -195,12 +195,12 @@ class _Pricing:
                 exceeds = middle
         return fits
 
-    def _fits(self, stage: Placed, depth: int) -> bool:
+    def _fits(self, stage: CandidateStage, depth: int) -> bool:
         alone = Candidate(*self.family, (stage._replace(warmup=depth),))
         return self.costs.shortfall(alone, 0) <= 0
 
 
-def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterator[tuple[Crossing, ...]]:
+def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterator[tuple[NodeCrossing, ...]]:
     """Yield the crossings of every node that lies between arcs."""
     entering: dict[Node, list[int]] = {}
     leaving: dict[Node, list[int]] = {}
@@ -212,10 +212,10 @@ def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterato
         before = _ports(arcs, entering[node])
         after = _ports(arcs, leaving[node])
         rows = [tuple(links.between(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
-        before, rows = _merged(before, rows)
-        after, columns = _merged(after, list(zip(*rows, strict=True)))
+        before, rows = _merge_groups(before, rows)
+        after, columns = _merge_groups(after, list(zip(*rows, strict=True)))
         yield tuple(
-            Crossing(node[0], one, other, links.terms[columns[right][left]])
+            NodeCrossing(node[0], one, other, links.terms[columns[right][left]])
             for left, one in enumerate(before)
             for right, other in enumerate(after)
         )
@@ -230,7 +230,7 @@ def _ports(arcs: Sequence[Arc], indices: Sequence[int]) -> list[tuple[int, ...]]
     return [tuple(group) for group in found.values()]
 
 
-def _merged(
+def _merge_groups(
     groups: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, ...]]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Join groups whose rows are alike."""
@@ -247,19 +247,19 @@ class _Links:
         self.costs, self.family = costs, family
         self.terms: list[LinkTerms] = []
         self._numbers: dict[LinkTerms, int] = {}
-        self._known: dict[tuple[object, ...], int] = {}
+        self._pair_numbers: dict[tuple[object, ...], int] = {}
 
-    def between(self, before: Placed, after: Placed) -> int:
+    def between(self, before: CandidateStage, after: CandidateStage) -> int:
         """Return the number of the terms between two stages."""
         flow = self.costs.flows.between(before.first, before.stop, after.first, after.stop)
         key = (flow, before.devices, before.division, after.devices, after.division)
-        if key not in self._known:
+        if key not in self._pair_numbers:
             terms = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
             if terms not in self._numbers:
                 self._numbers[terms] = len(self.terms)
                 self.terms.append(terms)
-            self._known[key] = self._numbers[terms]
-        return self._known[key]
+            self._pair_numbers[key] = self._numbers[terms]
+        return self._pair_numbers[key]
 
 
 Sum = dict[int, float]
@@ -269,7 +269,7 @@ ROUND = 1000.0
 """What the largest step time becomes, so that solvers' tolerances mean little."""
 
 
-class Row(NamedTuple):
+class ProgramRow(NamedTuple):
     """The sum of columns times coefficients is ``least`` at least; or exactly, if ``equal``."""
 
     terms: tuple[tuple[int, float], ...]
@@ -282,7 +282,7 @@ class Linear(NamedTuple):
 
     columns: int
     whole: int
-    rows: tuple[Row, ...]
+    rows: tuple[ProgramRow, ...]
     most: float
     """Of the last column."""
     unit_s: float
@@ -291,14 +291,14 @@ class Linear(NamedTuple):
     def without(self, path: Iterable[int]) -> Linear:
         """Return the program in which one path is forbidden: no other holds all of its arcs."""
         arcs = sorted(path)
-        return self._replace(rows=(*self.rows, Row(tuple((arc, -1.0) for arc in arcs), 1.0 - len(arcs))))
+        return self._replace(rows=(*self.rows, ProgramRow(tuple((arc, -1.0) for arc in arcs), 1.0 - len(arcs))))
 
     def below(self, seconds: float) -> Linear:
         """Return the program without solutions above ``seconds``."""
         return self._replace(most=min(self.most, seconds / self.unit_s))
 
 
-def linear(network: Network, constraints: Constraints, most_s: float) -> Linear:
+def linear(network: ArcNetwork, constraints: Constraints, most_s: float) -> Linear:
     """Return the program of a network; its least solution is the least bound, but for ``step_overhead_s``.
 
     Only bounds up to ``most_s``, which may be infinite, are solutions.
@@ -307,10 +307,10 @@ def linear(network: Network, constraints: Constraints, most_s: float) -> Linear:
 
 
 class _Writer:
-    def __init__(self, network: Network, constraints: Constraints, most_s: float) -> None:
+    def __init__(self, network: ArcNetwork, constraints: Constraints, most_s: float) -> None:
         self.network, self.constraints = network, constraints
         self.layers, self.arcs = network.layers, network.arcs
-        self.rows: list[Row] = []
+        self.rows: list[ProgramRow] = []
         self.columns = len(self.arcs)
         largest = _largest(network)
         self.most_s, self.trip_s = min(most_s, largest.bound_s), min(most_s, largest.trip_s)
@@ -329,7 +329,7 @@ class _Writer:
         self.goal = self._new(1)[0]
         for layer in range(self.layers):
             self._stage(layer)
-            self._covered(layer)
+            self._layer_rows(layer)
         for cut in range(1, self.layers):
             self._cut(cut)
         self._row({self.goal: 1.0, self.of["V"][0]: -1.0})
@@ -340,11 +340,11 @@ class _Writer:
         return list(range(self.columns - count, self.columns))
 
     def _row(self, terms: Sum, least: float = 0.0, *, equal: bool = False) -> None:
-        self.rows.append(Row(tuple(sorted((at, each) for at, each in terms.items() if each)), least, equal))
+        self.rows.append(ProgramRow(tuple(sorted((at, each) for at, each in terms.items() if each)), least, equal))
 
     def _above(self, larger: int, *sums: Sum) -> None:
         """The column is at least the sums together."""
-        self._row(_added({larger: 1.0}, *({at: -each for at, each in terms.items()} for terms in sums)))
+        self._row(_total({larger: 1.0}, *({at: -each for at, each in terms.items()} for terms in sums)))
 
     def _flow(self) -> None:
         """One path, with as many stages as are allowed."""
@@ -361,7 +361,7 @@ class _Writer:
         if self.constraints.most_stages < self.layers:
             self._row(dict.fromkeys(stages, -1.0), -self.constraints.most_stages)
 
-    def _meet(self, crossings: tuple[Crossing, ...]) -> None:
+    def _meet(self, crossings: tuple[NodeCrossing, ...]) -> None:
         """One crossing of a node is met if both its sides are; where one side is all arcs, if the other is."""
         befores = list(dict.fromkeys(each.before for each in crossings))
         afters = list(dict.fromkeys(each.after for each in crossings))
@@ -375,11 +375,11 @@ class _Writer:
             self.crossings[each.cut].append((each.terms, met))
         if len(befores) > 1 and len(afters) > 1:
             for one in befores:
-                met = _added(*(found[one, other] for other in afters))
-                self._row(_added(met, dict.fromkeys(one, -1.0)), equal=True)
+                met = _total(*(found[one, other] for other in afters))
+                self._row(_total(met, dict.fromkeys(one, -1.0)), equal=True)
             for other in afters:
-                met = _added(*(found[one, other] for one in befores))
-                self._row(_added(met, dict.fromkeys(other, -1.0)), equal=True)
+                met = _total(*(found[one, other] for one in befores))
+                self._row(_total(met, dict.fromkeys(other, -1.0)), equal=True)
 
     def _seconds(self, arcs: Iterable[tuple[int, float]]) -> Sum:
         return {index: seconds / self.unit_s for index, seconds in arcs}
@@ -401,7 +401,7 @@ class _Writer:
         for rate in sorted({float(arc.terms.rate) for _, arc in arcs} - {1.0}):
             most = rate * self.trip_s / self.unit_s
             taken = {index: most for index, arc in arcs if float(arc.terms.rate) >= rate}
-            self._row(_added({busy: 1.0, trip: -rate}, {at: -each for at, each in taken.items()}), -most)
+            self._row(_total({busy: 1.0, trip: -rate}, {at: -each for at, each in taken.items()}), -most)
 
     def _cut(self, cut: int) -> None:
         """What passes between the stages that meet before a layer; nothing where none do."""
@@ -429,7 +429,7 @@ class _Writer:
                         total[at] = total.get(at, 0.0) + each * seconds / self.unit_s
         return found
 
-    def _covered(self, layer: int) -> None:
+    def _layer_rows(self, layer: int) -> None:
         """Implied: the path's way to the stage that holds a layer, that stage's work, and the way's end."""
         arcs = list(enumerate(self.arcs))
         holding = [(index, arc) for index, arc in arcs if arc.begin[0] <= layer < arc.end[0]]
@@ -459,7 +459,7 @@ def _busy(arc: Arc) -> float:
     return float(np.maximum(arc.terms.work_s, arc.terms.rate * (arc.terms.forward_s + arc.terms.backward_s)))
 
 
-def _added(*sums: Sum) -> Sum:
+def _total(*sums: Sum) -> Sum:
     found: Sum = {}
     for terms in sums:
         for at, each in terms.items():
@@ -475,7 +475,7 @@ class _Largest(NamedTuple):
     queue_s: float
 
 
-def _largest(network: Network) -> _Largest:
+def _largest(network: ArcNetwork) -> _Largest:
     trip_s = work_s = queue_s = 0.0
     rate = max((float(arc.terms.rate) for arc in network.arcs), default=1.0)
     for layer in range(network.layers):

@@ -15,12 +15,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from autopar.planner.bounds.chain import bound, work_s
-from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.bounds.chain import candidate_bound_s, work_s
+from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.milp.program import MOST_ARCS, Arc, Linear, Network, linear, network
+from autopar.planner.milp.program import MOST_ARCS, Arc, ArcNetwork, Linear, linear, network
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import pool_of
 from autopar.planner.search.best_first import HOPELESS, search
@@ -50,7 +50,7 @@ class Solution(NamedTuple):
     """That it says it took."""
 
 
-class Failed(NamedTuple):
+class SolverFailure(NamedTuple):
     """Why there is no answer, in a few words."""
 
     reason: str
@@ -60,17 +60,17 @@ class Solver(NamedTuple):
     """A solver, by the name that its users know."""
 
     name: str
-    solve: Callable[[Linear, float], Solution | Failed]
+    solve: Callable[[Linear, float], Solution | SolverFailure]
     """Solve a program within about so many seconds; whatever it raises is a failure, too."""
 
 
-def highs(linear: Linear, seconds: float) -> Solution | Failed:
+def highs(linear: Linear, seconds: float) -> Solution | SolverFailure:
     """Solve with HiGHS, in this process and one thread."""
     # HiGHS 1.13 has called a solution the least one that was not, after a restart.
     return _solve("HiGHS", linear, seconds, {"gapAbs": 0.0, "threads": 1, "random_seed": 0, "mip_allow_restart": False})
 
 
-def cbc(linear: Linear, seconds: float) -> Solution | Failed:
+def cbc(linear: Linear, seconds: float) -> Solution | SolverFailure:
     """Solve with CBC, a program that PuLP brings along."""
     return _solve("PULP_CBC_CMD", linear, seconds, {"threads": 1})
 
@@ -79,14 +79,14 @@ SOLVERS: Sequence[Solver] = (Solver("HiGHS", highs), Solver("CBC", cbc))
 """The second is asked where the first one fails."""
 
 
-def _solve(name: str, linear: Linear, seconds: float, options: dict[str, Any]) -> Solution | Failed:
+def _solve(name: str, linear: Linear, seconds: float, options: dict[str, Any]) -> Solution | SolverFailure:
     with warnings.catch_warnings():
         # PuLP warns of what its next major version, which is not admitted, does otherwise.
         warnings.simplefilter("ignore", DeprecationWarning)
         import pulp
 
         if name not in pulp.listSolvers(onlyAvailable=True):
-            return Failed("it is not installed, or cannot be executed")
+            return SolverFailure("it is not installed, or cannot be executed")
         problem, columns = _problem(pulp, linear)
         problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=GAP, **options))
         return _answer(pulp, problem, columns, seconds)
@@ -113,23 +113,23 @@ def _answer(
     problem: pulp.LpProblem,
     columns: Sequence[pulp.LpVariable],
     allowed_s: float,
-) -> Solution | Failed:
+) -> Solution | SolverFailure:
     seconds = float(problem.solutionTime)
     if problem.status == pulp.LpStatusInfeasible:
         return Solution("none", (), math.inf, seconds)
     if problem.sol_status == pulp.LpSolutionOptimal:
         values = tuple(float(column.varValue or 0.0) for column in columns)
-        return Solution("least", values, _proven(problem, values[-1]), seconds)
+        return Solution("least", values, _proven_bound(problem, values[-1]), seconds)
     # PuLP does not say whether it was time that ended a solver.
     if seconds >= NEARLY * allowed_s:
         return Solution("time", (), 0.0, seconds)
-    return Failed(f"it ended as {pulp.LpStatus[problem.status]!r}")
+    return SolverFailure(f"it ended as {pulp.LpStatus[problem.status]!r}")
 
 
-def _proven(problem: pulp.LpProblem, found: float) -> float:
+def _proven_bound(problem: pulp.LpProblem, value: float) -> float:
     """Return the bound that the solver proved; CBC does not hand it over, but ends within its gap."""
     info = getattr(getattr(problem, "solverModel", None), "getInfo", None)
-    return float(info().mip_dual_bound) if info is not None else found * (1 - GAP)
+    return float(info().mip_dual_bound) if info is not None else value * (1 - GAP)
 
 
 TOLERANCE = 1e-6
@@ -138,7 +138,7 @@ PATHS = 20
 """Asked for after every family's first, where a gap is allowed; with no gap, as many as it takes."""
 
 
-class Programmed(NamedTuple):
+class MilpResult(NamedTuple):
     """What the programs prove, or the search in their place."""
 
     lower_bound_s: float
@@ -160,30 +160,30 @@ class _Solvers:
     """The solvers that are left, and the seconds that they may take together."""
 
     def __init__(self, solvers: Sequence[Solver], seconds: float) -> None:
-        self.left, self.seconds, self.allowed_s = list(solvers), seconds, seconds
+        self.solvers_left, self.seconds, self.allowed_s = list(solvers), seconds, seconds
         self.notes: list[str] = []
 
-    def least(self, asked: _Program, best: Best) -> list[int] | None:
+    def least(self, program: _FamilyProgram, best: Best) -> list[int] | None:
         """Return the arcs of a family's least path below the best step; None where there is none."""
-        if not self.left:
+        if not self.solvers_left:
             raise _UnansweredError("there is no solver")
-        answer = self._ask(self.left[0], asked)
-        found = answer if isinstance(answer, Failed) else asked.checked(answer, best)
-        if not isinstance(found, Failed):
+        answer = self._ask(self.solvers_left[0], program)
+        found = answer if isinstance(answer, SolverFailure) else program.check_answer(answer, best)
+        if not isinstance(found, SolverFailure):
             return found
-        self.notes.append(f"{self.left.pop(0).name} failed: {found.reason}")
-        if self.left:
+        self.notes.append(f"{self.solvers_left.pop(0).name} failed: {found.reason}")
+        if self.solvers_left:
             raise _FailedError
         raise _UnansweredError("; ".join(self.notes))
 
-    def _ask(self, solver: Solver, asked: _Program) -> Solution | Failed:
+    def _ask(self, solver: Solver, program: _FamilyProgram) -> Solution | SolverFailure:
         if self.seconds <= 0:
             raise _UnansweredError(f"`solver_seconds={self.allowed_s:g}` were over")
         try:
-            answer = solver.solve(asked.linear, self.seconds)
+            answer = solver.solve(program.linear, self.seconds)
         # Whatever a solver dies of, the plan does not.
         except Exception as error:
-            return Failed(" ".join(f"{type(error).__name__} {error}".split()))
+            return SolverFailure(" ".join(f"{type(error).__name__} {error}".split()))
         if isinstance(answer, Solution):
             self.seconds -= answer.seconds
             if answer.status == "time":
@@ -191,11 +191,11 @@ class _Solvers:
         return answer
 
 
-class _Program:
+class _FamilyProgram:
     """One family's program, and what is known of it."""
 
     def __init__(
-        self, costs: CostModel, paths: Network, constraints: Constraints, bound_s: float, most_s: float
+        self, costs: CostModel, paths: ArcNetwork, constraints: Constraints, bound_s: float, most_s: float
     ) -> None:
         self.costs, self.network, self.bound_s = costs, paths, bound_s
         self.constraints = constraints
@@ -204,7 +204,7 @@ class _Program:
         self.forbidden: set[tuple[int, ...]] = set()
         self.places = {_place(arc.stage) for arc in paths.arcs}
 
-    def stages(self, path: Sequence[int]) -> tuple[Placed, ...]:
+    def stages(self, path: Sequence[int]) -> tuple[CandidateStage, ...]:
         """Return a path's stages, with as much in flight as fits."""
         return tuple(self.network.arcs[arc].stage for arc in path)
 
@@ -217,45 +217,49 @@ class _Program:
         """Ask for no path that cannot beat a step time."""
         self.linear = self.linear.below(step_s - self.overhead_s)
 
-    def checked(self, answer: Solution, best: Best) -> list[int] | Failed | None:
+    def check_answer(self, answer: Solution, best: Best) -> list[int] | SolverFailure | None:
         """Return the path that a solver found, raising the family's bound; or why that cannot be right."""
         path, said_s = None, best.step_s
         if answer.status == "none" and not math.isfinite(said_s) and not self.forbidden:
-            return Failed("it said that there is no plan, but there are") if self._any() else None
+            return SolverFailure("it said that there is no plan, but there are") if self._any() else None
         if answer.status == "least":
             path = self._path(answer.values)
-            if isinstance(path, Failed):
+            if isinstance(path, SolverFailure):
                 return path
             said_s = self._seconds(answer.least)
-            own_s = bound(self.costs, Candidate(*self.network.family, self.stages(path)))
+            own_s = candidate_bound_s(self.costs, Candidate(*self.network.family, self.stages(path)))
             named_s = self._seconds(answer.values[-1])
             if not math.isclose(own_s, named_s, rel_tol=TOLERANCE) or not said_s <= own_s * (1 + TOLERANCE):
-                return Failed(
+                return SolverFailure(
                     f"it said {named_s:.9g} s, at least {said_s:.9g} s, of a plan whose bound is {own_s:.9g} s"
                 )
             if own_s < self.bound_s * (1 - TOLERANCE):
-                return Failed(f"its plan's bound is {own_s:.9g} s, but it said that none is below {self.bound_s:.9g} s")
+                return SolverFailure(
+                    f"its plan's bound is {own_s:.9g} s, but it said that none is below {self.bound_s:.9g} s"
+                )
             said_s = own_s if said_s >= own_s * (1 - TOLERANCE) else said_s
         known_s = self._known_s(best)
         if known_s < said_s * (1 - TOLERANCE):
-            return Failed(f"it said that no bound is below {said_s:.9g} s, but a known plan's is {known_s:.9g} s")
+            return SolverFailure(
+                f"it said that no bound is below {said_s:.9g} s, but a known plan's is {known_s:.9g} s"
+            )
         self.bound_s = max(self.bound_s, min(said_s, best.step_s))
         return path
 
     def _seconds(self, value: float) -> float:
         return self.overhead_s + value * self.linear.unit_s
 
-    def _path(self, values: Sequence[float]) -> list[int] | Failed:
+    def _path(self, values: Sequence[float]) -> list[int] | SolverFailure:
         arcs = self.network.arcs
         if len(values) != self.linear.columns or not all(map(math.isfinite, values)):
-            return Failed("it solved another program")
+            return SolverFailure("it solved another program")
         path = [index for index in range(len(arcs)) if values[index] > 0.5]
         path.sort(key=lambda index: arcs[index].begin)
         ends = [(0, 0), *(arcs[index].end for index in path)]
         linked = [arcs[index].begin for index in path] == ends[:-1] and ends[-1][0] == self.network.layers
         if not linked or any(0.1 < value < 0.9 for value in values[: len(arcs)]):
-            return Failed("what it found is no plan")
-        return Failed("it found a forbidden plan") if tuple(path) in self.forbidden else path
+            return SolverFailure("what it found is no plan")
+        return SolverFailure("it found a forbidden plan") if tuple(path) in self.forbidden else path
 
     def _any(self) -> bool:
         """Whether some path has as many stages as are allowed."""
@@ -269,19 +273,23 @@ class _Program:
 
     def _known_s(self, best: Best) -> float:
         """The bound of the best plan so far, where the program should have found it; else infinite."""
-        if best.found is None or best.found.candidate[:3] != self.network.family:
+        if best.fastest is None or best.fastest.candidate[:3] != self.network.family:
             return math.inf
-        places = [_place(stage) for stage in best.found.candidate.stages]
+        places = [_place(stage) for stage in best.fastest.candidate.stages]
         seen = any([_place(stage) for stage in self.stages(path)] == places for path in self.forbidden)
-        return math.inf if seen or not self.places.issuperset(places) else bound(self.costs, best.found.candidate)
+        return (
+            math.inf
+            if seen or not self.places.issuperset(places)
+            else candidate_bound_s(self.costs, best.fastest.candidate)
+        )
 
 
-def _place(stage: Placed) -> tuple[object, ...]:
+def _place(stage: CandidateStage) -> tuple[object, ...]:
     """A stage but for what it has in flight and recomputes."""
     return stage.first, stage.stop, stage.devices, stage.shares, stage.shard, stage.division
 
 
-class _Entry(NamedTuple):
+class _OpenFamily(NamedTuple):
     """A family that may hold better plans, or a candidate; the least bound is first, the earliest of equals."""
 
     bound_s: float
@@ -299,13 +307,13 @@ class _Rounds:
         self.options, self.best, self.solvers = options, best, solvers
         self.pool = pool_of(self.costs, exact=options.gap == 0, use_all=options.use_all)
         self.constraints = Constraints.of(self.costs, options)
-        self.programs: dict[int, _Program] = {}
-        self.heap: list[_Entry] = []
+        self.programs: dict[int, _FamilyProgram] = {}
+        self.heap: list[_OpenFamily] = []
         self.sequence = self.candidates = self.paths = 0
         self.least_bound_s = self.floor_s = math.inf
-        self.seen: set[Candidate] = set()
+        self.seen_candidates: set[Candidate] = set()
 
-    def go(self) -> Programmed:
+    def go(self) -> MilpResult:
         """Ask and try until the best is best, or near enough, or as much was tried as the options allow."""
         exact = self.options.gap == 0
         for index, family in enumerate(self.families):
@@ -324,11 +332,11 @@ class _Rounds:
                 self._ask(entry.bound_s, entry.what)
         ahead_s = self.heap[0].bound_s if self.heap else math.inf
         notes = tuple(self.solvers.notes)
-        return Programmed(min(self.best.step_s, self.floor_s, ahead_s), self.least_bound_s, notes)
+        return MilpResult(min(self.best.step_s, self.floor_s, ahead_s), self.least_bound_s, notes)
 
     def _push(self, bound_s: float, what: int | Candidate) -> None:
         self.sequence += 1
-        heapq.heappush(self.heap, _Entry(bound_s, self.sequence, what))
+        heapq.heappush(self.heap, _OpenFamily(bound_s, self.sequence, what))
 
     def _ask(self, bound_s: float, index: int) -> None:
         """Ask a family for its least path, and try that."""
@@ -338,7 +346,7 @@ class _Rounds:
                 raise _UnansweredError(f"there are more than {MOST_ARCS} stages to choose from")
             if not paths.arcs:
                 return
-            self.programs[index] = _Program(self.costs, paths, self.constraints, bound_s, self.best.step_s)
+            self.programs[index] = _FamilyProgram(self.costs, paths, self.constraints, bound_s, self.best.step_s)
         program = self.programs[index]
         program.below(self.best.step_s)
         self.paths += 1
@@ -348,7 +356,7 @@ class _Rounds:
             program.forbid(path)
             self._push(program.bound_s, index)
 
-    def _try(self, program: _Program, path: Sequence[int]) -> None:
+    def _try(self, program: _FamilyProgram, path: Sequence[int]) -> None:
         """Try the depths of a path: with no gap all of them, in the order of their bounds; else a few at once."""
         family, stages = program.network.family, program.stages(path)
         spans = [self._span(family, program.network.arcs[arc]) for arc in path]
@@ -356,10 +364,10 @@ class _Rounds:
         found = depth_choices(self.costs, family, stages, spans, exact=exact)
         tried: list[float] = []
         for candidate in found.candidates:
-            bound_s = bound(self.costs, candidate)
-            if candidate in self.seen or bound_s >= self.best.step_s:
+            bound_s = candidate_bound_s(self.costs, candidate)
+            if candidate in self.seen_candidates or bound_s >= self.best.step_s:
                 continue
-            self.seen.add(candidate)
+            self.seen_candidates.add(candidate)
             if exact:
                 self._push(bound_s, candidate)
             elif not tried or min(tried) < HOPELESS * self.best.step_s:
@@ -367,7 +375,7 @@ class _Rounds:
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
-            self.floor_s = min(self.floor_s, bound(self.costs, Candidate(*family, stages)))
+            self.floor_s = min(self.floor_s, candidate_bound_s(self.costs, Candidate(*family, stages)))
 
     def _span(self, family: Family, arc: Arc) -> Span:
         """What a stage may recompute, from the least that lets it fit by itself."""
@@ -381,34 +389,34 @@ class _Rounds:
         return self.best.judge(self.simulator, candidate)
 
 
-def programmed(
+def search_by_milp(
     simulator: Simulator,
     families: Sequence[Family],
     options: PlanOptions,
     best: Best,
     solvers: Sequence[Solver] = SOLVERS,
-) -> Programmed:
+) -> MilpResult:
     """Improve on ``best`` by mixed-integer programs, or by the search where no solver answers.
 
     The bound holds for every plan of the families. Notes say which solver failed, and why the search took over.
     """
     asked = _Solvers(solvers, options.solver_seconds)
     try:
-        return _answered(simulator, families, options, best, asked)
+        return _ask_solvers(simulator, families, options, best, asked)
     except _UnansweredError as ended:
         found = search(simulator, families, options, best)
         gap = best.step_s / found.lower_bound_s - 1 if found.lower_bound_s > 0 else 0.0
-        said = f", {gap:.1%} above its lower bound" if best.found is not None else ""
+        said = f", {gap:.1%} above its lower bound" if best.fastest is not None else ""
         note = f"`solver='milp'`: {ended}; the plan is that of `solver='dp'`{said}"
-        return Programmed(found.lower_bound_s, found.least_bound_s, (note,))
+        return MilpResult(found.lower_bound_s, found.least_bound_s, (note,))
 
 
-def _answered(
-    simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, asked: _Solvers
-) -> Programmed:
+def _ask_solvers(
+    simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, solvers: _Solvers
+) -> MilpResult:
     """Ask solver after solver; what was simulated for one is known to the next."""
     while True:
         try:
-            return _Rounds(simulator, families, options, best, asked).go()
+            return _Rounds(simulator, families, options, best, solvers).go()
         except _FailedError:
             continue

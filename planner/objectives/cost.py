@@ -35,21 +35,21 @@ from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs.memory import Held, peak_of
+from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
-from autopar.planner.options import PlanOptions, admitted
+from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.placement.places import groups_of
 from autopar.planner.placement.pool import Pool, in_order
 from autopar.planner.search.best_first import search
-from autopar.planner.search.judge import Best, Found
+from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.float64]
 
 
-class _Way(NamedTuple):
+class _WidthTimes(NamedTuple):
     """All stages on so many devices of a kind, ``[first, stop]``; infinite where they are none or do not fit."""
 
     kind: int
@@ -63,13 +63,13 @@ class _Way(NamedTuple):
 def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: Pool) -> Numbers:
     """Return a bound of the steps on all devices that each state of the pool leaves, less rounding."""
     layers = costs.layer_count
-    forth, back = _crossed(costs)
+    forth, back = _crossing_masks(costs)
     backward, done, step = (np.full((pool.states, layers + 1), np.inf) for _ in range(3))
     backward[:, layers] = done[:, layers] = step[:, layers] = 0.0
     ways = list(_ways(costs, family, options))
     for state in reversed(range(pool.empty)):
         for way in ways:
-            if way.width <= pool.left(state, way.kind):
+            if way.width <= pool.kind_devices_left(state, way.kind):
                 after = pool.take(state, way.kind, way.width)
                 ended = np.maximum(way.work_s, np.where(back, way.both_s + backward[after], 0.0))
                 whole = np.maximum(ended + way.update_s, np.where(forth, way.forward_s + done[after], 0.0))
@@ -78,7 +78,7 @@ def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: 
     return np.asarray(costs.profile.step_overhead_s + step[:, 0] * (1 - ROUNDING))
 
 
-def _crossed(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _crossing_masks(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Return whether layer ``stop`` reads of layers ``first:stop``, and whether a gradient returns."""
     forth, back = (np.zeros((costs.layer_count, costs.layer_count + 1), dtype=np.bool_) for _ in range(2))
     for tensor in costs.flows.crossing:
@@ -88,7 +88,7 @@ def _crossed(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bo
     return forth, back
 
 
-def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[_Way]:
+def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[_WidthTimes]:
     rows, count = family.micro_batch_size, family.micro_batches
     for kind in sorted(set(costs.kind_of)):
         most = costs.kind_of.count(kind)
@@ -99,12 +99,14 @@ def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[_W
                 own.append(_way(costs, family, options, kind, width, costs.shares(rows, width)))
             if 1 < width <= count and not costs.divisible:
                 own.append(_way(costs, family, options, kind, width, (float(rows),)))
-            yield _Way(kind, width, *(np.minimum.reduce(each) for each in zip(*(way[2:] for way in own), strict=True)))
+            yield _WidthTimes(
+                kind, width, *(np.minimum.reduce(each) for each in zip(*(way[2:] for way in own), strict=True))
+            )
 
 
 def _way(
     costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, shares: tuple[float, ...]
-) -> _Way:
+) -> _WidthTimes:
     """Return the stages of one division; of one share for all replicas, they take turns."""
     turns = -(-family.micro_batches // width) if len(shares) < width else family.micro_batches
     adding = costs.adding(turns, width)
@@ -115,7 +117,7 @@ def _way(
     fits = _stage_fits(costs, family, options, kind, width, min(shares), turns)
     update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
     forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
-    return _Way(kind, width, *(each + fits for each in (forward_s, both_s, work_s, update)))
+    return _WidthTimes(kind, width, *(each + fits for each in (forward_s, both_s, work_s, update)))
 
 
 def _stage_fits(
@@ -127,7 +129,7 @@ def _stage_fits(
     parts = [costs.memory[kind].by_stop(rows, level) for level in dict.fromkeys(ends)]
     shards = ("none", *options.shards)
     warmup = turns if family.schedule == "gpipe" else 1
-    held = [Held(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]
+    held = [PeakTerms(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
     least = np.minimum.reduce([np.asarray(peak_of(each, one)) for each in parts for one in held])
     some = np.triu(np.ones(least.shape, dtype=np.bool_), 1)
@@ -157,7 +159,7 @@ class _Set(NamedTuple):
     """Per second."""
 
 
-class _Bounds(NamedTuple):
+class _FamilyBounds(NamedTuple):
     """Of a family."""
 
     work_s: dict[int, Numbers]
@@ -166,15 +168,15 @@ class _Bounds(NamedTuple):
     """By the state of the pool that leaves the devices that are used."""
 
 
-class Cheapest(NamedTuple):
+class CheapestPlan(NamedTuple):
     """The cheapest candidate that was found, and what is proved."""
 
-    found: Found
+    simulated_plan: SimulatedPlan
     cost: float
     """Of a step."""
     lower_bound: float
     """No step of any plan within the deadline, on any of the devices, costs less."""
-    by_count: dict[int, Found]
+    by_count: dict[int, SimulatedPlan]
     """Cheapest of those sets of so many devices that were cheaper than what was known before."""
 
 
@@ -192,10 +194,11 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
     best = cheapest(costs, families, options)
     if best is None:
         raise _unmet(costs, families, options)
-    candidate = best.found.candidate
+    candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
     rows = [
-        _row(prices, each.name, each.found, each.reason) for each in references(Simulator(costs), families, options)
+        _row(prices, each.name, each.simulated_plan, each.reason)
+        for each in references(Simulator(costs), families, options)
     ]
     for count, found in sorted(best.by_count.items()):
         rows.append(_row(prices, f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
@@ -235,20 +238,22 @@ def _price(prices: Sequence[float], candidate: Candidate) -> float:
     return sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
 
 
-def _row(prices: Sequence[float], name: str, found: Found | None, reason: str | None = None) -> Alternative:
+def _row(
+    prices: Sequence[float], name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None
+) -> Alternative:
     """Return a candidate as the plan file lists it, with what its step costs."""
-    row = record(name, found, reason)
-    if found is None:
+    row = record(name, simulated_plan, reason)
+    if simulated_plan is None:
         return row
-    return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
+    return row.model_copy(update={"price_per_step": simulated_plan.step_s * _price(prices, simulated_plan.candidate)})
 
 
-def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Cheapest | None:
+def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> CheapestPlan | None:
     """Return the cheapest candidate, within the deadline if there is one; none if nothing fits or is so quick."""
     prices = prices_of(costs)
     cost = lower = cap_s = inf
-    by_count: dict[int, Found] = {}
-    best: Found | None = None
+    by_count: dict[int, SimulatedPlan] = {}
+    best: SimulatedPlan | None = None
     if options.deadline_s is not None:
         # Plans that take as long are within it.
         cap_s = nextafter(options.deadline_s, inf)
@@ -270,17 +275,17 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
         bound_s = search(Simulator(among), families, asked, own).lower_bound_s
         # Where none on these devices is within the deadline, they do not count.
         lower = lower if bound_s >= cap_s else min(lower, each.price * bound_s)
-        if own.found is not None:
-            best = Found(own.found.step_s, _moved(own.found.candidate, each.devices))
+        if own.fastest is not None:
+            best = SimulatedPlan(own.fastest.step_s, _renumber_devices(own.fastest.candidate, each.devices))
             cost, by_count[len(each.devices)] = each.price * best.step_s, best
-    return None if best is None else Cheapest(best, cost, min(lower, cost), by_count)
+    return None if best is None else CheapestPlan(best, cost, min(lower, cost), by_count)
 
 
-def _quickest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Found | None:
+def _quickest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> SimulatedPlan | None:
     """Return the fastest candidate that the search finds, whatever it costs; none if nothing fits."""
     best = Best()
     search(Simulator(costs), families, options, best)
-    return best.found
+    return best.fastest
 
 
 def _unmet(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> InfeasibleError:
@@ -310,10 +315,10 @@ def _fits(costs: CostModel, options: PlanOptions) -> bool:
     """Whether a plan fits with other options, and meets their deadline."""
     if not any_plan_fits(costs, {}, options):
         return False
-    options = admitted(options, costs.profile)
+    options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
     # Refused where there are too many sets.
-    next(_used(other, prices_of(other), use_all=options.use_all), None)
+    next(_device_sets(other, prices_of(other), use_all=options.use_all), None)
     if options.deadline_s is None:
         return True
     found = _quickest(other, runnable(other, options), options)
@@ -325,13 +330,13 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
     pool, kinds = in_order(costs.kind_of), sorted(set(costs.kind_of))
     bounds = [
-        _Bounds(
+        _FamilyBounds(
             {kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool)
         )
         for family in families
     ]
     found = []
-    for used in _used(costs, prices, use_all=options.use_all):
+    for used in _device_sets(costs, prices, use_all=options.use_all):
         own = sorted({(costs.kind_of[device], prices[device]) for device in used})
         if len(used) >= options.min_stages and constraints.possible_on([costs.kind_of[device] for device in used]):
             price = sum(prices[device] for device in used) / _HOUR_S
@@ -346,7 +351,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
     return iter(sorted(found, key=lambda each: (each.least, len(each.devices), each.devices)))
 
 
-def _used(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterator[tuple[int, ...]]:
+def _device_sets(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterator[tuple[int, ...]]:
     """Yield sets of devices: of every node so many of a kind and price; of many nodes, of the cluster the first ones.
 
     Raises:
@@ -372,12 +377,12 @@ def _used(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterat
         yield tuple(sorted(device for own, count in zip(chosen, taken, strict=True) for device in own[:count]))
 
 
-def _state(costs: CostModel, pool: Pool, used: Sequence[int]) -> int:
+def _state(costs: CostModel, pool: Pool, devices: Sequence[int]) -> int:
     """Return the state in which as many devices of each kind are left as are used."""
     state = 0
     for kind in pool.kinds:
-        taken = sum(costs.kind_of[device] == kind for device in used)
-        state = pool.take(state, kind, pool.left(0, kind) - taken)
+        taken = sum(costs.kind_of[device] == kind for device in devices)
+        state = pool.take(state, kind, pool.kind_devices_left(0, kind) - taken)
     return state
 
 
@@ -388,19 +393,19 @@ def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], coun
     return max(float(quickest.sum()) / count * price, float(paid.sum()))
 
 
-def _moved(candidate: Candidate, devices: Sequence[int]) -> Candidate:
+def _renumber_devices(candidate: Candidate, devices: Sequence[int]) -> Candidate:
     """Return a candidate on some of the devices with its devices counted among all."""
     stages = (stage._replace(devices=tuple(devices[device] for device in stage.devices)) for stage in candidate.stages)
     return candidate._replace(stages=tuple(stages))
 
 
-def _notes(costs: CostModel, best: Cheapest, options: PlanOptions) -> list[str]:
+def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[str]:
     notes = []
     if options.deadline_s is not None:
         notes.append(
             f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
         )
-    idle = len(costs.devices) - sum(len(stage.devices) for stage in best.found.candidate.stages)
+    idle = len(costs.devices) - sum(len(stage.devices) for stage in best.simulated_plan.candidate.stages)
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (`use_all` forbids this)")
     if best.cost > (1 + options.gap) * best.lower_bound * (1 + 1e-9):

@@ -1,7 +1,7 @@
 """Throughput: the asynchronous pipeline that takes least per mini-batch, by dynamic programming; exact.
 
 With S what a stage takes per mini-batch by its layers first:stop, shape and devices, C what its messages to the next
-shape take, and N the lanes (:class:`Shape`) of it and all stages behind, from the last layer to the first:
+shape take, and N the lanes (:class:`StageShape`) of it and all stages behind, from the last layer to the first:
 
     F(first, devices left, shape, N) = min over stop of  max( S, E(stop, devices left then, shape, N - lanes) )
     E(first, devices left, shape before, N) = min over shapes of  max( C, F(first, devices left, shape, N) )
@@ -37,8 +37,8 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
-from autopar.planner.candidate import Candidate, Placed
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool, in_order
@@ -46,7 +46,7 @@ from autopar.planner.placement.pool import Pool, in_order
 Numbers = npt.NDArray[np.float64]
 
 
-class Shape(NamedTuple):
+class StageShape(NamedTuple):
     """A stage but for its layers."""
 
     kind: int
@@ -73,13 +73,13 @@ class StashCosts:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self.reduced_bytes, self.trained_bytes = _trained(costs)
+        self.reduced_bytes, self.trained_bytes = _parameter_bytes(costs)
         """Of stages: gradients that its replicas reduce, and parameters that there are versions of."""
         self.forth_bytes, self.back_bytes = _crossing(costs)
         """Of what crosses a position, per sample; not a number where nothing does."""
         self._updates: dict[int, Numbers] = {}
 
-    def computing_s(self, shape: Shape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
+    def computing_s(self, shape: StageShape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
         """Return what a device takes per mini-batch, of stages from a layer on, by their stop."""
         costs, adding = self.costs, self.costs.adding(1, shape.width)
         found = []
@@ -90,7 +90,7 @@ class StashCosts:
         own = np.maximum.reduce(found) + self._update_s(shape.kind, first)
         return np.asarray((costs.profile.step_overhead_s + own) / shape.lanes)
 
-    def reducing_s(self, shape: Shape, level: Level, first: int) -> Numbers:
+    def reducing_s(self, shape: StageShape, level: Level, first: int) -> Numbers:
         """Return what reductions take per mini-batch, of stages from a layer on, by their stop."""
         sizes = self.reduced_bytes[first, first + 1 :]
         return self.costs.links.collectives_s("all_reduce", sizes, shape.width, level) / shape.lanes
@@ -104,7 +104,7 @@ class StashCosts:
                 seconds = np.maximum(seconds, sent / period)
         return seconds
 
-    def message(self, before: Shape, after: Shape) -> tuple[float, int]:
+    def message(self, before: StageShape, after: StageShape) -> tuple[float, int]:
         """Return the rows of the largest message between two stages, and how many mini-batches there is one in."""
         costs = self.costs
         ends = [costs.shares(costs.batch, each.width, each.division) for each in (before, after)]
@@ -115,23 +115,23 @@ class StashCosts:
         edges = np.unique(np.concatenate([[0.0], *(np.cumsum(shares) for shares in split)]))
         return float(np.diff(edges).max()), period
 
-    def held(self, first: int, stop: int, rows: float, kind: int, recompute: frozenset[int]) -> tuple[int, int]:
+    def stage_bytes(self, first: int, stop: int, rows: float, kind: int, recompute: frozenset[int]) -> tuple[int, int]:
         """Return a stage's bytes with one mini-batch in flight, and what each further one adds."""
         parts = self.costs.memory[kind].parts(first, stop, rows, recompute)
         one, more = _bytes(parts, rows)
         return int(one), int(more) + int(self.trained_bytes[first, stop])
 
-    def all_held(self, rows: float, kind: int, recompute: frozenset[int]) -> tuple[Numbers, Numbers]:
+    def all_stage_bytes(self, rows: float, kind: int, recompute: frozenset[int]) -> tuple[Numbers, Numbers]:
         """Return :meth:`held` of all stages."""
         one, more = _bytes(self.costs.memory[kind].by_stop(rows, recompute), rows)
         return one, more + self.trained_bytes
 
-    def peak_bytes(self, stage: Placed) -> int:
+    def peak_bytes(self, stage: CandidateStage) -> int:
         """Return the most that a replica of a stage holds."""
         kinds = [self.costs.kind_of[device] for device in stage.devices]
         found = []
         for rows, kind in sorted(set(zip(stage.shares, kinds, strict=True))):
-            one, more = self.held(stage.first, stage.stop, rows, kind, frozenset(stage.recompute))
+            one, more = self.stage_bytes(stage.first, stage.stop, rows, kind, frozenset(stage.recompute))
             found.append(one + (stage.warmup - 1) * more)
         return max(found)
 
@@ -159,10 +159,10 @@ class StashCosts:
             found[f"gradients of {name}"] = self.costs.tied_s(index, devices) / often
         return found
 
-    def shapes(self, stage: Placed) -> list[Shape]:
+    def shapes(self, stage: CandidateStage) -> list[StageShape]:
         """Return a stage's shape, one for each kind of its devices."""
         kinds = sorted({self.costs.kind_of[device] for device in stage.devices})
-        return [Shape(kind, len(stage.devices), stage.division) for kind in kinds]
+        return [StageShape(kind, len(stage.devices), stage.division) for kind in kinds]
 
     def _update_s(self, kind: int, first: int) -> Numbers:
         sums = np.array(self.costs.layers[kind].update_sums)
@@ -181,11 +181,11 @@ def _bytes(parts: Parts, rows: float) -> tuple[Numbers, Numbers]:
     inputs = np.ceil(rows * np.asarray(parts.inputs))
     steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0, inputs=0)
     # Of more mini-batches than are in flight, so that gradients are always there; the stage before has one more.
-    peak = np.asarray(peak_of(steady, Held(rows, 1, 3, 1, 1)), dtype=np.float64)
+    peak = np.asarray(peak_of(steady, PeakTerms(rows, 1, 3, 1, 1)), dtype=np.float64)
     return peak + 2 * inputs, np.asarray(parts.activations + inputs, dtype=np.float64)
 
 
-def _trained(costs: CostModel) -> tuple[Numbers, Numbers]:
+def _parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
     """Return reduced and trained bytes, ``[first, stop]``."""
     sums = np.concatenate([[0.0], np.cumsum([float(layer.trainable_bytes) for layer in costs.profile.layers])])
     reduced = np.subtract.outer(sums, sums).T[:-1].copy()
@@ -225,21 +225,21 @@ _LOOKING_UP = 500
 """What finding a level takes, in the time of array elements."""
 
 
-class Quickest(NamedTuple):
+class FastestPipeline(NamedTuple):
     """The best candidate, and what no plan takes less than per mini-batch, but for tied parameters' reductions."""
 
     candidate: Candidate
     least_s: float
 
 
-class _Chosen(NamedTuple):
+class _StageChoice(NamedTuple):
     first: int
     stop: int
-    shape: Shape
+    shape: StageShape
     devices: tuple[int, ...]
 
 
-class _Entry(NamedTuple):
+class _TableEntry(NamedTuple):
     """A place in the tables."""
 
     first: int
@@ -248,23 +248,23 @@ class _Entry(NamedTuple):
     lanes: int
 
 
-def quickest(prices: StashCosts, options: PlanOptions) -> Quickest | None:
+def quickest(prices: StashCosts, options: PlanOptions) -> FastestPipeline | None:
     """Return the best candidate that fits; none if none does.
 
     Raises:
         UsageError: the tables would take too long.
     """
-    levels = _recomputed(prices, options)
-    table = _Table(prices, options, levels[:1], limited=False)
+    levels = _recompute_sets(prices, options)
+    table = _StageTable(prices, options, levels[:1], with_memory_limit=False)
     found = table.best()
     if found is None:
         return None
     if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in found.candidate.stages):
-        found = _Table(prices, options, levels, limited=True).best()
+        found = _StageTable(prices, options, levels, with_memory_limit=True).best()
     return found
 
 
-def _recomputed(prices: StashCosts, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
+def _recompute_sets(prices: StashCosts, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
     """Return the sets of layers to recompute, by kind: none, all that free memory, or both."""
     costs = prices.costs
     every = {kind: costs.recompute_levels(costs.batch, kind) for kind in sorted(set(costs.kind_of))}
@@ -272,15 +272,25 @@ def _recomputed(prices: StashCosts, options: PlanOptions) -> list[dict[int, froz
     return [{kind: levels[end] for kind, levels in every.items()} for end in ends]
 
 
-class _Table:
+class _StageTable:
     def __init__(
-        self, prices: StashCosts, options: PlanOptions, recompute: list[dict[int, frozenset[int]]], *, limited: bool
+        self,
+        prices: StashCosts,
+        options: PlanOptions,
+        recompute: list[dict[int, frozenset[int]]],
+        *,
+        with_memory_limit: bool,
     ) -> None:
-        self.prices, self.costs, self.recompute, self.limited = prices, prices.costs, recompute, limited
+        self.prices, self.costs, self.recompute, self.with_memory_limit = (
+            prices,
+            prices.costs,
+            recompute,
+            with_memory_limit,
+        )
         self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
         self.shapes = list(_shapes(prices, self.pool))
-        self.lanes = len(self.costs.devices) + 1 if limited else 1
+        self.lanes = len(self.costs.devices) + 1 if with_memory_limit else 1
         self.one_node = self.costs.links.level(range(len(self.costs.devices))) == "node"
         self._check()
         self.levels: list[Level] = []
@@ -292,7 +302,7 @@ class _Table:
         ]
         self.link_level = self._link_levels()
         self.rows, self.periods = self._messages()
-        self.depth = [self._depths(shape, states) for shape, states in self._each()] if limited else []
+        self.depth = [self._depths(shape, states) for shape, states in self._each()] if with_memory_limit else []
         size = (self.layers, self.pool.states, len(self.shapes), self.lanes)
         self.stages = np.full(size, np.inf)
         """F."""
@@ -303,23 +313,23 @@ class _Table:
         for first in reversed(range(self.layers)):
             self._fill(first)
 
-    def best(self) -> Quickest | None:
+    def best(self) -> FastestPipeline | None:
         """Return the best candidate; none if nothing fits."""
         least = float(self.stages[0, 0].min())
         if not np.isfinite(least):
             return None
         shape, lanes = np.unravel_index(int(self.stages[0, 0].argmin()), self.stages[0, 0].shape)
-        chosen = list(self._follow(_Entry(0, 0, int(shape), int(lanes))))
+        chosen = list(self._follow(_TableEntry(0, 0, int(shape), int(lanes))))
         costs = self.costs
         flights = depths([each.shape.lanes for each in chosen])
         placed = []
         for each, depth in zip(chosen, flights, strict=True):
             shares = costs.shares(costs.batch, each.shape.width, each.shape.division)
-            stage = Placed(each.first, each.stop, each.devices, shares, depth, division=each.shape.division)
+            stage = CandidateStage(each.first, each.stop, each.devices, shares, depth, division=each.shape.division)
             placed.append(self._recomputing(stage, each.shape.kind))
-        return Quickest(Candidate(1, costs.batch, "1f1b", tuple(placed)), least)
+        return FastestPipeline(Candidate(1, costs.batch, "1f1b", tuple(placed)), least)
 
-    def _recomputing(self, stage: Placed, kind: int) -> Placed:
+    def _recomputing(self, stage: CandidateStage, kind: int) -> CandidateStage:
         """Return a stage with the least recomputation that fits, or the first."""
         ways = [
             stage._replace(recompute=tuple(sorted(layer for layer in every[kind] if stage.first <= layer < stage.stop)))
@@ -328,59 +338,61 @@ class _Table:
         limit = self.costs.limit_bytes(stage.devices)
         return next((way for way in ways if self.prices.peak_bytes(way) <= limit), ways[0])
 
-    def _follow(self, entry: _Entry) -> Iterator[_Chosen]:
+    def _follow(self, entry: _TableEntry) -> Iterator[_StageChoice]:
         """Yield the stages that an entry stands for."""
         while True:
             first, state, number, lanes = entry
             shape, at = self.shapes[number], int(np.searchsorted(self.states[number], state))
-            left = lanes - shape.lanes if self.limited else 0
+            left = lanes - shape.lanes if self.with_memory_limit else 0
             stop = first + 1 + int(self._ending(first, number)[:, at, left].argmin())
-            yield _Chosen(first, stop, shape, self.pool.devices(state, shape.kind, shape.width))
+            yield _StageChoice(first, stop, shape, self.pool.devices(state, shape.kind, shape.width))
             if stop == self.layers:
                 return
             after = int(self.after[number][at])
-            entry = _Entry(stop, after, int(self._joined(stop)[after, number, :, left].argmin()), left)
+            entry = _TableEntry(stop, after, int(self._with_messages(stop)[after, number, :, left].argmin()), left)
 
     def _fill(self, first: int) -> None:
         for number, shape in enumerate(self.shapes):
             least = self._ending(first, number).min(axis=0)
             own = self.stages[first, self.states[number], number]
-            if self.limited:
+            if self.with_memory_limit:
                 own[:, shape.lanes :] = least[:, : self.lanes - shape.lanes]
             else:
                 own = least
             self.stages[first, self.states[number], number] = own
-        self.behind[first] = self._joined(first).min(axis=2)
+        self.behind[first] = self._with_messages(first).min(axis=2)
 
     def _ending(self, first: int, number: int) -> Numbers:
         """Return, for a stage from a layer on, ``[stop, state, lanes behind]``."""
         shape, levels = self.shapes[number], self.stage_level[number]
         behind = self.behind[first + 1 :, self.after[number], number]
-        stages = np.full(behind.shape if self.limited else (*behind.shape[:2], 1), np.inf)
+        stages = np.full(behind.shape if self.with_memory_limit else (*behind.shape[:2], 1), np.inf)
         reducing = np.stack([self.prices.reducing_s(shape, level, first) for level in self.levels])
         for way, recompute in enumerate(self.recompute):
             computing = self.prices.computing_s(shape, first, recompute[shape.kind])
             own = np.maximum(computing, reducing)[levels].T[:, :, np.newaxis]
-            if self.limited:
+            if self.with_memory_limit:
                 needed = -(-(np.arange(self.lanes) + shape.lanes) // shape.lanes)
                 deepest = self.depth[number][way][:, first, first + 1 :].T[:, :, np.newaxis]
                 own = np.where(needed <= deepest, own, np.inf)
             stages = np.minimum(stages, own)
         return np.asarray(np.maximum(stages, behind))
 
-    def _joined(self, first: int) -> Numbers:
+    def _with_messages(self, first: int) -> Numbers:
         """Return, for all that begins with a layer, ``[state, shape before, shape, lanes]``."""
         sent = np.stack([self.prices.sending_s(first, self.rows, self.periods, level) for level in self.levels])
         shapes = np.arange(len(self.shapes))
         between = sent[self.link_level, shapes[:, np.newaxis], shapes]
         return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
 
-    def _each(self) -> Iterator[tuple[Shape, npt.NDArray[np.int64]]]:
+    def _each(self) -> Iterator[tuple[StageShape, npt.NDArray[np.int64]]]:
         return zip(self.shapes, self.states, strict=True)
 
-    def _states(self, shape: Shape) -> npt.NDArray[np.int64]:
+    def _states(self, shape: StageShape) -> npt.NDArray[np.int64]:
         """Return the states in which a shape's devices are left, ascending."""
-        return np.array([at for at in range(self.pool.states) if self.pool.left(at, shape.kind) >= shape.width])
+        return np.array(
+            [at for at in range(self.pool.states) if self.pool.kind_devices_left(at, shape.kind) >= shape.width]
+        )
 
     def _level(self, devices: tuple[int, ...]) -> int:
         level = self.costs.links.level(devices)
@@ -399,7 +411,7 @@ class _Table:
             for state, after in zip(states, self.after[one].tolist(), strict=True):
                 taken = self.pool.devices(state, before.kind, before.width)
                 for (other, shape), free in own.items():
-                    if self.pool.left(after, shape.kind) >= shape.width and len(free):
+                    if self.pool.kind_devices_left(after, shape.kind) >= shape.width and len(free):
                         devices = (*taken, *self.pool.devices(after, shape.kind, shape.width))
                         if devices not in known:
                             known[devices] = self._level(devices)
@@ -411,7 +423,7 @@ class _Table:
         found = np.array(pairs, dtype=np.float64)
         return found[..., 0], found[..., 1]
 
-    def _depths(self, shape: Shape, states: npt.NDArray[np.int64]) -> list[Numbers]:
+    def _depths(self, shape: StageShape, states: npt.NDArray[np.int64]) -> list[Numbers]:
         """Return, for each way to recompute, the most in flight that fit, ``[state, first, stop]``."""
         limits = np.array(
             [self.costs.limit_bytes(self.pool.devices(state, shape.kind, shape.width)) for state in states.tolist()]
@@ -420,7 +432,7 @@ class _Table:
         for recompute in self.recompute:
             deepest = []
             for rows in sorted(set(self.costs.shares(self.costs.batch, shape.width, shape.division))):
-                one, more = self.prices.all_held(rows, shape.kind, recompute[shape.kind])
+                one, more = self.prices.all_stage_bytes(rows, shape.kind, recompute[shape.kind])
                 room = limits[:, np.newaxis, np.newaxis] - one
                 deepest.append(np.where(room >= 0, 1 + np.maximum(0.0, room) // np.maximum(1.0, more), 0.0))
             found.append(np.minimum.reduce(deepest))
@@ -431,18 +443,18 @@ class _Table:
         work = self.layers * states * shapes * self.lanes * (self.layers / 2 + shapes)
         work += _LOOKING_UP * states * shapes**2 * (not self.one_node)
         if work > MOST_WORK:
-            within = " within their memory" if self.limited else ""
+            within = " within their memory" if self.with_memory_limit else ""
             raise UsageError(
                 f"`objective='throughput'`: {self.layers} layers on {len(self.costs.devices)} devices{within} take "
                 f"tables of {work:.0e} numbers, more than {MOST_WORK:.0e}; narrow it with fewer `gpus`"
             )
 
 
-def _shapes(prices: StashCosts, pool: Pool) -> Iterator[Shape]:
+def _shapes(prices: StashCosts, pool: Pool) -> Iterator[StageShape]:
     costs = prices.costs
     for kind in pool.kinds:
-        for width in range(1, pool.left(0, kind) + 1):
+        for width in range(1, pool.kind_devices_left(0, kind) + 1):
             if width == 1 or costs.divisible or width <= costs.batch:
-                yield Shape(kind, width, "split")
+                yield StageShape(kind, width, "split")
             if width > 1 and not costs.divisible:
-                yield Shape(kind, width, "round-robin")
+                yield StageShape(kind, width, "round-robin")

@@ -8,13 +8,13 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Division, Objective, Plan, Predicted
+from autopar.formats.plan import Alternative, Division, Objective, Plan, Prediction
 from autopar.formats.profile import Profile
 from autopar.planner import assemble as provenance
-from autopar.planner.assemble import crossings, heading, shared, stage_record
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.assemble import crossings, heading, shared_parameters, stage_record
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.infeasible import advice, any_plan_fits, pipelined, size
+from autopar.planner.infeasible import advice, any_plan_fits, size, throughput_remedies
 from autopar.planner.objectives.throughput import StashCosts, quickest
 from autopar.planner.options import PlanOptions
 
@@ -58,16 +58,16 @@ def stash_plan(
         micro_batch_size=costs.batch,
         stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
         tensors=crossings(costs, candidate),
-        tied=shared(costs, candidate),
-        predicted=_predicted(prices, candidate, busy[binding], least_s, objective_s),
+        tied=shared_parameters(costs, candidate),
+        predicted=_prediction(prices, candidate, busy[binding], least_s, objective_s),
         alternatives=tuple(alternatives),
-        notes=(*costs.notes, *notes, f"bound by {binding}", *_filling(prices, candidate, busy[binding])),
+        notes=(*costs.notes, *notes, f"bound by {binding}", *_latency_notes(prices, candidate, busy[binding])),
     )
 
 
-def _predicted(
+def _prediction(
     prices: StashCosts, candidate: Candidate, step_s: float, least_s: float, objective_s: float | None
-) -> Predicted:
+) -> Prediction:
     costs, stages = prices.costs, candidate.stages
     forward = [max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages]
     backward = [max(costs.backward_s(s, replica, 1) for replica in range(len(s.devices))) for s in stages]
@@ -76,7 +76,7 @@ def _predicted(
         for there, back, stage in zip(forward, backward, stages, strict=True)
     )
     ranks = sum(len(stage.devices) for stage in stages)
-    return Predicted(
+    return Prediction(
         step_s=step_s,
         lower_bound_s=min(least_s, step_s),
         objective_s=objective_s,
@@ -85,12 +85,12 @@ def _predicted(
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        compute=tuple(provenance.computed(costs, stage) for stage in stages),
-        communication=provenance.communicated(costs, candidate),
+        compute=tuple(provenance.compute_provenance(costs, stage) for stage in stages),
+        communication=provenance.communication_provenance(costs, candidate),
     )
 
 
-def _filling(prices: StashCosts, candidate: Candidate, step_s: float) -> list[str]:
+def _latency_notes(prices: StashCosts, candidate: Candidate, step_s: float) -> list[str]:
     """Say where transfers take so long that what is in flight does not cover a mini-batch's way there and back."""
     trip_s, longest = 0.0, 0.0
     busy = prices.busy(candidate)
@@ -117,7 +117,7 @@ def _alternatives(prices: StashCosts) -> list[Alternative]:
     found = []
     for division in ways:
         shares = costs.shares(costs.batch, width, division)
-        stage = Placed(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
+        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
         candidate = Candidate(1, costs.batch, "1f1b", (stage,))
         short = prices.peak_bytes(stage) - costs.limit_bytes(stage.devices)
         name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
@@ -136,7 +136,7 @@ def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
     needed = None if found is None else _needed_bytes(StashCosts(ample), found.candidate)
     return InfeasibleError(
         f"no asynchronous pipeline of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, with the "
-        f"weight versions that it keeps; {advice(pipelined(costs, options, partial(_fits, costs), needed))}"
+        f"weight versions that it keeps; {advice(throughput_remedies(costs, options, partial(_fits, costs), needed))}"
     )
 
 

@@ -55,7 +55,7 @@ _PLANNERS = (
 
 
 def peers(
-    simulator: Simulator, options: PlanOptions, compared: Sequence[Reference] = (), *, quickly: bool = False
+    simulator: Simulator, options: PlanOptions, reference_plans: Sequence[Reference] = (), *, quickly: bool = False
 ) -> list[Peer]:
     """Return every peer's fastest plan that fits, over the micro-batch counts that the options admit.
 
@@ -64,7 +64,10 @@ def peers(
     would find by trying. The schedule is the peer's own, whatever ``options.schedule`` says. The references come first.
     """
     costs = simulator.costs
-    known = [Peer(each.name, None if each.found is None else each.found.candidate, each.reason) for each in compared]
+    known = [
+        Peer(each.name, None if each.simulated_plan is None else each.simulated_plan.candidate, each.reason)
+        for each in reference_plans
+    ]
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]
     most = LITTLE_WORK if quickly else MOST_WORK
@@ -91,7 +94,7 @@ def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Peer
     if costs.single and len(costs.devices) > 1:
         # Of virtual workers that train the same layers, each has a replica.
         return Peer(name, None, next(iter(costs.single.values())).reason)
-    given = hetpipe.dealt(prices[0], prices[-1].micro_batches)
+    given = hetpipe.allocate_workers(prices[0], prices[-1].micro_batches)
     if isinstance(given, str):
         return Peer(name, None, given)
     work = hetpipe.work(given, prices[0].layer_count)
@@ -105,7 +108,7 @@ def _hetpipe(simulator: Simulator, prices: list[Prices], most_work: int) -> Peer
         return Peer(name, None, reason)
     at = next(each for each in planned if each.micro_batches == found.workers.micro_batches)
     step_s = found.step_s if found.candidate is None else None
-    return Peer(name, found.candidate, None, hetpipe.described(at, found.workers), step_s, at.micro_batches)
+    return Peer(name, found.candidate, None, hetpipe.describe(at, found.workers), step_s, at.micro_batches)
 
 
 def _too_long(prices: Prices) -> str:

@@ -90,7 +90,7 @@ Alike = tuple[tuple[int, int], ...]
 SEVERAL = -1
 
 
-class Groups(NamedTuple):
+class DeviceGroups(NamedTuple):
     """Devices of stages, as columns ``[group, 1]``."""
 
     widths: Positions
@@ -102,26 +102,26 @@ class Groups(NamedTuple):
         """Return 0 for groups within a node, else 1."""
         return np.where(self.nodes == SEVERAL, 1, 0)
 
-    def levels_to(self, others: Groups) -> Positions:
+    def levels_to(self, others: DeviceGroups) -> Positions:
         """Return the levels of the slowest links to other groups."""
         return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
 
-    def at(self, index: int) -> Groups:
+    def at(self, index: int) -> DeviceGroups:
         """Return one of the groups."""
-        return Groups(*(each[index : index + 1] for each in self))
+        return DeviceGroups(*(each[index : index + 1] for each in self))
 
 
-class Choice(NamedTuple):
+class GroupChoice(NamedTuple):
     """What the next stage may take of what is free, and what is then left for the last one."""
 
-    left: list[Free]
+    free_after: list[Free]
     states: list[Alike]
     """What is left, see :func:`alike`."""
-    groups: Groups
-    rest: Groups
+    groups: DeviceGroups
+    rest: DeviceGroups
 
 
-def group_of(counts: Sequence[Free]) -> Groups:
+def group_of(counts: Sequence[Free]) -> DeviceGroups:
     """Return groups of so many devices of every node.
 
     >>> groups = group_of([(2, 0), (2, 1), (1, 0)])
@@ -131,14 +131,14 @@ def group_of(counts: Sequence[Free]) -> Groups:
     used = [[node for node, count in enumerate(each) if count] for each in counts]
     widths = np.array([[sum(each)] for each in counts], dtype=np.int64).reshape(-1, 1)
     nodes = [[nodes[0] if len(nodes) == 1 else SEVERAL] for nodes in used]
-    return Groups(widths, np.array(nodes, dtype=np.int64).reshape(-1, 1))
+    return DeviceGroups(widths, np.array(nodes, dtype=np.int64).reshape(-1, 1))
 
 
-def choose(free: Free, sizes: Sequence[int], rows: int) -> Choice:
+def choose(free: Free, sizes: Sequence[int], rows: int) -> GroupChoice:
     """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
     taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
     left = [tuple(one - other for one, other in zip(free, each, strict=True)) for each in taken]
-    return Choice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
+    return GroupChoice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
 
 
 def alike(free: Free, sizes: Sequence[int]) -> Alike:
@@ -181,10 +181,10 @@ class Seconds(NamedTuple):
     reduce_s: Array
 
 
-def chained(parts: Sequence[Seconds]) -> Seconds:
+def concatenate(parts: Sequence[Seconds]) -> Seconds:
     """Return all stages and links in a row; groups and cuts are broadcast.
 
-    >>> chained([Seconds(*np.ones((3, 1, 1, 1))), Seconds(*np.ones((3, 2, 4, 5)))]).forward_s.shape
+    >>> concatenate([Seconds(*np.ones((3, 1, 1, 1))), Seconds(*np.ones((3, 2, 4, 5)))]).forward_s.shape
     (3, 4, 5)
     """
     shape = np.broadcast_shapes(*(part.forward_s.shape[1:] for part in parts))
@@ -213,7 +213,7 @@ class StageSeconds:
         )
         self._weights, self._single = prices.weights_bytes, prices.single
 
-    def stage(self, groups: Groups, first: Positions, stop: Positions) -> Seconds:
+    def stage(self, groups: DeviceGroups, first: Positions, stop: Positions) -> Seconds:
         """Return a stage of layers ``first:stop`` on every group."""
         widths = groups.widths
         forward = self._forward[widths, stop] - self._forward[widths, first]
@@ -222,7 +222,7 @@ class StageSeconds:
         reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
         return Seconds(forward[None], backward[None], reduce[None])
 
-    def link(self, ahead: Groups, behind: Groups, cut: Positions) -> Seconds:
+    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Positions) -> Seconds:
         """Return the links between groups at a cut; the finer of two divisions makes the messages."""
         at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
         return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))
@@ -232,12 +232,12 @@ OVERHEAD = 150_000
 """What numpy's calls for one (j, g) take, in the time of array elements."""
 
 
-class Found(NamedTuple):
+class DapplePlan(NamedTuple):
     """A whole plan: stages that end before the layers ``cuts``; the devices of every node that are left before each."""
 
     latency_s: float
     cuts: tuple[int, ...]
-    left: tuple[Free, ...]
+    free_before: tuple[Free, ...]
 
 
 class _Point(NamedTuple):
@@ -247,7 +247,7 @@ class _Point(NamedTuple):
     state: Alike
 
 
-class _Table(NamedTuple):
+class _LatencyTable(NamedTuple):
     """TPL(j, g) of all j of one g."""
 
     latency_s: Array
@@ -257,11 +257,11 @@ class _Table(NamedTuple):
     """Devices that are left of every node."""
 
 
-class _Planned(NamedTuple):
+class _PlannedStages(NamedTuple):
     """The stages and links of a (j, g), the devices of its last planned stage, and those left."""
 
     seconds: Seconds
-    group: Groups | None
+    group: DeviceGroups | None
     free: Free
 
 
@@ -272,16 +272,16 @@ def propose(prices: Prices) -> list[Proposal]:
         return []
     devices = []
     none_left = (0,) * len(prices.servers)
-    for before, after in zip(found.left, (*found.left[1:], none_left), strict=True):
+    for before, after in zip(found.free_before, (*found.free_before[1:], none_left), strict=True):
         spans = zip(prices.servers, before, after, strict=True)
         taken = [each for server, start, stop in spans for each in server[len(server) - start : len(server) - stop]]
         devices.append(tuple(sorted(taken)))
     return [Proposal(found.cuts, tuple(devices))]
 
 
-def find(prices: Prices) -> Found | None:
+def find(prices: Prices) -> DapplePlan | None:
     """Return the plan of least latency whose replicas all have a sample, with the seconds that DAPPLE estimates."""
-    return _Search(prices).go()
+    return _DappleSearch(prices).go()
 
 
 def work(prices: Prices) -> int:
@@ -291,20 +291,20 @@ def work(prices: Prices) -> int:
     return each * reachable(tuple(map(len, prices.servers)), 10**10 // each)
 
 
-class _Search:
+class _DappleSearch:
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.layers = prices.layer_count
         self.sizes: Free = tuple(map(len, prices.servers))
         self.seconds = StageSeconds(prices)
-        self.tables: dict[Alike, _Table] = {}
-        self.planned: dict[_Point, _Planned] = {}
-        self.choices: dict[Free, Choice] = {}
+        self.tables: dict[Alike, _LatencyTable] = {}
+        self.planned_stages: dict[_Point, _PlannedStages] = {}
+        self.choices: dict[Free, GroupChoice] = {}
 
-    def go(self) -> Found | None:
+    def go(self) -> DapplePlan | None:
         """Fill the tables, fewer layers first; return the best whole plan."""
         start = _Point(0, alike(self.sizes, self.sizes))
-        self.planned[start] = _Planned(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
+        self.planned_stages[start] = _PlannedStages(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
         alone = self.seconds.stage(group_of([self.sizes]), np.array([0]), np.array([self.layers]))
         found = [(float(self._latency_s(alone)[0, 0]), start)]
         self._split(start)
@@ -315,29 +315,29 @@ class _Search:
                     found.append((latency, point))
                     self._plan(point)
                     self._split(point)
-        placeable = [each for each in found if sum(self.planned[each[1]].free) <= self.prices.most_replicas]
+        placeable = [each for each in found if sum(self.planned_stages[each[1]].free) <= self.prices.most_replicas]
         return None if not placeable else self._whole(*min(placeable, key=lambda each: each[0]))
 
-    def _whole(self, latency: float, point: _Point) -> Found:
-        cuts, left = [self.layers], [self.planned[point].free]
+    def _whole(self, latency: float, point: _Point) -> DapplePlan:
+        cuts, left = [self.layers], [self.planned_stages[point].free]
         while point.layers:
             cuts.append(point.layers)
             point = self._before(point)
-            left.append(self.planned[point].free)
-        return Found(latency, tuple(reversed(cuts)), tuple(reversed(left)))
+            left.append(self.planned_stages[point].free)
+        return DapplePlan(latency, tuple(reversed(cuts)), tuple(reversed(left)))
 
     def _split(self, point: _Point) -> None:
         """Split the last stage of a (j, g) in every way."""
-        planned, stops = self.planned[point], np.arange(point.layers + 1, self.layers)
+        planned, stops = self.planned_stages[point], np.arange(point.layers + 1, self.layers)
         choice = self._choice(planned.free)
-        if not choice.left or not len(stops):
+        if not choice.free_after or not len(stops):
             return
-        added = self._added(planned, point.layers, stops, choice.groups)
+        added = self._with_stage(planned, point.layers, stops, choice.groups)
         between = self.seconds.link(choice.groups, choice.rest, stops)
         rest = self.seconds.stage(choice.rest, stops, np.array([self.layers]))
-        self._improve(point, stops, choice, self._latency_s(chained([*added, between, rest])))
+        self._improve(point, stops, choice, self._latency_s(concatenate([*added, between, rest])))
 
-    def _improve(self, point: _Point, stops: Positions, choice: Choice, latency_s: Array) -> None:
+    def _improve(self, point: _Point, stops: Positions, choice: GroupChoice, latency_s: Array) -> None:
         """Enter latencies ``[group, stop]`` where they are less than what is known."""
         tables = [self._table(state) for state in choice.states]
         known = np.stack([table.latency_s[point.layers + 1 :] for table in tables])
@@ -347,29 +347,31 @@ class _Search:
             better = np.flatnonzero(latency_s[at] < table.latency_s[stops])
             table.latency_s[stops[better]] = latency_s[at, better]
             for stop in stops[better].tolist():
-                table.before[stop], table.free[stop] = point, choice.left[at]
+                table.before[stop], table.free[stop] = point, choice.free_after[at]
 
     def _plan(self, point: _Point) -> None:
         """Keep the stages of a (j, g), now that no better ones can come."""
         before, free = self._before(point), self.tables[point.state].free[point.layers]
-        planned = self.planned[before]
+        planned = self.planned_stages[before]
         choice = self._choice(planned.free)
-        group = choice.groups.at(choice.left.index(free))
-        seconds = chained(self._added(planned, before.layers, np.array([point.layers]), group))
-        self.planned[point] = _Planned(seconds, group, free)
+        group = choice.groups.at(choice.free_after.index(free))
+        seconds = concatenate(self._with_stage(planned, before.layers, np.array([point.layers]), group))
+        self.planned_stages[point] = _PlannedStages(seconds, group, free)
 
     def _before(self, point: _Point) -> _Point:
         before = self.tables[point.state].before[point.layers]
         assert before is not None
         return before
 
-    def _added(self, planned: _Planned, first: int, stops: Positions, groups: Groups) -> list[Seconds]:
+    def _with_stage(
+        self, planned_stages: _PlannedStages, first: int, stops: Positions, groups: DeviceGroups
+    ) -> list[Seconds]:
         """Return a (j, g) with one stage more, on each of the groups."""
         at = np.array([first])
         stage = self.seconds.stage(groups, at, stops)
-        if planned.group is None:
+        if planned_stages.group is None:
             return [stage]
-        return [planned.seconds, self.seconds.link(planned.group, groups, at), stage]
+        return [planned_stages.seconds, self.seconds.link(planned_stages.group, groups, at), stage]
 
     def _latency_s(self, seconds: Seconds) -> Array:
         """Return the latencies ``[groups, cuts]``."""
@@ -377,12 +379,12 @@ class _Search:
         forward_s, backward_s, reduce_s = (each.reshape(stages, -1) for each in seconds)
         return latency_s(forward_s, backward_s, reduce_s, self.prices.micro_batches).reshape(shape)
 
-    def _choice(self, free: Free) -> Choice:
+    def _choice(self, free: Free) -> GroupChoice:
         if free not in self.choices:
             self.choices[free] = choose(free, self.sizes, self.prices.most_replicas)
         return self.choices[free]
 
-    def _table(self, state: Alike) -> _Table:
+    def _table(self, state: Alike) -> _LatencyTable:
         if state not in self.tables:
-            self.tables[state] = _Table(np.full(self.layers, np.inf), [None] * self.layers, [()] * self.layers)
+            self.tables[state] = _LatencyTable(np.full(self.layers, np.inf), [None] * self.layers, [()] * self.layers)
         return self.tables[state]

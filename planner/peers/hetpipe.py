@@ -35,14 +35,14 @@ from typing import Literal, NamedTuple
 from autopar.formats.plan import Division, Plan, Stage
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.planner.assemble import crossings, shared
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Placed, divisors
+from autopar.planner.assemble import crossings, shared_parameters
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.links import Traffic
-from autopar.planner.costs.memory import Held
+from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.partition import Makeup, Partition, Partitioner, Pipelined, depths, makeup_of
+from autopar.planner.peers.partition import Makeup, Partition, Partitioner, PipelineCounts, depths, makeup_of
 from autopar.planner.peers.partition import work as partition_work
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import Simulator, trace
@@ -77,11 +77,11 @@ def allocations(nodes: Sequence[Sequence[Devices]], alone_s: Sequence[float]) ->
     """
     found = [Allocation("NP", tuple(tuple(sorted(_all(node))) for node in nodes))]
     groups = [group for node in nodes for group in node]
-    found += [Allocation("ED", _dealt(groups, count)) for count in divisors(gcd(*map(len, groups)))]
+    found += [Allocation("ED", _equal_workers(groups, count)) for count in divisors(gcd(*map(len, groups)))]
     order = sorted(range(len(nodes)), key=lambda at: (-sum(1 / max(alone_s[d], 1e-300) for d in _all(nodes[at])), at))
     pairs = [(*nodes[order[at]], *nodes[order[-1 - at]]) for at in range(len(nodes) // 2)]
     if len(nodes) % 2 == 0 and all(len(group) % 2 == 0 for group in groups):
-        found.append(Allocation("HD", tuple(worker for pair in pairs for worker in _dealt(pair, 2))))
+        found.append(Allocation("HD", tuple(worker for pair in pairs for worker in _equal_workers(pair, 2))))
     first: dict[frozenset[Devices], Allocation] = {}
     for each in found:
         first.setdefault(frozenset(each.workers), each)
@@ -92,7 +92,7 @@ def _all(node: Iterable[Devices]) -> list[int]:
     return [device for group in node for device in group]
 
 
-def _dealt(groups: Sequence[Devices], count: int) -> tuple[Devices, ...]:
+def _equal_workers(groups: Sequence[Devices], count: int) -> tuple[Devices, ...]:
     """Return ``count`` workers with as many consecutive devices of every group."""
     return tuple(
         tuple(sorted(_all(group[len(group) * at // count : len(group) * (at + 1) // count] for group in groups)))
@@ -113,7 +113,7 @@ class Workers(NamedTuple):
     policy: Policy
     micro_batches: int
     rows: int
-    pipelined: Pipelined
+    pipeline: PipelineCounts
     workers: tuple[Worker, ...]
 
     def turns(self, worker: int) -> int:
@@ -122,50 +122,54 @@ class Workers(NamedTuple):
         return each + (worker < more)
 
 
-def candidate_of(found: Workers) -> Candidate | None:
+def candidate_of(virtual_workers: Workers) -> Candidate | None:
     """Return workers as one plan whose replicas take turns; none where they cut the layers differently."""
-    if len({worker.cuts for worker in found.workers}) > 1:
+    if len({worker.cuts for worker in virtual_workers.workers}) > 1:
         return None
-    count, cuts = len(found.workers), found.workers[0].cuts
+    count, cuts = len(virtual_workers.workers), virtual_workers.workers[0].cuts
     division: Division = "round-robin" if count > 1 else "split"
     stages = []
-    for at, ((first, stop), depth) in enumerate(zip(_spans(cuts), depths(len(cuts), found.pipelined), strict=True)):
-        devices = tuple(worker.devices[at] for worker in found.workers)
-        stages.append(Placed(first, stop, devices, (found.rows,) * count, depth, division=division))
-    return Candidate(found.micro_batches, found.rows, "1f1b", tuple(stages))
+    for at, ((first, stop), depth) in enumerate(
+        zip(_spans(cuts), depths(len(cuts), virtual_workers.pipeline), strict=True)
+    ):
+        devices = tuple(worker.devices[at] for worker in virtual_workers.workers)
+        stages.append(CandidateStage(first, stop, devices, (virtual_workers.rows,) * count, depth, division=division))
+    return Candidate(virtual_workers.micro_batches, virtual_workers.rows, "1f1b", tuple(stages))
 
 
 def _spans(cuts: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise((0, *cuts)))
 
 
-def peaks(costs: CostModel, found: Workers, worker: int) -> list[int]:
+def peaks(costs: CostModel, virtual_workers: Workers, worker: int) -> list[int]:
     """Return the peak of every stage of a worker, its gradients kept for the reduction among all."""
-    cuts = found.workers[worker].cuts
-    deep = depths(len(cuts), found.pipelined)
+    cuts = virtual_workers.workers[worker].cuts
+    deep = depths(len(cuts), virtual_workers.pipeline)
     result = []
     for at, (first, stop) in enumerate(_spans(cuts)):
         lead = deep[at - 1] - deep[at] if at else 0
-        held = Held(found.rows, deep[at], found.pipelined.turns, len(found.workers), lead)
-        kind = costs.kind_of[found.workers[worker].devices[at]]
+        held = PeakTerms(
+            virtual_workers.rows, deep[at], virtual_workers.pipeline.turns, len(virtual_workers.workers), lead
+        )
+        kind = costs.kind_of[virtual_workers.workers[worker].devices[at]]
         result.append(costs.memory[kind].peak(first, stop, held, cuts[at + 1 :]))
     return result
 
 
-def bound_s(costs: CostModel, found: Workers) -> float:
+def bound_s(costs: CostModel, virtual_workers: Workers) -> float:
     """Return a lower bound of :func:`step_s`."""
-    return max(bound(costs, own) for own in _pipelines(found))
+    return max(candidate_bound_s(costs, own) for own in _pipelines(virtual_workers))
 
 
-def step_s(costs: CostModel, found: Workers) -> float:
+def step_s(costs: CostModel, virtual_workers: Workers) -> float:
     """Return the seconds of a step of workers that cut the layers each in its own way."""
     ready: dict[int, float] = {}
     update_s: dict[int, float] = {}
-    for own in _pipelines(found):
-        times = _durations(costs, own, len(found.workers))
+    for own in _pipelines(virtual_workers):
+        times = _durations(costs, own, len(virtual_workers.workers))
         for stage, done_s, length in zip(own.stages, _ready(costs, own, times), times.update_s, strict=True):
             ready[stage.devices[0]], update_s[stage.devices[0]] = done_s, length
-    for holders, size in _segments(costs, found):
+    for holders, size in _segments(costs, virtual_workers):
         start = max(ready[device] for device in holders)
         level = costs.links.level(holders)
         end = start + costs.links.collective_s("all_reduce", size, len(holders), level)
@@ -173,15 +177,15 @@ def step_s(costs: CostModel, found: Workers) -> float:
     return max(ready[device] + update_s[device] for device in ready)
 
 
-def _pipelines(found: Workers) -> Iterator[Candidate]:
+def _pipelines(virtual_workers: Workers) -> Iterator[Candidate]:
     """Yield every worker's own pipeline."""
-    for at, worker in enumerate(found.workers):
-        turns, deep = found.turns(at), depths(len(worker.cuts), found.pipelined)
+    for at, worker in enumerate(virtual_workers.workers):
+        turns, deep = virtual_workers.turns(at), depths(len(worker.cuts), virtual_workers.pipeline)
         stages = tuple(
-            Placed(first, stop, (device,), (found.rows,), min(depth, turns))
+            CandidateStage(first, stop, (device,), (virtual_workers.rows,), min(depth, turns))
             for (first, stop), device, depth in zip(_spans(worker.cuts), worker.devices, deep, strict=True)
         )
-        yield Candidate(turns, found.rows, "1f1b", stages)
+        yield Candidate(turns, virtual_workers.rows, "1f1b", stages)
 
 
 def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
@@ -208,7 +212,7 @@ def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
             for stage in own.stages
         ),
         tensors=crossings(costs, own),
-        tied=shared(costs, own),
+        tied=shared_parameters(costs, own),
     )
     devices = tuple(stage.devices[0] for stage in own.stages)
     found = [0.0] * len(devices)
@@ -218,13 +222,13 @@ def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
     return found
 
 
-def _segments(costs: CostModel, found: Workers) -> Iterator[tuple[Sequence[int], int]]:
+def _segments(costs: CostModel, virtual_workers: Workers) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the devices that hold the same layers and these layers' gradients in bytes, from the last layers on."""
-    ends = sorted({cut for worker in found.workers for cut in worker.cuts})
+    ends = sorted({cut for worker in virtual_workers.workers for cut in worker.cuts})
     for first, stop in reversed(_spans(ends)):
         holders = [
             next(device for cut, device in zip(worker.cuts, worker.devices, strict=True) if stop <= cut)
-            for worker in found.workers
+            for worker in virtual_workers.workers
         ]
         size = sum(layer.trainable_bytes for layer in costs.profile.layers[first:stop])
         for tied in costs.flows.tied:
@@ -238,7 +242,7 @@ MOST_WORK = 10**9
 """Array elements that one virtual worker's partition may take."""
 
 
-class Found(NamedTuple):
+class HetPipePlan(NamedTuple):
     """The virtual workers whose step is fastest, and the plan that they are, if they cut the layers alike."""
 
     step_s: float
@@ -246,7 +250,7 @@ class Found(NamedTuple):
     candidate: Candidate | None
 
 
-class Dealt(NamedTuple):
+class WorkerAllocation(NamedTuple):
     """An allocation, with what every virtual worker is made of, and its devices by sort."""
 
     allocation: Allocation
@@ -259,7 +263,7 @@ class Dealt(NamedTuple):
         return max(map(len, self.allocation.workers))
 
 
-def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
+def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation] | str:
     """Return the allocations with a layer for every device of a virtual worker, and a micro-batch for every worker.
 
     Where a partition would take more than about a second, the allocation is left out.
@@ -274,7 +278,7 @@ def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
         for device in server:
             groups.setdefault((costs.kind_of[device], costs.limits_bytes[device]), []).append(device)
         nodes.append([tuple(group) for group in groups.values()])
-    whole = Pipelined(1, prices.micro_batches, 1)
+    whole = PipelineCounts(1, prices.micro_batches, 1)
     partitioner = Partitioner(prices)
     by_kind = {kind: float(partitioner.stage_s(kind, whole)[0, -1]) for kind in set(costs.kind_of)}
     found = []
@@ -284,7 +288,9 @@ def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
         made = [makeup_of(costs, devices) for devices in allocation.workers]
         if max(partition_work(makeup, costs.layer_count) for makeup, _ in made) > MOST_WORK:
             continue
-        found.append(Dealt(allocation, tuple(makeup for makeup, _ in made), tuple(sorts for _, sorts in made)))
+        found.append(
+            WorkerAllocation(allocation, tuple(makeup for makeup, _ in made), tuple(sorts for _, sorts in made))
+        )
     if found:
         return found
     return (
@@ -293,19 +299,25 @@ def dealt(prices: Prices, most_workers: int) -> list[Dealt] | str:
     )
 
 
-def work(given: Sequence[Dealt], layers: int) -> int:
+def work(worker_allocations: Sequence[WorkerAllocation], layers: int) -> int:
     """Return how many array elements the partitions take, were three depths tried."""
-    return 3 * sum(partition_work(makeup, layers) for makeup in {makeup for each in given for makeup in each.makeups})
+    return 3 * sum(
+        partition_work(makeup, layers) for makeup in {makeup for each in worker_allocations for makeup in each.makeups}
+    )
 
 
-def best(simulator: Simulator, planned: Sequence[Prices], given: Sequence[Dealt]) -> Found | None:
+def best(
+    simulator: Simulator, prices_by_count: Sequence[Prices], worker_allocations: Sequence[WorkerAllocation]
+) -> HetPipePlan | None:
     """Return the fastest of the virtual workers that fit, over policies, micro-batch counts and depths."""
     costs = simulator.costs
-    partitioners = [Partitioner(prices) for prices in planned]
-    partitions = (workers for at in partitioners for each in given for workers in partitioned(at, each))
+    partitioners = [Partitioner(prices) for prices in prices_by_count]
+    partitions = (
+        workers for at in partitioners for each in worker_allocations for workers in partitioned_workers(at, each)
+    )
     choices = [(workers, candidate_of(workers)) for workers in partitions]
-    bounds = [bound_s(costs, own) if plan is None else bound(costs, plan) for own, plan in choices]
-    found: Found | None = None
+    bounds = [bound_s(costs, own) if plan is None else candidate_bound_s(costs, plan) for own, plan in choices]
+    found: HetPipePlan | None = None
     for at in sorted(range(len(choices)), key=lambda index: (bounds[index], index)):
         if found is not None and bounds[at] >= found.step_s:
             break
@@ -313,36 +325,38 @@ def best(simulator: Simulator, planned: Sequence[Prices], given: Sequence[Dealt]
         if _fits(costs, own, plan):
             seconds = step_s(costs, own) if plan is None else simulator.step_s(plan)
             if found is None or seconds < found.step_s:
-                found = Found(seconds, own, plan)
+                found = HetPipePlan(seconds, own, plan)
     return found
 
 
-def partitioned(partitioner: Partitioner, given: Dealt) -> Iterator[Workers]:
+def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAllocation) -> Iterator[Workers]:
     """Yield partitioned virtual workers, with ever fewer micro-batches in flight while stages are quicker for it."""
-    count, prices = len(given.allocation.workers), partitioner.prices
+    count, prices = len(worker_allocation.allocation.workers), partitioner.prices
     if prices.micro_batches < count:
         return
     turns = -(-prices.micro_batches // count)
-    fewest = _partitions(partitioner, given, Pipelined(1, turns, count))
+    fewest = _partitions(partitioner, worker_allocation, PipelineCounts(1, turns, count))
     if fewest is None:
         return
     least_s, known_s = max(each.slowest_s for each in fewest), float("inf")
-    for in_flight in range(min(2 * given.stages - 1, turns), 0, -1):
-        pipelined = Pipelined(in_flight, turns, count)
-        partitions = _partitions(partitioner, given, pipelined)
+    for in_flight in range(min(2 * worker_allocation.stages - 1, turns), 0, -1):
+        pipelined = PipelineCounts(in_flight, turns, count)
+        partitions = _partitions(partitioner, worker_allocation, pipelined)
         slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
         if partitions and slowest_s < known_s:
-            workers = tuple(_worker(*each) for each in zip(partitions, given.sorts, strict=True))
-            yield Workers(given.allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
+            workers = tuple(_worker(*each) for each in zip(partitions, worker_allocation.sorts, strict=True))
+            yield Workers(worker_allocation.allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
             known_s = slowest_s
         if slowest_s <= least_s:
             return
 
 
-def _partitions(partitioner: Partitioner, given: Dealt, pipelined: Pipelined) -> list[Partition] | None:
+def _partitions(
+    partitioner: Partitioner, worker_allocation: WorkerAllocation, pipeline: PipelineCounts
+) -> list[Partition] | None:
     found = []
-    for makeup in given.makeups:
-        partition = partitioner.partition(makeup, pipelined)
+    for makeup in worker_allocation.makeups:
+        partition = partitioner.partition(makeup, pipeline)
         if partition is None:
             return None
         found.append(partition)
@@ -365,27 +379,32 @@ def _fits(costs: CostModel, own: Workers, plan: Candidate | None) -> bool:
     )
 
 
-def described(prices: Prices, found: Workers) -> VirtualWorkers:
+def describe(prices: Prices, virtual_workers: Workers) -> VirtualWorkers:
     """Return virtual workers with the seconds and bytes of their stages, and what they train."""
-    workers = tuple(_described(prices, found, at) for at in range(len(found.workers)))
+    workers = tuple(_describe_worker(prices, virtual_workers, at) for at in range(len(virtual_workers.workers)))
     together = len(workers) * min(worker.samples_per_s for worker in workers)
-    return VirtualWorkers(found.policy, found.pipelined.in_flight, workers, together)
+    return VirtualWorkers(virtual_workers.policy, virtual_workers.pipeline.in_flight, workers, together)
 
 
-def _described(prices: Prices, found: Workers, at: int) -> VirtualWorker:
-    costs, worker = prices.costs, found.workers[at]
+def _describe_worker(prices: Prices, virtual_workers: Workers, at: int) -> VirtualWorker:
+    costs, worker = prices.costs, virtual_workers.workers[at]
     partitioner, links = Partitioner(prices), costs.links
     spans = list(pairwise((0, *worker.cuts)))
     seconds = []
     for place, ((first, stop), device) in enumerate(zip(spans, worker.devices, strict=True)):
-        stage_s = float(partitioner.stage_s(costs.kind_of[device], found.pipelined)[first, stop])
+        stage_s = float(partitioner.stage_s(costs.kind_of[device], virtual_workers.pipeline)[first, stop])
         if place:
             stage_s += float(prices.forth_s(links.level((worker.devices[place - 1], device)))[first])
         if place + 1 < len(spans):
             stage_s += float(prices.back_s(links.level((device, worker.devices[place + 1])))[stop])
         seconds.append(stage_s)
     fields = zip(
-        spans, worker.devices, depths(len(spans), found.pipelined), seconds, peaks(costs, found, at), strict=True
+        spans,
+        worker.devices,
+        depths(len(spans), virtual_workers.pipeline),
+        seconds,
+        peaks(costs, virtual_workers, at),
+        strict=True,
     )
     stages = tuple(
         VirtualStage(
@@ -398,5 +417,5 @@ def _described(prices: Prices, found: Workers, at: int) -> VirtualWorker:
         )
         for (first, stop), device, depth, stage_s, peak in fields
     )
-    slowest_s = max(max(seconds), sum(seconds) / found.pipelined.in_flight)
-    return VirtualWorker(stages, found.rows / slowest_s if slowest_s else 0.0)
+    slowest_s = max(max(seconds), sum(seconds) / virtual_workers.pipeline.in_flight)
+    return VirtualWorker(stages, virtual_workers.rows / slowest_s if slowest_s else 0.0)

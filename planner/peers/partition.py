@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Array, Prices
 
@@ -44,7 +44,7 @@ class Makeup(NamedTuple):
     """Of the links between devices of two sorts."""
 
 
-class Pipelined(NamedTuple):
+class PipelineCounts(NamedTuple):
     """What a stage's memory depends on besides its layers and device."""
 
     in_flight: int
@@ -62,7 +62,7 @@ class Partition(NamedTuple):
     sorts: tuple[int, ...]
 
 
-class _Best(NamedTuple):
+class _BestPipelines(NamedTuple):
     """The best pipelines by the layers placed: their slowest stage, and where and behind which sort the last begins."""
 
     slowest_s: Array
@@ -70,16 +70,16 @@ class _Best(NamedTuple):
     before: Indices
 
 
-def depths(stages: int, pipelined: Pipelined) -> tuple[int, ...]:
+def depths(stages: int, pipeline: PipelineCounts) -> tuple[int, ...]:
     """Return the micro-batches in flight in each stage.
 
     Between a micro-batch's forward in stage s of S and its backward there lie 2 (S - s) stages' work, in which as many
     others may enter.
 
-    >>> depths(3, Pipelined(4, 8, 1)), depths(3, Pipelined(9, 8, 1))
+    >>> depths(3, PipelineCounts(4, 8, 1)), depths(3, PipelineCounts(9, 8, 1))
     ((4, 3, 1), (5, 3, 1))
     """
-    most = min(pipelined.in_flight, pipelined.turns)
+    most = min(pipeline.in_flight, pipeline.turns)
     return tuple(min(most, 2 * behind + 1) for behind in range(stages - 1, -1, -1))
 
 
@@ -125,41 +125,41 @@ class Partitioner:
         self.prices, self.costs, self.rows = prices, prices.costs, prices.rows
         self.layers = prices.layer_count
         self._parts: dict[int, Parts] = {}
-        self._found: dict[tuple[Makeup, Pipelined], Partition | None] = {}
+        self._partitions: dict[tuple[Makeup, PipelineCounts], Partition | None] = {}
 
-    def partition(self, makeup: Makeup, pipelined: Pipelined) -> Partition | None:
+    def partition(self, makeup: Makeup, pipeline: PipelineCounts) -> Partition | None:
         """Return the partition whose slowest stage is fastest; none where no partition fits.
 
         A stage's memory is reckoned with every tensor that it sends read by one stage.
         """
-        key = (makeup, pipelined)
-        if key not in self._found:
-            self._found[key] = _Search(self, makeup, pipelined).go()
-        return self._found[key]
+        key = (makeup, pipeline)
+        if key not in self._partitions:
+            self._partitions[key] = _PartitionSearch(self, makeup, pipeline).go()
+        return self._partitions[key]
 
-    def stage_s(self, kind: int, pipelined: Pipelined) -> Array:
+    def stage_s(self, kind: int, pipeline: PipelineCounts) -> Array:
         """Return the forward and backward of layers ``[first, stop]``; infinite where there are none."""
-        adding = self.costs.adding(pipelined.turns, pipelined.workers)
+        adding = self.costs.adding(pipeline.turns, pipeline.workers)
         sums = np.array(self.costs.sums.forward(self.rows, kind=kind))
         sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
         some = np.tri(len(sums), k=-1, dtype=bool).T
         return np.where(some, sums[None, :] - sums[:, None], np.inf)[:-1]
 
-    def fits(self, kind: int, limit_bytes: int, held: Held) -> npt.NDArray[np.bool_]:
+    def fits(self, kind: int, limit_bytes: int, terms: PeakTerms) -> npt.NDArray[np.bool_]:
         """Return whether layers ``[first, stop]`` fit a device."""
         if kind not in self._parts:
             self._parts[kind] = self.costs.memory[kind].by_stop(self.rows)
-        return np.asarray(peak_of(self._parts[kind], held) <= limit_bytes)
+        return np.asarray(peak_of(self._parts[kind], terms) <= limit_bytes)
 
 
-class _Search:
-    def __init__(self, owner: Partitioner, makeup: Makeup, pipelined: Pipelined) -> None:
-        self.owner, self.makeup, self.pipelined = owner, makeup, pipelined
+class _PartitionSearch:
+    def __init__(self, owner: Partitioner, makeup: Makeup, pipeline: PipelineCounts) -> None:
+        self.owner, self.makeup, self.pipeline = owner, makeup, pipeline
         self.stages = sum(makeup.counts)
-        self.depths = depths(self.stages, pipelined)
+        self.depths = depths(self.stages, pipeline)
         self.sorts = range(len(makeup.counts))
-        self.seconds = [owner.stage_s(kind, pipelined) for kind in makeup.kinds]
-        self.best: dict[tuple[Counts, int, int], _Best] = {}
+        self.seconds = [owner.stage_s(kind, pipeline) for kind in makeup.kinds]
+        self.best: dict[tuple[Counts, int, int], _BestPipelines] = {}
 
     def go(self) -> Partition | None:
         """Fill the tables, fewer devices first; return the best whole partition."""
@@ -172,23 +172,23 @@ class _Search:
                     self._extend(taken, sort)
         ends = [(float(self.best[self.makeup.counts, sort, END].slowest_s[-1]), sort) for sort in self.sorts]
         slowest_s, sort = min(ends)
-        return None if np.isinf(slowest_s) else self._traced(slowest_s, sort)
+        return None if np.isinf(slowest_s) else self._backtrack(slowest_s, sort)
 
-    def _extend(self, taken: Counts, sort: int) -> None:
+    def _extend(self, taken_counts: Counts, sort: int) -> None:
         """Find the best pipelines that end with a device of a sort."""
-        before = _less(taken, sort)
+        before = _less(taken_counts, sort)
         stage_s = self._fitting(sum(before), sort)
         ahead = list(self._ahead(before, sort))
-        following = [each for each in self.sorts if taken[each] < self.makeup.counts[each]] or [END]
+        following = [each for each in self.sorts if taken_counts[each] < self.makeup.counts[each]] or [END]
         for after in following:
-            whole_s = stage_s + (0.0 if after == END else self._received(self.owner.prices.back_s, sort, after))
-            self.best[taken, sort, after] = _least(ahead, whole_s)
+            whole_s = stage_s + (0.0 if after == END else self._receiving_s(self.owner.prices.back_s, sort, after))
+            self.best[taken_counts, sort, after] = _least(ahead, whole_s)
 
     def _fitting(self, position: int, sort: int) -> Array:
         """Return the seconds of stages ``[first, stop]`` at a position; infinite where they do not fit."""
         lead = self.depths[position - 1] - self.depths[position] if position else 0
-        _, turns, workers = self.pipelined
-        held = Held(self.owner.rows, self.depths[position], turns, workers, lead)
+        _, turns, workers = self.pipeline
+        held = PeakTerms(self.owner.rows, self.depths[position], turns, workers, lead)
         fits = self.owner.fits(self.makeup.kinds[sort], self.makeup.limits_bytes[sort], held)
         return np.where(fits, self.seconds[sort], np.inf)
 
@@ -200,13 +200,13 @@ class _Search:
             return
         for each in self.sorts:
             if before[each]:
-                received = self._received(self.owner.prices.forth_s, sort, each)[:-1]
+                received = self._receiving_s(self.owner.prices.forth_s, sort, each)[:-1]
                 yield each, self.best[before, each, sort].slowest_s[:-1], received
 
-    def _received(self, of: Callable[[Level], Array], sort: int, other: int) -> Array:
+    def _receiving_s(self, of: Callable[[Level], Array], sort: int, other: int) -> Array:
         return of(self.makeup.levels[sort][other])
 
-    def _traced(self, slowest_s: float, sort: int) -> Partition:
+    def _backtrack(self, slowest_s: float, sort: int) -> Partition:
         cuts: list[int] = []
         sorts: list[int] = []
         taken, after, stop = self.makeup.counts, END, self.owner.layers
@@ -223,14 +223,14 @@ def _less(counts: Counts, sort: int) -> Counts:
     return tuple(count - (index == sort) for index, count in enumerate(counts))
 
 
-def _least(ahead: Sequence[tuple[int, Array, Array]], whole_s: Array) -> _Best:
+def _least(ahead: Sequence[tuple[int, Array, Array]], whole_s: Array) -> _BestPipelines:
     """Return the best last stages ``[first, stop]``, the first sort and layer of equals."""
     slowest = np.stack([np.maximum(known[:, None], whole_s + received[:, None]) for _, known, received in ahead])
     every = slowest.reshape(-1, slowest.shape[-1])
     chosen = every.argmin(axis=0)
     sorts = np.array([sort for sort, _, _ in ahead], dtype=np.int64)
     at = np.arange(every.shape[-1])
-    return _Best(every[chosen, at], chosen % slowest.shape[1], sorts[chosen // slowest.shape[1]])
+    return _BestPipelines(every[chosen, at], chosen % slowest.shape[1], sorts[chosen // slowest.shape[1]])
 
 
 def work(makeup: Makeup, layers: int) -> int:

@@ -26,7 +26,7 @@ from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
 Indices = npt.NDArray[np.int64]
 
 
-class _Best(NamedTuple):
+class _BestSplits(NamedTuple):
     """The best pipelines, each ``[components - 1, first, stop]``."""
 
     slowest_s: Array
@@ -37,7 +37,7 @@ class _Best(NamedTuple):
     """Components of the last stage."""
 
 
-class _Stage(NamedTuple):
+class _PipeDreamStage(NamedTuple):
     first: int
     stop: int
     width: int
@@ -86,11 +86,11 @@ def bottleneck_s(prices: Prices, *, by_level: bool) -> float:
     return float(best.slowest_s[-1, 0, prices.layer_count])
 
 
-def _flat(prices: Prices) -> _Best:
+def _flat(prices: Prices) -> _BestSplits:
     return _solve(prices, _alone(prices), prices.outer, prices.device_count, whole=True)
 
 
-def _levels(prices: Prices) -> tuple[_Best, _Best]:
+def _levels(prices: Prices) -> tuple[_BestSplits, _BestSplits]:
     inner = _solve(prices, _alone(prices), "node", len(prices.servers[0]), whole=False)
     return inner, _solve(prices, inner.slowest_s[-1], prices.outer, len(prices.servers), whole=True)
 
@@ -102,7 +102,7 @@ def _alone(prices: Prices) -> Array:
     return np.where(some, sums[None, :] - sums[:, None], np.inf)
 
 
-def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> _Best:
+def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> _BestSplits:
     """Return the best pipelines on up to so many components; of ``whole`` models only those that begin with layer 0."""
     weights = prices.weights_bytes[None, :] - prices.weights_bytes[:, None]
     widths = np.arange(1, components + 1)
@@ -113,7 +113,7 @@ def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole
     sent = 2 * prices.forth_s(level)
     firsts = np.arange(1 if whole else len(below))
     single = stages[:, firsts]
-    best = _Best(single, np.empty(single.shape, np.int64), np.empty(single.shape, np.int64))
+    best = _BestSplits(single, np.empty(single.shape, np.int64), np.empty(single.shape, np.int64))
     best.last[:], best.width[:] = firsts[:, None], widths[:, None, None]
     for count in range(2, components + 1):
         for first in range(len(firsts)):
@@ -122,7 +122,7 @@ def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole
     return best
 
 
-def _improve(best: _Best, at: tuple[int, int], slowest_s: Array) -> None:
+def _improve(best: _BestSplits, at: tuple[int, int], slowest_s: Array) -> None:
     """Take pipelines ``[width - 1, cut, stop]`` whose last stage begins at the cut, where they are better."""
     positions = slowest_s.shape[-1]
     every = slowest_s.reshape(-1, positions)
@@ -134,16 +134,16 @@ def _improve(best: _Best, at: tuple[int, int], slowest_s: Array) -> None:
     best.last[at][better] = chosen[better] % positions
 
 
-def _stages(best: _Best, first: int, stop: int, components: int) -> list[_Stage]:
+def _stages(best: _BestSplits, first: int, stop: int, components: int) -> list[_PipeDreamStage]:
     """Return the stages of the best pipeline of layers ``first:stop``."""
-    stages: list[_Stage] = []
+    stages: list[_PipeDreamStage] = []
     while components:
         at = components - 1, first, stop
         last, width = int(best.last[at]), int(best.width[at])
-        stages.insert(0, _Stage(last, stop, width))
+        stages.insert(0, _PipeDreamStage(last, stop, width))
         stop, components = last, components - width
     return stages
 
 
-def _cuts_widths(stages: list[_Stage]) -> tuple[list[int], list[int]]:
+def _cuts_widths(stages: list[_PipeDreamStage]) -> tuple[list[int], list[int]]:
     return [stage.stop for stage in stages], [stage.width for stage in stages]

@@ -64,12 +64,12 @@ def _whole(values: Sequence[float]) -> list[int]:
 
 def by_time(prices: Prices) -> list[Proposal]:
     """Return the proposal that balances seconds."""
-    return _balanced(prices, prices.layer_s.tolist())
+    return _balance(prices, prices.layer_s.tolist())
 
 
 def by_size(prices: Prices) -> list[Proposal]:
     """Return the proposal that balances bytes."""
-    return _balanced(prices, prices.layer_bytes)
+    return _balance(prices, prices.layer_bytes)
 
 
 def work(prices: Prices) -> int:
@@ -77,7 +77,7 @@ def work(prices: Prices) -> int:
     return min(prices.layer_count, prices.device_count) * prices.layer_count**2
 
 
-def _balanced(prices: Prices, values: Sequence[float]) -> list[Proposal]:
+def _balance(prices: Prices, values: Sequence[float]) -> list[Proposal]:
     cuts = blocks(values, min(prices.layer_count, prices.device_count))
     # A block may be empty: a device that torchgpipe would leave without a layer stays idle.
     filled = [cut for before, cut in zip((0, *cuts), cuts, strict=False) if cut > before]

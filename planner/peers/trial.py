@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Placed, divisors
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, CandidateStage, divisors
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.peers.prices import Prices, Proposal
@@ -18,13 +18,17 @@ MOST_WORK, LITTLE_WORK = 5 * 10**9, 2 * 10**8
 """Array elements that a peer may take for all its proposals together: about ten seconds, and half a second."""
 
 
-def counts_of(batch: int, asked: int | None) -> list[int]:
+def counts_of(batch: int, micro_batches: int | None) -> list[int]:
     """Return the micro-batch counts to try, ascending.
 
     >>> counts_of(12, None), counts_of(12, 4)
     ([1, 2, 3, 4, 6, 12], [4])
     """
-    return [count for count in divisors(batch) if asked in (None, count) and (asked or count <= MOST_MICRO_BATCHES)]
+    return [
+        count
+        for count in divisors(batch)
+        if micro_batches in (None, count) and (micro_batches or count <= MOST_MICRO_BATCHES)
+    ]
 
 
 def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int], most_work: int = MOST_WORK) -> list[Prices]:
@@ -46,7 +50,7 @@ def place(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: st
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
     for choice in dict.fromkeys(depths):
         fields = zip(starts, proposal.cuts, proposal.devices, shares, choice, strict=True)
-        yield Candidate(micro_batches, rows, schedule, tuple(Placed(*each) for each in fields))
+        yield Candidate(micro_batches, rows, schedule, tuple(CandidateStage(*each) for each in fields))
 
 
 def trial(
@@ -68,13 +72,13 @@ def trial(
         return None, reasons[0]
     candidates = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]
     best = Best()
-    bounds = [bound(costs, candidate) for candidate in candidates]
+    bounds = [candidate_bound_s(costs, candidate) for candidate in candidates]
     for at in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
         # A candidate whose bound is not below the best simulated step cannot improve on it.
         if bounds[at] < best.step_s:
             best.judge(simulator, candidates[at])
-    if best.found is not None:
-        return best.found.candidate, None
+    if best.fastest is not None:
+        return best.fastest.candidate, None
     if best.closest is not None:
         return best.closest[1], explain(costs, best.closest[1])
     return None, f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"

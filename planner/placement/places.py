@@ -16,14 +16,14 @@ import numpy.typing as npt
 from autopar.formats.cluster import Level
 from autopar.planner.costs.links import Sharing
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement.pool import Group, Pool
+from autopar.planner.placement.pool import DeviceGroup, Pool
 
 Indices = npt.NDArray[np.int64]
 FEW_STATES = 300
 """Up to so many, every state is looked at by itself."""
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """What a stage's own seconds depend on of its devices."""
 
     level: Level
@@ -32,18 +32,18 @@ class Place(NamedTuple):
     """The memory of the smallest."""
 
 
-class Move(NamedTuple):
+class StateMove(NamedTuple):
     """One of the variants of taking a number of devices of a kind, in every state of the pool."""
 
     after: Indices
     """The state that it leads to; the number of states where there is no such variant."""
     place: Indices
-    """Index into :attr:`Places.known`."""
+    """Index into :attr:`Places.stage_places`."""
     near: Indices
     """Index into :attr:`Places.nears`."""
 
 
-class _Chained(NamedTuple):
+class _KindDevices(NamedTuple):
     """A kind's devices, in cluster order."""
 
     limits: Indices
@@ -59,13 +59,13 @@ class Places:
     def __init__(self, costs: CostModel, pool: Pool) -> None:
         self._costs, self._pool = costs, pool
         self._topology = costs.links.topology
-        self.known: list[Place] = []
+        self.stage_places: list[StagePlace] = []
         self.nears: list[frozenset[Level]] = []
         """Levels at which a next stage may stand."""
-        self._moves: dict[tuple[int, int], list[Move]] = {}
-        self._chains: dict[int, _Chained] = {}
+        self._moves: dict[tuple[int, int], list[StateMove]] = {}
+        self._chains: dict[int, _KindDevices] = {}
 
-    def moves(self, kind: int, width: int) -> list[Move]:
+    def moves(self, kind: int, width: int) -> list[StateMove]:
         """Return the variants of taking so many devices."""
         if (kind, width) not in self._moves:
             chains = [self._pool.chain(each) is not None for each in self._pool.kinds]
@@ -76,53 +76,55 @@ class Places:
                 self._moves[kind, width] = [self._each(kind, width, variant) for variant in variants]
         return self._moves[kind, width]
 
-    def _each(self, kind: int, width: int, variant: int) -> Move:
+    def _each(self, kind: int, width: int, variant: int) -> StateMove:
         pool = self._pool
         after = pool.moves(kind, width)[variant].after
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
-            known = Place(self._topology.level(devices), self._costs.limit_bytes(devices))
-            place[state] = _index(self.known, known)
+            known = StagePlace(self._topology.level(devices), self._costs.limit_bytes(devices))
+            place[state] = _index(self.stage_places, known)
             # Where none is left, no stage follows.
             levels = self._topology.between(devices, rest) if rest else frozenset(self._topology.levels[-1:])
             near[state] = _index(self.nears, levels)
-        return Move(np.where(after < 0, pool.states, after), place, near)
+        return StateMove(np.where(after < 0, pool.states, after), place, near)
 
-    def _along(self, kind: int, width: int) -> Move:
+    def _along(self, kind: int, width: int) -> StateMove:
         """Take the next devices in cluster order; of levels behind a node's, any may connect to what is left."""
         pool, levels, slide = self._pool, self._topology.levels, np.lib.stride_tricks.sliding_window_view
         chain = pool.all_of(kind)
         after = pool.moves(kind, width)[0].after
         states = np.flatnonzero(after >= 0)
-        starts = pool.taken(kind)[states]
-        limits, pairs, _ = self._chained(kind)
+        starts = pool.devices_taken(kind)[states]
+        limits, pairs, _ = self._kind_devices(kind)
         widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(chain), dtype=np.int64)
         found = list(zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True))
-        number = {each: _index(self.known, Place(levels[each[0]], each[1])) for each in dict.fromkeys(found)}
+        number = {
+            each: _index(self.stage_places, StagePlace(levels[each[0]], each[1])) for each in dict.fromkeys(found)
+        }
         known = np.array([number[each] for each in found])
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         place[states] = known[starts]
         # Where no device of the stage's nodes is left, the next one stands in another.
         beside, beyond = _index(self.nears, frozenset(levels)), _index(self.nears, frozenset(levels[1:] or levels))
         near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
-        return Move(np.where(after < 0, pool.states, after), place, near)
+        return StateMove(np.where(after < 0, pool.states, after), place, near)
 
     def _beside(self, kind: int, width: int, starts: Indices, after: Indices) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""
         found = np.zeros(len(starts), dtype=bool)
-        for other, latest in zip(self._pool.kinds, self._chained(kind).latest, strict=True):
+        for other, latest in zip(self._pool.kinds, self._kind_devices(kind).latest, strict=True):
             highest = np.lib.stride_tricks.sliding_window_view(latest, width).max(axis=1)
-            found |= highest[starts] >= self._pool.taken(other)[after]
+            found |= highest[starts] >= self._pool.devices_taken(other)[after]
         return found
 
-    def _chained(self, kind: int) -> _Chained:
+    def _kind_devices(self, kind: int) -> _KindDevices:
         if kind not in self._chains:
             chain, nodes = self._pool.all_of(kind), self._topology.nodes
             lasts = (
                 {nodes[device]: at for at, device in enumerate(self._pool.all_of(other))} for other in self._pool.kinds
             )
-            self._chains[kind] = _Chained(
+            self._chains[kind] = _KindDevices(
                 np.array([self._costs.limits_bytes[device] for device in chain]),
                 np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
                 [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
@@ -130,10 +132,10 @@ class Places:
         return self._chains[kind]
 
 
-def _index(known: list[Place] | list[frozenset[Level]], one: Place | frozenset[Level]) -> int:
-    if one not in known:
-        known.append(one)  # type: ignore[arg-type]  # of the list's own kind
-    return known.index(one)  # type: ignore[arg-type]
+def _index(values: list[StagePlace] | list[frozenset[Level]], one: StagePlace | frozenset[Level]) -> int:
+    if one not in values:
+        values.append(one)  # type: ignore[arg-type]  # of the list's own kind
+    return values.index(one)  # type: ignore[arg-type]
 
 
 _MOST_WORK = 100_000
@@ -149,7 +151,7 @@ def pool_of(costs: CostModel, *, exact: bool, use_all: bool) -> Pool:
     return Pool(groups_of(costs), min(most, _MOST_MOVES), idle=not use_all)
 
 
-def groups_of(costs: CostModel) -> dict[int, list[Group]]:
+def groups_of(costs: CostModel) -> dict[int, list[DeviceGroup]]:
     """Return the devices of every kind by node and memory, in cluster order.
 
     Groups next to each other are alike where they are whole nodes of one rack, with as many devices of the same memory,
@@ -159,7 +161,7 @@ def groups_of(costs: CostModel) -> dict[int, list[Group]]:
     members: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for device, kind in enumerate(costs.kind_of):
         members[kind, topology.nodes[device], costs.limits_bytes[device]].append(device)
-    found: dict[int, list[Group]] = defaultdict(list)
+    found: dict[int, list[DeviceGroup]] = defaultdict(list)
     before: dict[int, object] = {}
     for (kind, node, limit), devices in members.items():
         own = found[kind]
@@ -167,7 +169,7 @@ def groups_of(costs: CostModel) -> dict[int, list[Group]]:
         if len(devices) == topology.nodes.count(node):
             looks = limit, len(devices), topology.racks[devices[0]], _looks(devices, ports)
         same = looks is not None and before.get(kind) == looks
-        own.append(Group(tuple(devices), own[-1].alike if same else len(own)))
+        own.append(DeviceGroup(tuple(devices), own[-1].alike if same else len(own)))
         before[kind] = looks
     return dict(found)
 

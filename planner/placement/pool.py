@@ -68,7 +68,7 @@ Free = tuple[int, ...]
 States = npt.NDArray[np.int64]
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Devices of one kind and memory in one node; stages take the next ones of them."""
 
     devices: tuple[int, ...]
@@ -76,14 +76,14 @@ class Group(NamedTuple):
     """Groups of the same number, which stand one after the other, may be exchanged for each other."""
 
 
-class Reserve(Protocol):
+class KindStates(Protocol):
     """States of one kind's devices, numbered from none taken to none left."""
 
     states: int
     moves: int
     """Over all states, in how many ways at most a stage may take devices."""
 
-    def left(self, state: int) -> int:
+    def devices_left(self, state: int) -> int:
         """Return how many devices are left."""
 
     def remaining(self, state: int) -> tuple[int, ...]:
@@ -99,20 +99,20 @@ class Reserve(Protocol):
         """Return the devices that a variant takes, node by node."""
 
 
-class Chain:
+class TakenCounts:
     """States that differ in the number of devices taken: a stage takes the next ones.
 
     With ``skip``, where the next ones stand in more nodes than necessary, it may begin with the next node instead; what
     it skips stays idle.
 
-    >>> chain = Chain([Group((0, 1, 2)), Group((3, 4, 5))], skip=True)
+    >>> chain = TakenCounts([DeviceGroup((0, 1, 2)), DeviceGroup((3, 4, 5))], skip=True)
     >>> [after.tolist() for after in chain.after(2)]
     [[2, 3, 4, 5, 6, -1, -1], [-1, -1, 5, -1, -1, -1, -1]]
     >>> chain.devices(2, 2, 0), chain.devices(2, 2, 1)
     ((2, 3), (3, 4))
     """
 
-    def __init__(self, groups: Sequence[Group], *, skip: bool = False) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup], *, skip: bool = False) -> None:
         self._devices = tuple(device for group in groups for device in group.devices)
         count = len(self._devices)
         self.states = count + 1
@@ -127,7 +127,7 @@ class Chain:
         """Whether a stage may begin with the next node."""
         return self._skip
 
-    def left(self, state: int) -> int:
+    def devices_left(self, state: int) -> int:
         """Return how many devices are left."""
         return len(self._devices) - state
 
@@ -136,7 +136,7 @@ class Chain:
         return self._devices[state:]
 
     def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices; see :class:`Reserve`."""
+        """Return the states after taking so many devices; see :class:`KindStates`."""
         states, count = np.arange(self.states), self.states - 1
         taken = np.where(states + width <= count, states + width, -1)
         if not self._skip:
@@ -154,10 +154,10 @@ class Chain:
         return self._devices[start : start + width]
 
 
-class _Listed:
+class _EnumeratedStates:
     """States that were found by going through all ways."""
 
-    def __init__(self, groups: Sequence[Group], ways: dict[Free, list[Free]]) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup], ways: dict[Free, list[Free]]) -> None:
         """``ways`` are, by what is free, what may be taken; of as many devices, in cluster order first."""
         self._groups = groups
         # The most devices first, so that numbers ascend as devices are taken.
@@ -166,18 +166,18 @@ class _Listed:
         self.states = len(self._free)
         self.moves = sum(map(len, ways.values()))
         self._after: dict[int, list[States]] = {}
-        self._taken: dict[tuple[int, int], list[Free]] = {}
+        self._variant_counts: dict[tuple[int, int], list[Free]] = {}
         for state, free in enumerate(self._free):
             for taken in ways[free]:
                 width = sum(taken)
-                variants = self._taken.setdefault((state, width), [])
+                variants = self._variant_counts.setdefault((state, width), [])
                 arrays = self._after.setdefault(width, [])
                 if len(variants) == len(arrays):
                     arrays.append(np.full(self.states, -1))
                 arrays[len(variants)][state] = number[_less(free, taken)]
                 variants.append(taken)
 
-    def left(self, state: int) -> int:
+    def devices_left(self, state: int) -> int:
         """Return how many devices are left."""
         return sum(self._free[state])
 
@@ -186,12 +186,12 @@ class _Listed:
         return self._next(state, self._free[state])
 
     def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices; see :class:`Reserve`."""
+        """Return the states after taking so many devices; see :class:`KindStates`."""
         return self._after[width]
 
     def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
         """Return the devices that a variant takes, node by node."""
-        return self._next(state, self._taken[state, width][variant])
+        return self._next(state, self._variant_counts[state, width][variant])
 
     def _next(self, state: int, counts: Free) -> tuple[int, ...]:
         found: list[int] = []
@@ -201,9 +201,9 @@ class _Listed:
         return tuple(found)
 
 
-def listed(
-    groups: Sequence[Group], ways: Callable[[Sequence[Group], Free], Iterator[Free]], most: int
-) -> Reserve | None:
+def enumerate_states(
+    groups: Sequence[DeviceGroup], ways: Callable[[Sequence[DeviceGroup], Free], Iterator[Free]], most: int
+) -> KindStates | None:
     """Return the states that some ways lead to; none where there are more than ``most`` moves."""
     start = tuple(len(group.devices) for group in groups)
     if sum(start) * (sum(start) + 1) // 2 > most:
@@ -222,35 +222,35 @@ def listed(
             if after not in known:
                 known[after] = []
                 waiting.append(after)
-    return _Listed(groups, known)
+    return _EnumeratedStates(groups, known)
 
 
-def every_way(groups: Sequence[Group], free: Free) -> Iterator[Free]:
+def every_way(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
     """Yield everything that a stage may take; of groups that are alike, untouched ones are begun in cluster order.
 
     Which of those is taken makes no difference before a stage has devices there.
 
-    >>> [*every_way([Group((0, 1)), Group((2, 3))], (1, 2))]
+    >>> [*every_way([DeviceGroup((0, 1)), DeviceGroup((2, 3))], (1, 2))]
     [(1, 2), (1, 1), (1, 0), (0, 2), (0, 1)]
-    >>> [*every_way([Group((0,)), Group((1,))], (1, 1))]
+    >>> [*every_way([DeviceGroup((0,)), DeviceGroup((1,))], (1, 1))]
     [(1, 1), (1, 0)]
     """
     return (taken for taken in _ways(groups, free, 0, None) if any(taken))
 
 
-def _ways(groups: Sequence[Group], free: Free, at: int, passed: int | None) -> Iterator[Free]:
-    """Yield what may be taken of the groups from ``at`` on, behind an untouched group of those alike to ``passed``."""
+def _ways(groups: Sequence[DeviceGroup], free: Free, at: int, untouched_alike: int | None) -> Iterator[Free]:
+    """Yield what may be taken of the groups from ``at`` on, behind an untouched group of sort ``untouched_alike``."""
     if at == len(groups):
         yield ()
         return
     untouched = free[at] == len(groups[at].devices)
-    most = 0 if untouched and passed == groups[at].alike else free[at]
+    most = 0 if untouched and untouched_alike == groups[at].alike else free[at]
     for count in range(most, -1, -1):
-        for others in _ways(groups, free, at + 1, groups[at].alike if untouched and not count else passed):
+        for others in _ways(groups, free, at + 1, groups[at].alike if untouched and not count else untouched_alike):
             yield (count, *others)
 
 
-def by_policies(groups: Sequence[Group], free: Free) -> Iterator[Free]:
+def by_policies(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
     """Yield what stages of every width take in cluster order, and by DAPPLE's policies."""
     sizes = [len(group.devices) for group in groups]
     for width in range(1, sum(free) + 1):
@@ -265,8 +265,8 @@ def _in_order(free: Free, width: int) -> Free:
     return tuple(taken)
 
 
-def _less(free: Free, taken: Free) -> Free:
-    return tuple(one - other for one, other in zip(free, taken, strict=True))
+def _less(free: Free, counts: Free) -> Free:
+    return tuple(one - other for one, other in zip(free, counts, strict=True))
 
 
 SKIPPING = 10
@@ -290,11 +290,11 @@ class Pool:
 
     >>> pool = in_order([0, 0, 1])
     >>> state = pool.take(0, 0, 2)
-    >>> pool.devices(state, 1, 1), pool.left(state, 0), pool.take(state, 1, 1) == pool.empty
+    >>> pool.devices(state, 1, 1), pool.kind_devices_left(state, 0), pool.take(state, 1, 1) == pool.empty
     ((2,), 0, True)
     """
 
-    def __init__(self, groups: Mapping[int, Sequence[Group]], most: int = 0, *, idle: bool = True) -> None:
+    def __init__(self, groups: Mapping[int, Sequence[DeviceGroup]], most: int = 0, *, idle: bool = True) -> None:
         """Find the states.
 
         Args:
@@ -318,21 +318,21 @@ class Pool:
     def chain(self, kind: int) -> tuple[int, ...] | None:
         """Return a kind's devices in the order in which stages take the next ones; None where they have a choice."""
         reserve = self._reserves[kind]
-        return reserve.remaining(0) if isinstance(reserve, Chain) and not reserve.skips else None
+        return reserve.remaining(0) if isinstance(reserve, TakenCounts) and not reserve.skips else None
 
-    def taken(self, kind: int) -> States:
+    def devices_taken(self, kind: int) -> States:
         """Return how many devices of a kind are taken in every state, where stages take the next ones."""
         return np.arange(self.states) // self._strides[kind] % self._reserves[kind].states
 
-    def left(self, state: int, kind: int) -> int:
+    def kind_devices_left(self, state: int, kind: int) -> int:
         """Return how many devices of a kind are left."""
-        return self._reserves[kind].left(self._own(state, kind))
+        return self._reserves[kind].devices_left(self._own(state, kind))
 
     def devices_left(self) -> States:
         """Return how many devices are left in every state."""
         found, states = np.zeros(self.states, dtype=np.int64), np.arange(self.states)
         for kind, reserve in self._reserves.items():
-            own = np.array([reserve.left(state) for state in range(reserve.states)])
+            own = np.array([reserve.devices_left(state) for state in range(reserve.states)])
             found += own[states // self._strides[kind] % reserve.states]
         return found
 
@@ -373,33 +373,37 @@ class Pool:
 
 def in_order(kinds: Sequence[int]) -> Pool:
     """Return a pool of devices of some kinds whose stages take the next ones."""
-    return Pool({kind: [Group(tuple(at for at, other in enumerate(kinds) if other == kind))] for kind in kinds})
+    return Pool({kind: [DeviceGroup(tuple(at for at, other in enumerate(kinds) if other == kind))] for kind in kinds})
 
 
-def _richest(groups: Mapping[int, Sequence[Group]], most: int, *, idle: bool) -> tuple[dict[int, Reserve], bool]:
+def _richest(
+    groups: Mapping[int, Sequence[DeviceGroup]], most: int, *, idle: bool
+) -> tuple[dict[int, KindStates], bool]:
     """Return the reserves that offer most among those of few enough moves, and whether they offer everything."""
-    chains = {kind: Chain(own) for kind, own in sorted(groups.items())}
+    chains = {kind: TakenCounts(own) for kind, own in sorted(groups.items())}
     simple = {kind: _alone(own) for kind, own in groups.items()}
     if all(simple.values()):
         return dict(chains), True
     for ways in (every_way, by_policies):
-        found = {kind: each if simple[kind] else listed(groups[kind], ways, most) for kind, each in chains.items()}
+        found = {
+            kind: each if simple[kind] else enumerate_states(groups[kind], ways, most) for kind, each in chains.items()
+        }
         whole = {kind: each for kind, each in found.items() if each is not None}
         if len(whole) == len(found) and _moves(whole) <= most:
             return whole, ways is every_way
-    skipping = {kind: Chain(groups[kind], skip=True) for kind in chains} if idle else {}
+    skipping = {kind: TakenCounts(groups[kind], skip=True) for kind in chains} if idle else {}
     if skipping and _moves(skipping) <= SKIPPING * most:
         return dict(skipping), False
     return dict(chains), False
 
 
-def _alone(groups: Sequence[Group]) -> bool:
+def _alone(groups: Sequence[DeviceGroup]) -> bool:
     """Whether taking devices in cluster order is all that there is."""
     return len(groups) == 1 or (
         len({group.alike for group in groups}) == 1 and all(len(group.devices) == 1 for group in groups)
     )
 
 
-def _moves(reserves: Mapping[int, Reserve]) -> int:
+def _moves(reserves: Mapping[int, KindStates]) -> int:
     states = prod(reserve.states for reserve in reserves.values())
     return sum(reserve.moves * states // reserve.states for reserve in reserves.values())

@@ -15,8 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.plan import Bounds
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, bound, fold, link_terms, stage_terms, work_s
-from autopar.planner.candidate import Candidate, Family, Placed, halves
+from autopar.planner.bounds.chain import (
+    LinkTerms,
+    StageTerms,
+    Terms,
+    candidate_bound_s,
+    fold,
+    link_terms,
+    stage_terms,
+    work_s,
+)
+from autopar.planner.candidate import Candidate, CandidateStage, Family, splits_backward
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -24,9 +33,9 @@ from autopar.planner.placement.places import Places, pool_of
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, PACES, Best, fitted_us, least_gap, simulated_us
-from autopar.planner.search.pace import Opening
+from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import NOTHING, ROUNDING, Capped, SuffixTables
+from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
@@ -43,7 +52,7 @@ LEAST_CANDIDATES = 60
 """Simulated even where fewer certify the gap: what is left of it costs little to try for."""
 
 
-class Searched(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search proves."""
 
     lower_bound_s: float
@@ -62,15 +71,15 @@ class _Step(NamedTuple):
     """Of the pool, before."""
 
 
-class _Path:
+class _StagePath:
     """The first stages of a plan."""
 
-    __slots__ = ("before", "count", "placed", "prefix", "step", "terms", "trip_s")
+    __slots__ = ("before", "count", "prefix", "stage", "step", "terms", "trip_s")
 
     def __init__(
-        self, before: _Path | None, step: _Step, placed: Placed, terms: StageTerms, link: LinkTerms | None
+        self, before: _StagePath | None, step: _Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms | None
     ) -> None:
-        self.before, self.step, self.placed, self.terms = before, step, placed, terms
+        self.before, self.step, self.stage, self.terms = before, step, stage, terms
         self.count, self.prefix, self.trip_s = 1, NOTHING, 0.0
         if before is not None and link is not None:
             self.count = before.count + 1
@@ -78,26 +87,26 @@ class _Path:
             own = before.terms.forward_s + before.terms.backward_s + link.forth_s + link.back_s
             self.trip_s = before.trip_s + float(own)
 
-    def stages(self) -> list[_Path]:
+    def stages(self) -> list[_StagePath]:
         """Return the path to every stage, the first one's first."""
-        found: list[_Path] = []
-        path: _Path | None = self
+        found: list[_StagePath] = []
+        path: _StagePath | None = self
         while path is not None:
             found.append(path)
             path = path.before
         return found[::-1]
 
 
-class _Node(NamedTuple):
+class _SearchNode(NamedTuple):
     """A family with its first stages chosen, or a candidate; the heap's order is the fields' order."""
 
     bound_s: float
-    left: int
+    layers_left: int
     """Layers yet to place; the deepest of equals is first, so that plateaus yield plans. -1 for a candidate."""
     trip_s: float
     sequence: int
     family: int
-    path: _Path | None = None
+    path: _StagePath | None = None
     step: _Step | None = None
     """The last stage, behind those of the path."""
     behind: int | None = None
@@ -113,9 +122,9 @@ class _Search:
         self.families, self.options, self.best, self.pool = families, options, best, pool
         self.places = Places(self.costs, pool)
         self.tables: dict[int, SuffixTables] = {}
-        self.heap: list[_Node] = []
+        self.heap: list[_SearchNode] = []
         self.sequence = self.candidates = 0
-        self.left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
+        self.work_left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
         """Work that may yet be done."""
         self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
@@ -124,16 +133,16 @@ class _Search:
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
-        self.placed: dict[tuple[int, _Step], tuple[Placed, StageTerms] | None] = {}
+        self.placed_stages: dict[tuple[int, _Step], tuple[CandidateStage, StageTerms] | None] = {}
 
-    def go(self) -> Searched:
+    def go(self) -> SearchResult:
         """Search; see :func:`search`."""
         for index in self._promising_first():
             self._begin(index)
         expansions = 0
         most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
-        while self.heap and self.candidates < limit and expansions < most and self.left > 0:
+        while self.heap and self.candidates < limit and expansions < most and self.work_left > 0:
             proved_s = min(self.heap[0].bound_s, self.floor_s)
             if self.best.step_s <= self.heap[0].bound_s or (
                 self.best.step_s <= (1 + self.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
@@ -144,14 +153,14 @@ class _Search:
                 self._judge(node.bound_s, node.candidate)
                 continue
             # Down to a whole plan at once: what is below a promising prefix is soon known, and prunes the rest.
-            below: _Node | None = node
-            while below is not None and below.left > 0:
+            below: _SearchNode | None = node
+            while below is not None and below.layers_left > 0:
                 expansions += 1
                 below = self._open(below)
             if below is not None:
                 self._complete(below)
         ahead = self.heap[0].bound_s if self.heap else float("inf")
-        return Searched(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
+        return SearchResult(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
 
     def _promising_first(self) -> list[int]:
         """Return the families, those first of which the best plans are known: others are the sooner left out."""
@@ -170,65 +179,69 @@ class _Search:
         elif self._prepare(index):
             tables = self.tables[index]
             bound_s = max(bound_s, tables.least_s + self.costs.profile.step_overhead_s)
-            self._push(_Node(bound_s, self.costs.layer_count, 0.0, 0, index))
+            self._push(_SearchNode(bound_s, self.costs.layer_count, 0.0, 0, index))
 
-    def _push(self, node: _Node) -> None:
+    def _push(self, node: _SearchNode) -> None:
         self.sequence += 1
         heapq.heappush(self.heap, node._replace(sequence=self.sequence))
 
     def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
         self.least_bound_s = min(self.least_bound_s, bound_s)
         self.candidates += 1
-        self.left -= simulated_us(candidate)
+        self.work_left -= simulated_us(candidate)
         return self.best.judge(self.simulator, candidate)
 
-    def _complete(self, node: _Node) -> None:
+    def _complete(self, node: _SearchNode) -> None:
         """Push the candidates of a plan that is whole but for its depths."""
         path = self._path(node)
         if path is None:
             return
         family = self.families[node.family]
         paths = path.stages()
-        stages = [each.placed for each in paths]
+        stages = [each.stage for each in paths]
         exact = self.options.gap == 0
         spans = [self._span(node.family, each.step) for each in paths]
         found = depth_choices(self.costs, family, stages, spans, exact=exact)
-        self.left -= fitted_us(len(stages))
+        self.work_left -= fitted_us(len(stages))
         tried: list[float] = []
         for candidate in found.candidates:
-            bound_s = max(node.bound_s, bound(self.costs, candidate))
+            bound_s = max(node.bound_s, candidate_bound_s(self.costs, candidate))
             if bound_s < self.best.step_s and exact:
-                self._push(_Node(bound_s, -1, 0.0, 0, node.family, candidate=candidate))
+                self._push(_SearchNode(bound_s, -1, 0.0, 0, node.family, candidate=candidate))
             elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
                 # Where the first choices of depths are far behind, the others are not tried.
                 tried.append(self._judge(bound_s, candidate) or 0.0)
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
-            self.floor_s = min(self.floor_s, max(node.bound_s, bound(self.costs, self._frame(node.family, stages))))
+            self.floor_s = min(
+                self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, self._frame(node.family, stages)))
+            )
 
     def _span(self, family: int, step: _Step) -> Span:
         """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
         tables = self.tables[family].stages
-        low, high = tables.recomputed(step.way, step.first, step.stop)
+        low, high = tables.recompute_range(step.way, step.first, step.stop)
         levels = self.costs.recompute_levels(self.families[family].micro_batch_size, tables.ways[step.way].kind)
         return Span(levels, low, high if tables.apart or self.options.recompute == "none" else None)
 
-    def _place(self, family: int, step: _Step) -> tuple[Placed, StageTerms] | None:
+    def _place(self, family: int, step: _Step) -> tuple[CandidateStage, StageTerms] | None:
         """Return a chosen stage with as much in flight as fits, and the least recomputation of its choice."""
-        if (family, step) not in self.placed:
+        if (family, step) not in self.placed_stages:
             tables, rows = self.tables[family].stages, self.families[family].micro_batch_size
             kind, _, choice, width, _, variant = tables.ways[step.way]
             devices = self.pool.devices(step.state, kind, width, variant)
             depth = tables.depth_of(step.way, step.first, step.stop, self.costs.limit_bytes(devices))
             shares = self.costs.shares(rows, width, choice.division)
             recompute = self._span(family, step).within(step.first, step.stop)[0]
-            stage = Placed(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
+            stage = CandidateStage(
+                step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division
+            )
             terms = stage_terms(self.costs, stage, self.families[family].micro_batches) if depth else None
-            self.placed[family, step] = None if terms is None else (stage, terms)
-        return self.placed[family, step]
+            self.placed_stages[family, step] = None if terms is None else (stage, terms)
+        return self.placed_stages[family, step]
 
-    def _path(self, node: _Node) -> _Path | None:
+    def _path(self, node: _SearchNode) -> _StagePath | None:
         """Return a node's stages; None where the last one fits only if it is wider than it is tried."""
         assert node.step is not None
         placed = self._place(node.family, node.step)
@@ -236,9 +249,9 @@ class _Search:
             return None
         link = None
         if node.path is not None:
-            frame = self._frame(node.family, (node.path.placed, placed[0]))
-            link = link_terms(self.costs, node.path.placed, placed[0], frame)
-        return _Path(node.path, node.step, *placed, link)
+            frame = self._frame(node.family, (node.path.stage, placed[0]))
+            link = link_terms(self.costs, node.path.stage, placed[0], frame)
+        return _StagePath(node.path, node.step, *placed, link)
 
     def _prepare(self, index: int) -> bool:
         """Make a family's tables; return whether its plans are to be looked through one by one."""
@@ -265,23 +278,23 @@ class _Search:
             self.pacing -= opening.try_paces()
         tables = opening.tables
         if not apart:
-            found = opening.bounded()
+            found = opening.prove_bound()
             # Not every plan is a node, but none is below this.
             self.floor_s, tables = min(self.floor_s, found.lower_bound_s), found.tables
         if tables is not None:
             self.tables[index] = tables
         return tables is not None
 
-    def _opening(self, family: Family, fineness: Fineness | None) -> Opening | None:
+    def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
         stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
-        opening = Opening(self.simulator, stages, self.options, self.best)
+        opening = FamilySearch(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
             return opening
         self.floor_s = min(self.floor_s, self.best.step_s * (1 - ROUNDING if opening.large else 1))
         return None
 
-    def _open(self, node: _Node) -> _Node | None:
+    def _open(self, node: _SearchNode) -> _SearchNode | None:
         """Push every choice of the next stage but the best one; return that."""
         tables, path = self.tables[node.family], None
         stop = state = 0
@@ -290,7 +303,7 @@ class _Search:
             if path is None:
                 return None
             stop, state = node.step.stop, tables.after(node.step.way, node.step.state)
-        found: list[_Node] = []
+        found: list[_SearchNode] = []
         for behind in tables.behinds(node.behind):
             # Behind as many as are told apart there may be more: too few cannot be known, too many can.
             count = behind + 1 + (0 if path is None else path.count)
@@ -301,7 +314,7 @@ class _Search:
                 after = stop + int(following.length[at])
                 step = _Step(stop, after, int(following.way[at]), state)
                 left = self.costs.layer_count - after
-                found.append(_Node(bound_s, left, trip_s, len(found), node.family, path, step, behind))
+                found.append(_SearchNode(bound_s, left, trip_s, len(found), node.family, path, step, behind))
         if not found:
             return None
         found.sort()
@@ -309,7 +322,9 @@ class _Search:
             self._push(each)
         return found[0]
 
-    def _promising(self, node: _Node, path: _Path | None, terms: Terms) -> Iterator[tuple[int, float, float]]:
+    def _promising(
+        self, node: _SearchNode, path: _StagePath | None, terms: Terms
+    ) -> Iterator[tuple[int, float, float]]:
         """Yield the next stages that may beat the best plan, with their bounds and round trips."""
         if path is not None:
             tables = self.tables[node.family].stages
@@ -323,7 +338,7 @@ class _Search:
         least = np.maximum(node.bound_s, bounds[some]).tolist()
         return zip(some.tolist(), least, trips[some].tolist(), strict=True)
 
-    def _frame(self, family: int, stages: Sequence[Placed]) -> Candidate:
+    def _frame(self, family: int, stages: Sequence[CandidateStage]) -> Candidate:
         return Candidate(*self.families[family], tuple(stages))
 
 
@@ -346,7 +361,7 @@ def tables_of(
     places = Places(costs, pool)
     for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
         stages = StageTables(costs, pool, family, options, fineness=fineness, late=late, places=places)
-        tables = SuffixTables(stages, options, Capped(stages, cap_s))
+        tables = SuffixTables(stages, options, CappedStages(stages, cap_s))
         told = any(choice.recomputes for own in stages.choices.values() for choice in own)
         if tables.least_s == float("inf") or not told:
             break
@@ -359,7 +374,7 @@ def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions
     return pool.states * widths * len(options.shards) * costs.layer_count**2 // 2
 
 
-def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> Searched:
+def search(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> SearchResult:
     """Improve on ``best``.
 
     The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
@@ -382,7 +397,7 @@ def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
     def least(costs: CostModel, family: Family, below_s: float) -> float:
         pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)
         found = work_s(costs, family)
-        for late in (False, True) if halves(family.schedule) else (False,):
+        for late in (False, True) if splits_backward(family.schedule) else (False,):
             tables = tables_of(costs, family, options, pool, below_s, late=late, most=most)
             if tables is None:
                 return work_s(costs, family)
@@ -394,7 +409,7 @@ def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
     return least
 
 
-def stacked(costs: CostModel, families: Sequence[Family], least: Least, step_s: float) -> Bounds:
+def bounds_of_families(costs: CostModel, families: Sequence[Family], least: Least, step_s: float) -> Bounds:
     """Return the bounds of all plans of some families; none is above ``step_s``, the step of one of them.
 
     Each drops something that only costs time: the bound without links and memory limits drops both, the next one the
@@ -408,17 +423,17 @@ def stacked(costs: CostModel, families: Sequence[Family], least: Least, step_s: 
 
 
 def least_of_families_s(
-    known: dict[Family, float], least: Least, costs: CostModel, most_s: float, *, descending: bool = False
+    bounds_s: dict[Family, float], least: Least, costs: CostModel, most_s: float, *, descending: bool = False
 ) -> float:
-    """Return the least bound of all families, but at most ``most_s``; ``known`` bounds become those of ``costs``.
+    """Return the least bound of all families, but at most ``most_s``; ``bounds_s`` bounds become those of ``costs``.
 
     Families of low known bounds are looked at first, or, ``descending``, last: where these are of few micro-batches
     that do not fit, they are the sooner left out.
     """
     best = most_s
-    for family in sorted(known, key=lambda each: (known[each], each), reverse=descending):
-        if known[family] >= best:
+    for family in sorted(bounds_s, key=lambda each: (bounds_s[each], each), reverse=descending):
+        if bounds_s[family] >= best:
             continue
-        known[family] = max(known[family], least(costs, family, best))
-        best = min(best, known[family])
+        bounds_s[family] = max(bounds_s[family], least(costs, family, best))
+        best = min(best, bounds_s[family])
     return best

@@ -14,7 +14,7 @@ from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.activations import Counts, rows_bytes
 from autopar.planner.costs.layers import Levels
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.variants import Choice
@@ -24,10 +24,10 @@ MOST_KEPT = 20_000_000
 """Numbers that tell which layers are summed, and are remembered."""
 
 
-class Ordered:
+class LayerOrder:
     """Layers of every stage that may be recomputed, in their order, and sums over the first ones.
 
-    >>> ordered = Ordered(Levels([2, 0]), 3, np.array([1, 3]))
+    >>> ordered = LayerOrder(Levels([2, 0]), 3, np.array([1, 3]))
     >>> ordered.counts.tolist(), ordered.sums(np.array([1.0, 5.0, 2.0]), np.array([[1, 1], [0, 0], [0, 1]])).tolist()
     ([[1, 2], [0, 1], [1, 1]], [[1.0, 2.0], [0.0, 0.0], [0.0, 2.0]])
     """
@@ -53,17 +53,17 @@ class Ordered:
         self._layers = own
         self.counts: Counts = (ranked < layers).sum(axis=2)
         """How many may be recomputed, ``[first, length]``."""
-        self._chosen: dict[bytes, Numbers] = {}
+        self._masks: dict[bytes, Numbers] = {}
 
     def sums(self, values: Numbers, counts: Counts) -> Numbers:
         """Return sums of the values of so many layers of every stage, ``[first, length]``."""
         key = counts.tobytes()
-        if key not in self._chosen:
-            if self._rank.size * (1 + len(self._chosen)) > MOST_KEPT:
-                self._chosen.clear()
-            self._chosen[key] = (self._rank < counts[:, :, None]).astype(np.float64)
+        if key not in self._masks:
+            if self._rank.size * (1 + len(self._masks)) > MOST_KEPT:
+                self._masks.clear()
+            self._masks[key] = (self._rank < counts[:, :, None]).astype(np.float64)
         padded = np.append(values, 0.0)
-        return np.asarray((self._chosen[key] @ padded[self._layers][:, :, None])[:, :, 0])
+        return np.asarray((self._masks[key] @ padded[self._layers][:, :, None])[:, :, 0])
 
 
 MANY_LAYERS = 200
@@ -73,7 +73,7 @@ LONGEST = 16
 """Of stages looked at first; if any of so many layers fits, twice as many are looked at."""
 
 
-class Room:
+class DepthLimits:
     """The memory of all stages of some lengths, ``[first, length]``."""
 
     def __init__(self, costs: CostModel, family: Family, pool: Pool) -> None:
@@ -81,7 +81,7 @@ class Room:
         self.layers = costs.layer_count
         self.lengths: Counts = np.arange(1, self.layers + 1)
         self._parts: dict[tuple[object, ...], Parts] = {}
-        self._orders: dict[int, Ordered] = {}
+        self._orders: dict[int, LayerOrder] = {}
         self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
 
     def look_at(self, lengths: Counts) -> None:
@@ -115,7 +115,7 @@ class Room:
         levels = self.costs.recompute_levels(rows, kind)
         for level in (0, -1) if choice.recomputes else (0,):
             parts = self.costs.memory[kind].arrays(least, levels[level], longest)
-            held = self.held(choice, least, width)
+            held = self.peak_terms(choice, least, width)
             held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
             stops = np.arange(self.layers)[:, None] + np.arange(1, longest + 1)
             found |= ((np.asarray(peak_of(parts, held)) <= limit) & (stops <= self.layers)).any(axis=0)
@@ -131,7 +131,7 @@ class Room:
             return True
         parts = self.costs.memory[kind].arrays(rows, frozenset(), self.layers)
         stops = np.arange(self.layers)[:, None] + np.arange(1, self.layers + 1)
-        short = np.asarray(peak_of(parts, Held(rows, count, count))) > limit
+        short = np.asarray(peak_of(parts, PeakTerms(rows, count, count))) > limit
         return bool(short[stops <= self.layers].any())
 
     def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
@@ -145,7 +145,7 @@ class Room:
                 return self._depths[key]
             # Of unequal shares the largest.
             found = (
-                self._deepest(self._parts_of(choice, each, kind), self.held(choice, each, width), limit)
+                self._deepest(self._parts_of(choice, each, kind), self.peak_terms(choice, each, width), limit)
                 for each in rows
             )
             self._depths[key] = np.minimum.reduce(list(found))
@@ -157,14 +157,14 @@ class Room:
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
         :meth:`depth` takes both to be free.
         """
-        rows, held = max(self.shares(choice, width)), self.held(choice, max(self.shares(choice, width)), width)
+        rows, held = max(self.shares(choice, width)), self.peak_terms(choice, max(self.shares(choice, width)), width)
         return self._deepest(self._sure_parts(choice, rows, kind), held._replace(lead=LEAD), limit)
 
     def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
         """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
         rows = max(self.shares(choice, width))
         parts = self._sure_parts(choice, rows, kind)
-        answered = np.asarray(rows_bytes(rows, parts.answered), dtype=np.float64)
+        answered = np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64)
         found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
         return found
 
@@ -176,16 +176,16 @@ class Room:
         """Return how many micro-batches of a step the first replica takes part in."""
         return len(turns(choice.division, width, 0, self.family.micro_batches))
 
-    def held(self, choice: Choice, rows: float, width: int) -> Held:
+    def peak_terms(self, choice: Choice, rows: float, width: int) -> PeakTerms:
         """Return what the memory of a replica depends on, with all micro-batches in flight."""
         count = self.turns(choice, width)
-        return Held(rows, count, count, width, 0, frozenset(), choice.shard)
+        return PeakTerms(rows, count, count, width, 0, frozenset(), choice.shard)
 
-    def ordered(self, kind: int) -> Ordered:
+    def layer_order(self, kind: int) -> LayerOrder:
         """Return the layers of all stages in the order in which they are recomputed."""
         if kind not in self._orders:
             levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-            self._orders[kind] = Ordered(levels, self.layers, self.lengths)
+            self._orders[kind] = LayerOrder(levels, self.layers, self.lengths)
         return self._orders[kind]
 
     def _parts_of(self, choice: Choice, rows: float, kind: int) -> Parts:
@@ -202,9 +202,9 @@ class Room:
         return self._parts[key]
 
     def _partly(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
-        order = self.ordered(kind)
-        low, high = choice.recomputed(order.counts)
-        freed = self._summed(order, self._freed(rows, kind), high)
+        order = self.layer_order(kind)
+        low, high = choice.recompute_range(order.counts)
+        freed = self._byte_sums(order, self._freed_bytes(rows, kind), high)
         every = self._whole_parts(rows, True, kind)
         whole = low == order.counts
         return none._replace(
@@ -223,10 +223,10 @@ class Room:
         return self._parts[key]
 
     def _surely(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
-        order = self.ordered(kind)
-        low, _ = choice.recomputed(order.counts)
-        freed = self._freed(rows, kind)
-        saved = self._summed(order, freed, low)
+        order = self.layer_order(kind)
+        low, _ = choice.recompute_range(order.counts)
+        freed = self._freed_bytes(rows, kind)
+        saved = self._byte_sums(order, freed, low)
         longest = int(self.lengths[-1])
         windows = np.lib.stride_tricks.sliding_window_view(np.append(freed, np.zeros(longest - 1, np.int64)), longest)
         at_work = np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1]
@@ -238,11 +238,11 @@ class Room:
             first_peak=np.where(whole, every.first_peak, none.first_peak - saved + at_work),
         )
 
-    def _freed(self, rows: float, kind: int) -> Counts:
+    def _freed_bytes(self, rows: float, kind: int) -> Counts:
         """Bytes by which recomputing it shrinks what a micro-batch in flight keeps, by layer."""
         return np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
 
-    def _summed(self, order: Ordered, sizes: Counts, counts: Counts) -> Counts:
+    def _byte_sums(self, order: LayerOrder, sizes: Counts, counts: Counts) -> Counts:
         # Sums of bytes are whole numbers that floats hold exactly.
         return np.rint(order.sums(sizes.astype(np.float64), counts)).astype(np.int64)
 
@@ -254,13 +254,13 @@ class Room:
             self._parts[key] = Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
         return self._parts[key]
 
-    def _deepest(self, parts: Parts, held: Held, limit: int) -> Counts:
+    def _deepest(self, parts: Parts, terms: PeakTerms, limit: int) -> Counts:
         """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
-        count = held.micro_batches
-        deepest = np.where(peak_of(parts, held) <= limit, count, 0)
+        count = terms.micro_batches
+        deepest = np.where(peak_of(parts, terms) <= limit, count, 0)
         if self.family.schedule == "gpipe" or count == 1:
             return deepest
-        one = held._replace(warmup=1)
+        one = terms._replace(warmup=1)
         # Without the update's moment, which has nothing in flight.
         steady = peak_of(parts._replace(update=-(2**60)), one)
         more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)

@@ -9,7 +9,7 @@ from math import ceil, log, prod
 from typing import NamedTuple
 
 from autopar.planner.bounds.chain import link_terms, round_trips
-from autopar.planner.candidate import Candidate, Family, Placed, with_depths
+from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -39,7 +39,7 @@ class DepthChoices(NamedTuple):
 def depth_choices(
     costs: CostModel,
     family: Family,
-    stages: Sequence[Placed],
+    stages: Sequence[CandidateStage],
     spans: Sequence[Span],
     *,
     exact: bool,
@@ -58,9 +58,11 @@ def depth_choices(
         vectors = list(_all(stages, family.micro_batches, most))
     else:
         paced = list(_Pacing(costs, family, stages, spans).vectors())
-        timed = paced if few and paced else list(dict.fromkeys((*_timed(costs, family, stages, spans), *paced)))
+        timed = (
+            paced if few and paced else list(dict.fromkeys((*_round_trip_depths(costs, family, stages, spans), *paced)))
+        )
         usual = (
-            _preferred(stages, family.micro_batches, most)
+            _steady_depths(stages, family.micro_batches, most)
             if (len(stages) <= MANY_STAGES and not few) or not timed
             else []
         )
@@ -82,14 +84,14 @@ def depth_choices(
     return DepthChoices(found, complete, closest)
 
 
-def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: Placed) -> Span:
+def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: CandidateStage) -> Span:
     """Return how many layers of a stage the options let be recomputed."""
     levels = costs.recompute_levels(family.micro_batch_size, costs.kind_of[stage.devices[0]])
     whole = stage.stop - stage.first
     return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
 
-def _all(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _all(stages: Sequence[CandidateStage], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Every choice of depths; no stage has more in flight than the stage before, which would deadlock."""
     if not stages:
         yield ()
@@ -103,7 +105,7 @@ def _all(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> I
                 yield (depth, *others)
 
 
-def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]) -> list[tuple[int, ...]]:
+def _steady_depths(stages: Sequence[CandidateStage], micro_batches: int, most: Sequence[int]) -> list[tuple[int, ...]]:
     """Depths that grow steadily from the last stage to the first, as far as they fit; and as deep as fits."""
     found = []
     for slope in (*SLOPES, float(micro_batches)):
@@ -127,7 +129,9 @@ def _preferred(stages: Sequence[Placed], micro_batches: int, most: Sequence[int]
     return found
 
 
-def _timed(costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]) -> list[tuple[int, ...]]:
+def _round_trip_depths(
+    costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
+) -> list[tuple[int, ...]]:
     """Depths for which stages do not wait: as many in flight as the busiest stage runs in a micro-batch's round trip.
 
     More are in flight where that helps against uneven stages. Where they do not fit, the stages' pace is taken as much
@@ -153,18 +157,18 @@ def _timed(costs: CostModel, family: Family, stages: Sequence[Placed], spans: Se
 
     found: list[tuple[int, ...]] = []
     for more in AHEAD:
-        vector = _paced(family, stages, trips, alone, pace_s / more)
+        vector = _pace_depths(family, stages, trips, alone, pace_s / more)
         if vector is None or not fitting(vector):
             paces = [pace_s / more * FINER**power for power in range(1 + int(log(trips[0] * more / pace_s, FINER)) + 1)]
-            at = bisect_left(paces, True, key=lambda each: fitting(_paced(family, stages, trips, alone, each)))
-            vector = None if at == len(paces) else _paced(family, stages, trips, alone, paces[at])
+            at = bisect_left(paces, True, key=lambda each: fitting(_pace_depths(family, stages, trips, alone, each)))
+            vector = None if at == len(paces) else _pace_depths(family, stages, trips, alone, paces[at])
             return [*found, vector] if vector is not None else found
         found.append(vector)
     return found
 
 
-def _paced(
-    family: Family, stages: Sequence[Placed], trips: Sequence[float], alone: Sequence[float], pace_s: float
+def _pace_depths(
+    family: Family, stages: Sequence[CandidateStage], trips: Sequence[float], alone: Sequence[float], pace_s: float
 ) -> tuple[int, ...] | None:
     """Depths with which stages keep a pace, or None where a stage cannot have so many in flight.
 
@@ -188,11 +192,13 @@ def _paced(
 class _Pacing:
     """Stages that keep a pace: each has as many in flight as the pace needs, and recomputes as little as fits that."""
 
-    def __init__(self, costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]) -> None:
+    def __init__(
+        self, costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
+    ) -> None:
         self.costs, self.family, self.stages, self.spans = costs, family, stages, spans
         self.turns = [stage.turns(0, family.micro_batches) for stage in stages]
         self.links_s = _links_s(costs, Candidate(*family, tuple(stages)))
-        self._fitted: dict[tuple[int, int], float | None] = {}
+        self._stage_s: dict[tuple[int, int], float | None] = {}
 
     def vectors(self) -> Iterator[tuple[int, ...]]:
         """Yield the depths of the quickest pace that can be kept, then deeper ones that still keep it."""
@@ -252,9 +258,9 @@ class _Pacing:
         if depth > self.stages[index].warmup:
             return None
         key = index, depth
-        if key not in self._fitted:
-            self._fitted[key] = self._least_s(index, depth)
-        return self._fitted[key]
+        if key not in self._stage_s:
+            self._stage_s[key] = self._least_s(index, depth)
+        return self._stage_s[key]
 
     def _least_s(self, index: int, depth: int) -> float | None:
         stage = self.stages[index]._replace(warmup=depth)
@@ -271,7 +277,7 @@ class _Pacing:
 
         return self._own_s(index, near[index]) if _first_fitting(short, len(sets)) <= 0 else None
 
-    def _own_s(self, index: int, stage: Placed) -> float:
+    def _own_s(self, index: int, stage: CandidateStage) -> float:
         return self.costs.forward_s(stage, 0) + self.costs.backward_s(stage, 0, self.turns[index])
 
     def _paced_s(self, index: int, own_s: float) -> float:
@@ -287,7 +293,7 @@ def _links_s(costs: CostModel, candidate: Candidate) -> list[float | None]:
     return [*found, None]
 
 
-def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
+def _least(stages: Sequence[CandidateStage], micro_batches: int) -> tuple[int, ...]:
     """Return the least depths that do not deadlock."""
     vector: list[int] = []
     behind = 1
@@ -298,7 +304,7 @@ def _least(stages: Sequence[Placed], micro_batches: int) -> tuple[int, ...]:
 
 
 def least_recomputed(
-    costs: CostModel, family: Family, stages: Sequence[Placed], spans: Sequence[Span]
+    costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""
     worst = -(2**62)

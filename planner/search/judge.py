@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.options import PlanOptions
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
@@ -24,7 +24,7 @@ Trait = tuple[str, int]
 EQUAL_WIDTHS: Trait = ("equal widths", 1)
 
 
-class Found(NamedTuple):
+class SimulatedPlan(NamedTuple):
     """A simulated candidate."""
 
     step_s: float
@@ -40,11 +40,11 @@ class Best:
     def __init__(self, cap_s: float = float("inf")) -> None:
         """Begin with no candidate; only those quicker than ``cap_s`` are of interest."""
         self._cap_s = cap_s
-        self.found: Found | None = None
-        self.by_stages: dict[int, Found] = {}
-        self.by_manner: dict[tuple[int, bool], Found] = {}
+        self.fastest: SimulatedPlan | None = None
+        self.by_stages: dict[int, SimulatedPlan] = {}
+        self.by_manner: dict[tuple[int, bool], SimulatedPlan] = {}
         """By the number of stages, and whether replicas take turns."""
-        self.by_trait: dict[Trait, Found] = {}
+        self.by_trait: dict[Trait, SimulatedPlan] = {}
         self.near: dict[Candidate, float] = {}
         """Candidates about as fast as the best one was, and their seconds, or lower bounds of these."""
         self.closest: tuple[int, Candidate] | None = None
@@ -53,7 +53,7 @@ class Best:
     @property
     def step_s(self) -> float:
         """Seconds of the best candidate, or of the cap while there is none."""
-        return self.found.step_s if self.found else self._cap_s
+        return self.fastest.step_s if self.fastest else self._cap_s
 
     def judge(self, simulator: Simulator, candidate: Candidate) -> float | None:
         """Simulate a candidate; return its seconds per step, or None where it does not fit, or breaks a share limit.
@@ -67,7 +67,7 @@ class Best:
             self.miss(short, candidate)
             return None
         rival = self.by_stages.get(len(candidate.stages))
-        found = Found(simulator.step_s(candidate, math.inf if rival is None else rival.step_s), candidate)
+        found = SimulatedPlan(simulator.step_s(candidate, math.inf if rival is None else rival.step_s), candidate)
         self.consider(found)
         return found.step_s
 
@@ -76,30 +76,32 @@ class Best:
         if self.closest is None or short < self.closest[0]:
             self.closest = (short, candidate)
 
-    def consider(self, found: Found) -> None:
+    def consider(self, simulated_plan: SimulatedPlan) -> None:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
-        count = len(found.candidate.stages)
-        _keep(self.by_stages, count, found)
-        _keep(self.by_manner, (count, any(stage.turning > 1 for stage in found.candidate.stages)), found)
-        for trait in traits_of(found.candidate):
-            _keep(self.by_trait, trait, found)
-        if found.step_s < self.step_s:
-            self.found = found
-        if found.step_s <= self.step_s * (1 + NEAR):
-            self.near.setdefault(found.candidate, found.step_s)
+        count = len(simulated_plan.candidate.stages)
+        _keep(self.by_stages, count, simulated_plan)
+        _keep(
+            self.by_manner, (count, any(stage.turning > 1 for stage in simulated_plan.candidate.stages)), simulated_plan
+        )
+        for trait in traits_of(simulated_plan.candidate):
+            _keep(self.by_trait, trait, simulated_plan)
+        if simulated_plan.step_s < self.step_s:
+            self.fastest = simulated_plan
+        if simulated_plan.step_s <= self.step_s * (1 + NEAR):
+            self.near.setdefault(simulated_plan.candidate, simulated_plan.step_s)
             if len(self.near) > MOST_NEAR:
                 self.near = {each: step_s for each, step_s in self.near.items() if step_s <= self.step_s * (1 + NEAR)}
 
     @property
-    def equal(self) -> Found | None:
+    def equal(self) -> SimulatedPlan | None:
         """The best candidate whose stages have as many replicas each, which run and shard alike."""
         return self.by_trait.get(EQUAL_WIDTHS)
 
 
-def _keep(best: dict[Key, Found], key: Key, found: Found) -> None:
+def _keep(best: dict[Key, SimulatedPlan], key: Key, simulated_plan: SimulatedPlan) -> None:
     """Keep a candidate if it is the first of its kind, or faster than the one that was."""
-    if key not in best or found.step_s < best[key].step_s:
-        best[key] = found
+    if key not in best or simulated_plan.step_s < best[key].step_s:
+        best[key] = simulated_plan
 
 
 def traits_of(candidate: Candidate) -> list[Trait]:
@@ -114,7 +116,7 @@ def traits_of(candidate: Candidate) -> list[Trait]:
     return [*found, EQUAL_WIDTHS] if equal_widths(stages) else found
 
 
-def equal_widths(stages: Sequence[Placed]) -> bool:
+def equal_widths(stages: Sequence[CandidateStage]) -> bool:
     """Whether all stages have as many replicas, with equal shares, that run and shard alike.
 
     >>> from autopar.planner.candidate import Family, place

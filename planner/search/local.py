@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Division, shards_of
-from autopar.planner.bounds.chain import bound, link_terms
-from autopar.planner.candidate import Candidate, Family, Placed, counts_beside
+from autopar.planner.bounds.chain import candidate_bound_s, link_terms
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
@@ -33,7 +33,7 @@ from autopar.planner.search.judge import (
     EQUAL,
     START,
     Best,
-    Found,
+    SimulatedPlan,
     fitted_us,
     least_gap,
     priced_us,
@@ -45,13 +45,13 @@ from autopar.planner.search.moves import (
     SINGLE,
     Layout,
     Manner,
-    balanced,
+    balanced_shape,
     cuts_moved,
     devices_moved,
-    divided,
-    joined,
     layers_passed,
     manners_changed,
+    stages_divided,
+    stages_joined,
     stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
@@ -72,17 +72,17 @@ KICKS, KICKED_AMONG = 3, 30
 """Moves away from a plan where no single one helps, each drawn among so many."""
 
 
-class _At(NamedTuple):
+class _SearchState(NamedTuple):
     """Where a climb stands."""
 
-    found: Found
+    simulated_plan: SimulatedPlan
     family: Family
     layout: Layout
     order: tuple[int, ...]
     """All devices, in the order in which stages take them."""
 
 
-class _Stage(NamedTuple):
+class _PlacedStage(NamedTuple):
     """A stage of a layout where it stands."""
 
     first: int
@@ -94,7 +94,7 @@ class _Stage(NamedTuple):
     devices: tuple[int, ...]
 
 
-class _Price(NamedTuple):
+class _StagePrice(NamedTuple):
     """What a stage, or the boundary before it, adds to a step."""
 
     load_s: float
@@ -106,7 +106,7 @@ class _Price(NamedTuple):
     """Reduction that is left after the last backward, and the update."""
 
 
-class Climb:
+class LocalSearch:
     """Moves from plan to plan; what it meets is kept in ``best``."""
 
     def __init__(
@@ -117,122 +117,122 @@ class Climb:
         With ``equal``, stages stay as wide as each other, and are run alike.
         """
         self.simulator, self.costs, self.options, self.best = simulator, simulator.costs, options, best
-        self.left, self.equal = work, equal
+        self.work_left, self.equal = work, equal
         self.rules = Constraints.of(self.costs, options)
         self.edges = self.rules.edges(MOST_EDGES)
         self._places: dict[tuple[int, ...], tuple[object, ...] | None] = {}
-        self._prices: dict[tuple[object, ...], _Price | None] = {}
-        self._links: dict[tuple[object, ...], _Price] = {}
-        self._tried: set[tuple[Family, Layout, tuple[int, ...]]] = set()
+        self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
+        self._links: dict[tuple[object, ...], _StagePrice] = {}
+        self._tried_layouts: set[tuple[Family, Layout, tuple[int, ...]]] = set()
 
-    def climb(self, found: Found, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
+    def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
         """Move on from a plan while that makes it faster, or its slow stages fewer, until it is fast enough.
 
         Of the moves from every plan, ``tries`` are simulated.
         """
-        at = self._at(found)
-        self._tried.add((at.family, at.layout, at.order))
+        at = self._state_of(simulated_plan)
+        self._tried_layouts.add((at.family, at.layout, at.order))
         sideways = 0
-        while self.left > 0 and at.found.step_s > enough_s:
+        while self.work_left > 0 and at.simulated_plan.step_s > enough_s:
             after = self._next(at, tries)
             if after is None:
                 return
-            sideways = 0 if after.found.step_s < at.found.step_s * (1 - 1e-6) else sideways + 1
+            sideways = 0 if after.simulated_plan.step_s < at.simulated_plan.step_s * (1 - 1e-6) else sideways + 1
             if sideways > MOST_SIDEWAYS:
                 return
             at = after
 
-    def kicked(self, found: Found, draw: Random) -> Found | None:
+    def kick(self, simulated_plan: SimulatedPlan, draw: Random) -> SimulatedPlan | None:
         """Return a plan some moves away, which need not be faster; None where none of those drawn fits."""
-        at = self._at(found)
+        at = self._state_of(simulated_plan)
         for _ in range(KICKS):
             scored = {layout: self._score(at, layout) for layout in self._near(at)}
             near = nsmallest(KICKED_AMONG, scored, key=lambda each: scored[each])
             layout = draw.choice(near) if near else at.layout
-            self._tried.discard((at.family, layout, at.order))
+            self._tried_layouts.discard((at.family, layout, at.order))
             after = self.judge(at.family, layout, at.order, float("inf"))
             if after is not None:
-                at = at._replace(found=after, layout=layout)
-            if self.left <= 0:
+                at = at._replace(simulated_plan=after, layout=layout)
+            if self.work_left <= 0:
                 break
-        return None if at.found is found else at.found
+        return None if at.simulated_plan is simulated_plan else at.simulated_plan
 
-    def judge(self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float) -> Found | None:
+    def judge(self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float) -> SimulatedPlan | None:
         """Return the fastest plan of a layout, if it may take less than ``below_s``; None where none fits."""
-        if (family, layout, order) in self._tried:
+        if (family, layout, order) in self._tried_layouts:
             return None
-        self._tried.add((family, layout, order))
-        return self._judged(family, layout, order, below_s)
+        self._tried_layouts.add((family, layout, order))
+        return self._judge_layout(family, layout, order, below_s)
 
-    def deepen(self, found: Found) -> None:
+    def deepen(self, simulated_plan: SimulatedPlan) -> None:
         """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
-        at = self._at(found)
-        self._judged(at.family, at.layout, at.order, found.step_s, few=False)
+        at = self._state_of(simulated_plan)
+        self._judge_layout(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
 
-    def _judged(
+    def _judge_layout(
         self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
-    ) -> Found | None:
+    ) -> SimulatedPlan | None:
         frame = self._frame(family, layout, order)
-        self.left -= priced_us(len(layout.cuts))
-        if frame is None or bound(self.costs, Candidate(*family, frame)) >= below_s:
+        self.work_left -= priced_us(len(layout.cuts))
+        if frame is None or candidate_bound_s(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
-        self.left -= fitted_us(len(frame))
+        self.work_left -= fitted_us(len(frame))
         if choices.closest is not None:
             self.best.miss(*choices.closest)
         return self._fastest(choices.candidates, below_s)
 
-    def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> Found | None:
-        found: Found | None = None
-        priced = sorted((bound(self.costs, candidate), at) for at, candidate in enumerate(candidates))
+    def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> SimulatedPlan | None:
+        found: SimulatedPlan | None = None
+        priced = sorted((candidate_bound_s(self.costs, candidate), at) for at, candidate in enumerate(candidates))
         for least_s, at in priced:
             if least_s >= (below_s if found is None else min(below_s, found.step_s)):
                 break
             candidate = candidates[at]
             step_s = self.best.judge(self.simulator, candidate)
-            self.left -= simulated_us(candidate)
+            self.work_left -= simulated_us(candidate)
             if step_s is not None and (found is None or step_s < found.step_s):
-                found = Found(step_s, candidate)
+                found = SimulatedPlan(step_s, candidate)
         return found
 
-    def _next(self, at: _At, tries: int) -> _At | None:
+    def _next(self, at: _SearchState, tries: int) -> _SearchState | None:
         """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
         own_s = self._score(at, at.layout)
-        untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried)
+        untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_layouts)
         near = {layout: self._score(at, layout) for layout in untried}
-        beside: _At | None = None
+        beside: _SearchState | None = None
         further = tries
         for layout in nsmallest(tries, near, key=lambda each: near[each]):
-            if self.left <= 0 or further == 0 or near[layout] == float("inf"):
+            if self.work_left <= 0 or further == 0 or near[layout] == float("inf"):
                 break
             further -= 1
-            found = self.judge(at.family, layout, at.order, at.found.step_s * (1 + SIDEWAYS))
+            found = self.judge(at.family, layout, at.order, at.simulated_plan.step_s * (1 + SIDEWAYS))
             if found is None:
                 continue
-            after = at._replace(found=found, layout=layout)
-            if found.step_s < at.found.step_s * (1 - 1e-6):
+            after = at._replace(simulated_plan=found, layout=layout)
+            if found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
                 return after
             if beside is None and near[layout] < own_s * (1 - 1e-6):
                 beside, further = after, min(further, TRIES_BESIDE)
         return self._otherwise(at) or beside
 
-    def _otherwise(self, at: _At) -> _At | None:
+    def _otherwise(self, at: _SearchState) -> _SearchState | None:
         """Return the layout with other micro-batches, or other manners, if that is faster."""
         for family, layout in self._run_otherwise(at):
-            found = self.judge(family, layout, at.order, at.found.step_s)
-            if found is not None and found.step_s < at.found.step_s * (1 - 1e-6):
-                return at._replace(found=found, family=family, layout=layout)
+            found = self.judge(family, layout, at.order, at.simulated_plan.step_s)
+            if found is not None and found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
+                return at._replace(simulated_plan=found, family=family, layout=layout)
         return None
 
-    def _run_otherwise(self, at: _At) -> Iterator[tuple[Family, Layout]]:
+    def _run_otherwise(self, at: _SearchState) -> Iterator[tuple[Family, Layout]]:
         for layout in manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2]):
             yield at.family, layout
         if self.options.micro_batches is None:
             for count in counts_beside(self.costs.batch, at.family.micro_batches):
                 yield Family(count, self.costs.batch // count, at.family.schedule), at.layout
 
-    def _near(self, at: _At) -> Iterator[Layout]:
+    def _near(self, at: _SearchState) -> Iterator[Layout]:
         layout, busy = at.layout, self._busy(at)
         some = busy[:BUSY]
         inner = range(len(layout.cuts) - 1)
@@ -249,9 +249,9 @@ class Climb:
                 if width != layout.widths[index]:
                     moved = moved.with_width(index, width, layout.manner_near(index))
             yield moved
-        yield from joined(layout, inner)
+        yield from stages_joined(layout, inner)
         sums = self.costs.sums.forward(at.family.micro_batch_size)
-        yield from divided(layout, some, sums, idle)
+        yield from stages_divided(layout, some, sums, idle)
 
     def manners(self) -> list[Manner]:
         """Return the manners in which replicas may be run."""
@@ -259,19 +259,19 @@ class Climb:
         divisions: tuple[Division, ...] = ("split",) if self.costs.divisible else ("split", "round-robin")
         return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
 
-    def _busy(self, at: _At) -> list[int]:
+    def _busy(self, at: _SearchState) -> list[int]:
         """Return the stages, those first that compute longest."""
-        loads = [self._price_of(at.family, stage).load_s for stage in at.found.candidate.stages]
+        loads = [self._price_of(at.family, stage).load_s for stage in at.simulated_plan.candidate.stages]
         return sorted(range(len(loads)), key=lambda index: -loads[index])
 
-    def _price_of(self, family: Family, stage: Placed) -> _Price:
+    def _price_of(self, family: Family, stage: CandidateStage) -> _StagePrice:
         turns = stage.turns(0, family.micro_batches)
         forward_s, backward_s = self.costs.forward_s(stage, 0), self.costs.backward_s(stage, 0, turns)
         load_s = (forward_s + backward_s) * turns / family.micro_batches
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
-        return _Price(load_s, forward_s, backward_s, closing_s)
+        return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def _score(self, at: _At, layout: Layout) -> float:
+    def _score(self, at: _SearchState, layout: Layout) -> float:
         return self.score(at.family, layout, at.order, self._depths(at))
 
     def score(self, family: Family, layout: Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
@@ -279,16 +279,16 @@ class Climb:
 
         ``depths`` are how many micro-batches are in flight, by layer.
         """
-        self.left -= scored_us(len(layout.cuts))
+        self.work_left -= scored_us(len(layout.cuts))
         loads, trip_s, back_s, closing_s, begin = [], 0.0, 0.0, 0.0, 0
-        before: _Stage | None = None
+        before: _PlacedStage | None = None
         for first, stop, width, manner in stages_of(layout):
-            stage = _Stage(first, stop, width, manner, depths[first], order[begin : begin + width])
+            stage = _PlacedStage(first, stop, width, manner, depths[first], order[begin : begin + width])
             price = self._price(family, before, stage)
             if price is None:
                 return float("inf")
             if before is not None:
-                sent = self._sent(family, before, stage)
+                sent = self._link_price(family, before, stage)
                 loads.append(sent.load_s)
                 trip_s += sent.forward_s + sent.backward_s
                 back_s += sent.backward_s
@@ -304,36 +304,36 @@ class Climb:
         mean: float = (sum((load / slowest) ** NORM for load in loads) / len(loads)) ** (1 / NORM) * slowest
         return (family.micro_batches - 1) * mean + trip_s + closing_s
 
-    def _sent(self, family: Family, before: _Stage, stage: _Stage) -> _Price:
+    def _link_price(self, family: Family, before: _PlacedStage, stage: _PlacedStage) -> _StagePrice:
         """Return the price of the tensors of a boundary, which occupy a queue each way."""
         level = self.costs.links.level((before.devices[-1], stage.devices[-1]))
         key = family, *before[:4], *stage[:4], level
         if key not in self._links:
-            self.left -= priced_us(1)
-            sender, receiver = self._placed(family, before), self._placed(family, stage)
+            self.work_left -= priced_us(1)
+            sender, receiver = self._place_stage(family, before), self._place_stage(family, stage)
             assert sender is not None
             assert receiver is not None
             link = link_terms(self.costs, sender, receiver, Candidate(*family, (sender, receiver)))
             work_s = max(float(link.forth_work_s), float(link.back_work_s))
-            self._links[key] = _Price(work_s / family.micro_batches, float(link.forth_s), float(link.back_s), 0.0)
+            self._links[key] = _StagePrice(work_s / family.micro_batches, float(link.forth_s), float(link.back_s), 0.0)
         return self._links[key]
 
-    def _depths(self, at: _At) -> list[int]:
+    def _depths(self, at: _SearchState) -> list[int]:
         """Return how many micro-batches are in flight, by layer."""
-        return [stage.in_flight for stage in at.found.candidate.stages for _ in range(stage.first, stage.stop)]
+        return [stage.in_flight for stage in at.simulated_plan.candidate.stages for _ in range(stage.first, stage.stop)]
 
-    def _price(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
+    def _price(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
         """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
         where = self._where(stage.devices)
         lead = None if before is None else (before.in_flight, before.width if before.manner[0] == "round-robin" else 1)
         key = family, *stage[:5], lead, where
         if key not in self._prices:
-            self.left -= shortened_us(stage.stop - stage.first)
+            self.work_left -= shortened_us(stage.stop - stage.first)
             self._prices[key] = None if where is None else self._least(family, before, stage)
         return self._prices[key]
 
-    def _least(self, family: Family, before: _Stage | None, stage: _Stage) -> _Price | None:
-        near = [self._placed(family, each) for each in (before, stage) if each is not None]
+    def _least(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
+        near = [self._place_stage(family, each) for each in (before, stage) if each is not None]
         if None in near:
             return None
         spans = [span_of(self.costs, family, self.options, each) for each in near]  # type: ignore[arg-type]
@@ -344,14 +344,14 @@ class Climb:
             return None
         return self._price_of(family, candidate.stages[-1])
 
-    def _placed(self, family: Family, stage: _Stage) -> Placed | None:
+    def _place_stage(self, family: Family, stage: _PlacedStage) -> CandidateStage | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
         first, stop, width, (division, shard), in_flight, devices = stage
         rows, count = family.micro_batch_size, family.micro_batches
         if width > (count if division == "round-robin" else 2**31 if self.costs.divisible else rows):
             return None
         shares = self.costs.shares(rows, width, division)
-        placed = Placed(first, stop, devices, shares, 1, (), shard, division)
+        placed = CandidateStage(first, stop, devices, shares, 1, (), shard, division)
         turns = placed.turns(0, count)
         return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
 
@@ -363,20 +363,20 @@ class Climb:
             self._places[devices] = place if len(kinds) == 1 else None
         return self._places[devices]
 
-    def _at(self, found: Found) -> _At:
-        candidate = found.candidate
+    def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
+        candidate = simulated_plan.candidate
         used = tuple(device for stage in candidate.stages for device in stage.devices)
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
-        return _At(found, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
+        return _SearchState(simulated_plan, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
 
-    def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[Placed, ...] | None:
+    def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
         begin, stages = 0, []
         if self.options.use_all and sum(layout.widths) < len(order):
             return None
         for first, stop, width, manner in stages_of(layout):
             devices = order[begin : begin + width]
-            stage = self._placed(family, _Stage(first, stop, width, manner, 2**31, devices))
+            stage = self._place_stage(family, _PlacedStage(first, stop, width, manner, 2**31, devices))
             if stage is None or len(devices) < width or self._where(devices) is None:
                 return None
             stages.append(stage)
@@ -394,9 +394,9 @@ FEW_JUDGED, JUDGED = 4, 32
 """Even splits that are simulated, the most promising ones; few where that takes long."""
 
 
-def started(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
+def judge_even_splits(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
-    climb = Climb(simulator, options, best, START * options.effort)
+    climb = LocalSearch(simulator, options, best, START * options.effort)
     order = tuple(range(len(simulator.costs.devices)))
     layouts = list(even_layouts(simulator, max(families)))
     manners = climb.manners()
@@ -410,7 +410,7 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
     )
     priced: list[tuple[float, int, Family, Layout]] = []
     for quick_s, at, family, division in quick:
-        if climb.left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
+        if climb.work_left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
             break
         own = [manner for manner in manners if manner[0] == division]
         for manner in own if max(layouts[at].widths) > 1 else own[:1]:
@@ -425,7 +425,7 @@ def started(simulator: Simulator, families: Sequence[Family], options: PlanOptio
         ranked.append((known[alike], score, at, family, layout))
         known[alike] += 1
     for at, (_, score, _, family, layout) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
-        if score < FAR * best.step_s and (climb.left > 0 or at < FEW_JUDGED):
+        if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
 
 
@@ -444,7 +444,7 @@ def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
         every = {
-            each: dict.fromkeys((balanced(costs, family, each, 1, edges).cuts, *alike))
+            each: dict.fromkeys((balanced_shape(costs, family, each, 1, edges).cuts, *alike))
             for each in dict.fromkeys(widths)
         }
         for each, own in every.items():
@@ -535,31 +535,31 @@ def _seed(best: Best, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
     return next((manner for manner, each in seeds if manner not in done and each.step_s < FAR * best.step_s), None)
 
 
-def climbed(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
+def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower_bound_s: float) -> None:
     """Make local moves from the best plans, until one is close enough to the lower bound or the work is done.
 
     From the best one of equal widths, too, which stay equal.
     """
-    if best.found is None:
+    if best.fastest is None:
         return
     gap = least_gap(options) if options.effort > 1 or options.exact else max(ENOUGH, options.gap)
     enough_s = lower_bound_s * (1 + gap)
     if best.equal is not None:
-        Climb(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
+        LocalSearch(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
     if options.equal_widths:
         return
-    climb = Climb(simulator, options, best, CLIMB * options.effort)
+    climb = LocalSearch(simulator, options, best, CLIMB * options.effort)
     for tries in (FEW_TRIES, TRIES):
         done: set[tuple[int, bool]] = set()
-        while climb.left > 0 and best.step_s > enough_s:
+        while climb.work_left > 0 and best.step_s > enough_s:
             manner = _seed(best, done)
             if manner is None:
                 break
             done.add(manner)
             climb.climb(best.by_manner[manner], enough_s, tries)
     draw = Random(0)
-    while climb.left > 0 and best.step_s > enough_s:
-        kicked = climb.kicked(best.found, draw)
+    while climb.work_left > 0 and best.step_s > enough_s:
+        kicked = climb.kick(best.fastest, draw)
         if kicked is None:
             break
         climb.climb(kicked, enough_s)

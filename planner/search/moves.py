@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.plan import Division, Shard, group_of, layout_of
-from autopar.planner.candidate import Candidate, Family, Placed
+from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
 
 Manner = tuple[Division, Shard]
@@ -120,10 +120,10 @@ def devices_moved(
         yield (*widths[:taker], widths[taker] + 1, *widths[taker + 1 :])
 
 
-def joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
+def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     """Yield the layout with a stage of ``which`` joined with the next one, on the devices of both.
 
-    >>> next(joined(Layout((2, 4), (1, 1), (SINGLE, SINGLE)), (0,)))
+    >>> next(stages_joined(Layout((2, 4), (1, 1), (SINGLE, SINGLE)), (0,)))
     Layout(cuts=(4,), widths=(2,), manners=(('split', 'none'),))
     """
     cuts, widths, manners = layout
@@ -136,7 +136,7 @@ def joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
         )
 
 
-def divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
+def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
     """Yield the layout with a stage of ``which`` divided in two, about evenly by the running sums ``seconds``."""
     for index in which:
         first, stop = (0, *layout.cuts)[index], layout.cuts[index]
@@ -145,10 +145,10 @@ def divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle
             aim = seconds[first] + (seconds[stop] - seconds[first]) * width / own
             middle = bisect_left(seconds, aim, first + 1, max(first + 1, stop - 1))
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield _divided(layout, index, cut, (width, own - width))
+                yield _divide_stage(layout, index, cut, (width, own - width))
 
 
-def _divided(layout: Layout, index: int, cut: int, parts: tuple[int, int]) -> Layout:
+def _divide_stage(layout: Layout, index: int, cut: int, parts: tuple[int, int]) -> Layout:
     cuts, widths, manners = layout
     own = tuple(manners[index] if width > 1 else SINGLE for width in parts)
     return Layout(
@@ -188,9 +188,9 @@ class Shape(NamedTuple):
     """Replicas, by group of devices."""
 
 
-def placed(
+def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
-) -> tuple[Placed, ...]:
+) -> tuple[CandidateStage, ...]:
     """Return the stages of a shape, groups taking devices in the given order, with all micro-batches in flight.
 
     Replicas split micro-batches; those of groups of several shard.
@@ -203,7 +203,9 @@ def placed(
     for index, (first, stop) in enumerate(pairwise((0, *shape.cuts))):
         mine = devices[group_of(layout_of(family.schedule), index, len(devices))]
         shares = costs.shares(family.micro_batch_size, len(mine))
-        stages.append(Placed(first, stop, mine, shares, family.micro_batches, shard=shard if len(mine) > 1 else "none"))
+        stages.append(
+            CandidateStage(first, stop, mine, shares, family.micro_batches, shard=shard if len(mine) > 1 else "none")
+        )
     return tuple(stages)
 
 
@@ -225,7 +227,7 @@ def widths_of(devices: int, groups: int, most: int, *, all_used: bool) -> list[t
     return list(dict.fromkeys(used or found))
 
 
-def balanced(costs: CostModel, family: Family, widths: Sequence[int], chunks: int, edges: Sequence[int]) -> Shape:
+def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chunks: int, edges: Sequence[int]) -> Shape:
     """Return the shape of groups of some widths whose slowest stage is about as quick as can be.
 
     ``edges`` are where stages may end, 0 and the last included; there is one for every stage.

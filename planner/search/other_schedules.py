@@ -21,24 +21,29 @@ from autopar.planner.bounds.chain import work_s
 from autopar.planner.bounds.ranks import least_s
 from autopar.planner.candidate import (
     Candidate,
+    CandidateStage,
     Family,
-    Placed,
     chunk_counts,
-    chunked,
     counts_beside,
     groups,
-    halves,
+    has_chunks,
     plain,
+    splits_backward,
     with_depths,
 )
-from autopar.planner.constraints import Constraints, Dictated, Rule
+from autopar.planner.constraints import Constraints, FixedStages, Rule
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import Fits, advice, explain, scheduled
+from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.best_first import MOST_CLOSELY_BOUNDED, least_bound_s, least_of_families_s, stacked
-from autopar.planner.search.judge import Best, Found
-from autopar.planner.search.moves import Shape, balanced, cuts_moved, devices_moved, placed, widths_of
+from autopar.planner.search.best_first import (
+    MOST_CLOSELY_BOUNDED,
+    bounds_of_families,
+    least_bound_s,
+    least_of_families_s,
+)
+from autopar.planner.search.judge import Best, SimulatedPlan
+from autopar.planner.search.moves import Shape, balanced_shape, cuts_moved, devices_moved, place_shape, widths_of
 from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
@@ -64,18 +69,18 @@ class Trials:
         self.simulator, self.costs, self.schedule = simulator, simulator.costs, schedule
         self.options, self.order = options, order
         self.best = Best()
-        self.left = 0
+        self.actions_left = 0
         """Actions that may yet be simulated."""
         self.count = 0
         self._constraints: dict[int, Constraints] = {}
-        self._tried: set[Start] = set()
+        self._tried_starts: set[Start] = set()
 
     def run(self, starts: Iterable[Start], actions: int, below_s: float = float("inf")) -> Best:
         """Return the best plans that the starts and moves from them lead to.
 
         Only what may be quicker than ``below_s`` is simulated, until about so many ``actions`` were.
         """
-        self.left = actions
+        self.actions_left = actions
         priced = sorted(((self._bound_s(*start), start) for start in dict.fromkeys(starts)), key=lambda each: each[0])
         known: list[tuple[float, Start]] = []
         for bound_s, start in priced:
@@ -100,7 +105,7 @@ class Trials:
                 self._judge(*start)
         return self.best
 
-    def laid(self, family: Family, shape: Shape, chunks: Sequence[int]) -> Iterator[Start]:
+    def starts_of_shape(self, family: Family, shape: Shape, chunks: Sequence[int]) -> Iterator[Start]:
         """Yield a shape, or, of several stages a rank, balanced ones of its groups."""
         if 1 in chunks:
             yield family, shape
@@ -108,7 +113,7 @@ class Trials:
         for chunk in chunks:
             edges = self._of(chunk).edges(MOST_EDGES)
             if len(shape.widths) * chunk < len(edges) and self._serves(family, shape.widths):
-                yield family, balanced(self.costs, family, shape.widths, chunk, edges)
+                yield family, balanced_shape(self.costs, family, shape.widths, chunk, edges)
 
     def beside(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
         """Yield the shapes of candidates, or, of several stages a rank, balanced ones of as many groups."""
@@ -116,7 +121,7 @@ class Trials:
             yield from self._shapes_of(families, seeds)
             return
         for count in dict.fromkeys(len(seed.stages) for seed in seeds):
-            yield from self._balanced(families, count, chunks)
+            yield from self._balanced_starts(families, count, chunks)
 
     def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
         """Yield the shapes of candidates, and balanced ones of several numbers of groups, in every family."""
@@ -124,10 +129,10 @@ class Trials:
         counts = {len(seed.stages) for seed in seeds} | set(range(1, min(FEW_GROUPS, devices) + 1))
         counts |= {devices // each for each in range(1, devices + 1)}
         for count in sorted(counts):
-            yield from self._balanced(families, count, chunks)
+            yield from self._balanced_starts(families, count, chunks)
         yield from self._shapes_of(families, seeds if 1 in chunks else ())
 
-    def _balanced(self, families: Sequence[Family], count: int, chunks: Sequence[int]) -> Iterator[Start]:
+    def _balanced_starts(self, families: Sequence[Family], count: int, chunks: Sequence[int]) -> Iterator[Start]:
         devices = len(self.order)
         for chunk in chunks if count <= min(MOST_GROUPS, devices) else ():
             edges = self._of(chunk).edges(MOST_EDGES)
@@ -138,7 +143,7 @@ class Trials:
                         every = combinations(edges[1:-1], count * chunk - 1)
                         yield from ((family, Shape((*cuts, edges[-1]), widths)) for cuts in every)
                     else:
-                        yield family, balanced(self.costs, family, widths, chunk, edges)
+                        yield family, balanced_shape(self.costs, family, widths, chunk, edges)
 
     def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
         for seed in seeds:
@@ -155,7 +160,7 @@ class Trials:
         shards = self.options.shards
         for depths in SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches).values():
             for shard in shards:
-                found = self._fitting(family, placed(self.costs, family, shape, self.order, shard), depths)
+                found = self._fitting(family, place_shape(self.costs, family, shape, self.order, shard), depths)
                 yield found
                 if max(self.costs.shortfalls(found)) <= 0:
                     break
@@ -169,16 +174,16 @@ class Trials:
         chunks, shard = len(shape.cuts) // len(shape.widths), self.options.shard
         depths = SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches)
         deepest = [max(each) for each in zip(*depths.values(), strict=True)]
-        stages = placed(self.costs, family, shape, self.order, "none" if shard == "auto" else shard)
+        stages = place_shape(self.costs, family, shape, self.order, "none" if shard == "auto" else shard)
         return with_depths(family, stages, deepest)
 
     def broken(self, family: Family, shape: Shape) -> Rule | None:
         """Return the first of the user's rules that a shape does not obey."""
-        stages = placed(self.costs, family, shape, self.order)
+        stages = place_shape(self.costs, family, shape, self.order)
         rules = self._of(len(shape.cuts) // len(shape.widths))
         return rules.broken(stages, self.costs.kind_of)
 
-    def _mixed(self, shape: Shape) -> bool:
+    def _has_mixed_kinds(self, shape: Shape) -> bool:
         """Whether a group would have devices of several kinds, as no stage of any search has."""
         kinds, begin = [self.costs.kind_of[device] for device in self.order], 0
         for width in shape.widths:
@@ -190,7 +195,7 @@ class Trials:
     @property
     def _over(self) -> bool:
         """Whether as much was simulated as may be."""
-        return self.left <= 0 or self.count >= self.options.candidate_limit
+        return self.actions_left <= 0 or self.count >= self.options.candidate_limit
 
     def _of(self, chunks: int) -> Constraints:
         if chunks not in self._constraints:
@@ -203,13 +208,13 @@ class Trials:
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
         idle = len(self.order) - sum(shape.widths)
-        if self.broken(family, shape) is not None or self._mixed(shape) or (idle and self.options.use_all):
+        if self.broken(family, shape) is not None or self._has_mixed_kinds(shape) or (idle and self.options.use_all):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
 
     def _judge(self, family: Family, shape: Shape) -> float | None:
         """Simulate a shape's candidates; return the least seconds per step of those that fit."""
-        self._tried.add((family, shape))
+        self._tried_starts.add((family, shape))
         found = []
         for candidate in self.candidates(family, shape):
             step_s = self.best.judge(self.simulator, candidate)
@@ -217,13 +222,13 @@ class Trials:
                 found.append(step_s)
             if step_s is not None:
                 self.count += 1
-                self.left -= 4 * family.micro_batches * len(shape.cuts) * max(shape.widths)
+                self.actions_left -= 4 * family.micro_batches * len(shape.cuts) * max(shape.widths)
         return min(found, default=None)
 
     def _climb(self, step_s: float, start: Start, below_s: float) -> None:
         """Move from a shape to the best of those beside it, as long as that is quicker."""
         while not self._over:
-            near = [(self._bound_s(*each), each) for each in self._beside(*start) if each not in self._tried]
+            near = [(self._bound_s(*each), each) for each in self._beside(*start) if each not in self._tried_starts]
             better: tuple[float, Start] | None = None
             for bound_s, each in sorted(near, key=lambda pair: pair[0]):
                 if bound_s >= min(below_s, step_s if better is None else better[0]) or self._over:
@@ -251,7 +256,7 @@ class Trials:
                 if self._serves(other_family, shape.widths):
                     yield other_family, shape
 
-    def _fitting(self, family: Family, stages: tuple[Placed, ...], depths: Sequence[int]) -> Candidate:
+    def _fitting(self, family: Family, stages: tuple[CandidateStage, ...], depths: Sequence[int]) -> Candidate:
         """Return the candidate of some stages and depths that recomputes least and fits, or that comes closest."""
         frame = with_depths(family, stages, depths)
         if self.options.recompute == "none":
@@ -303,8 +308,8 @@ def usual(options: PlanOptions) -> PlanOptions:
     return replace(options, schedule="1f1b", chunks=None, min_stages=least)
 
 
-def tried_best(simulator: Simulator, options: PlanOptions, found: Best, fits: Fits | None = None) -> Best:
-    """Return the best plan of the schedule that the options name; ``found`` are the best ones of `1f1b`.
+def tried_best(simulator: Simulator, options: PlanOptions, initial_best: Best, fits: Fits | None = None) -> Best:
+    """Return the best plan of the schedule that the options name; ``initial_best`` are the best ones of `1f1b`.
 
     With ``fits``, which says whether one fits with other options, the error names such options.
 
@@ -314,23 +319,27 @@ def tried_best(simulator: Simulator, options: PlanOptions, found: Best, fits: Fi
     """
     costs = simulator.costs
     _check_halves(costs, options.schedule)
-    trials = Trials(simulator, options.schedule, options, _order(costs, found.found and found.found.candidate))
+    trials = Trials(
+        simulator, options.schedule, options, _order(costs, initial_best.fastest and initial_best.fastest.candidate)
+    )
     chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
-    starts = trials.starts(runnable(costs, options), _seeds(found.by_stages, MOST_SEEDS), chunks)
+    starts = trials.starts(runnable(costs, options), _seeds(initial_best.by_stages, MOST_SEEDS), chunks)
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
-    if best.found is None:
+    if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
     return best
 
 
-def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated, fits: Fits | None = None) -> Best:
+def dictated_best(
+    simulator: Simulator, options: PlanOptions, fixed_stages: FixedStages, fits: Fits | None = None
+) -> Best:
     """Return the best plan of the dictated stages under the schedule that the options name; ``fits`` as above.
 
     Raises:
         UsageError: the profile lacks what the schedule needs, or the stages do not suit it.
         InfeasibleError: none fits the memory.
     """
-    costs, shape = simulator.costs, shape_of(dictated, options)
+    costs, shape = simulator.costs, shape_of(fixed_stages, options)
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
     every = [(family, shape) for family in runnable(costs, options)]
@@ -338,24 +347,24 @@ def dictated_best(simulator: Simulator, options: PlanOptions, dictated: Dictated
     if broken[0] is not None and None not in broken:
         raise UsageError(broken[0].refusal)
     best = trials.run_all(every)
-    if best.found is None and best.closest is None:
+    if best.fastest is None and best.closest is None:
         raise UsageError(
-            f"`stages`: a stage has {max(dictated.widths)} replicas, more than the samples of a micro-batch of the "
+            f"`stages`: a stage has {max(fixed_stages.widths)} replicas, more than the samples of a micro-batch of the "
             f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger `batch`"
         )
-    if best.found is None:
+    if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
     return best
 
 
-def shape_of(dictated: Dictated, options: PlanOptions) -> Shape:
+def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
     """Return dictated stages as groups of devices.
 
     Raises:
         UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
     """
-    cuts, widths = dictated
-    if not chunked(options.schedule):
+    cuts, widths = fixed_stages
+    if not has_chunks(options.schedule):
         return Shape(cuts, widths)
     asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)
     for chunks in range(2, len(cuts) + 1) if asked is None else (asked,):
@@ -377,9 +386,9 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly:
     Layers of a rank's stages are not contiguous; of such schedules only their work is a bound.
     """
     every = runnable(costs, options)
-    if not quickly and not chunked(options.schedule):
-        return stacked(costs, every, least_bound_s(options), step_s)
-    return stacked(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
+    if not quickly and not has_chunks(options.schedule):
+        return bounds_of_families(costs, every, least_bound_s(options), step_s)
+    return bounds_of_families(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
 
 
 def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s: float) -> float:
@@ -387,7 +396,7 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
 
     Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without.
     """
-    if chunked(options.schedule):
+    if has_chunks(options.schedule):
         return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
     least = least_bound_s(options, MOST_CLOSELY_BOUNDED)
@@ -396,7 +405,7 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
 
 def tried_beside(costs: CostModel) -> list[str]:
     """Return the schedules that are tried beside `1f1b`: with backwards in halves only where the profile has them."""
-    return [each for each in SCHEDULES if not plain(each) and (costs.halved or not halves(each))]
+    return [each for each in SCHEDULES if not plain(each) and (costs.has_halves or not splits_backward(each))]
 
 
 def actions_of(candidate: Candidate) -> int:
@@ -406,7 +415,7 @@ def actions_of(candidate: Candidate) -> int:
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
     """Try other schedules: on the stages of the best plans, or, of several stages a rank, on balanced ones."""
-    known, own = best.by_stages.copy(), best.found
+    known, own = best.by_stages.copy(), best.fastest
     for schedule in tried_beside(simulator.costs) if own is not None else ():
         assert own is not None
         tried = _beside(simulator, replace(options, schedule=schedule), known, own, best.step_s)
@@ -422,27 +431,31 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     costs, found = simulator.costs, []
     shape = Shape(tuple(stage.stop for stage in own.stages), tuple(len(stage.devices) for stage in own.stages))
     order = tuple(device for stage in own.stages for device in stage.devices)
-    for schedule in SCHEDULES if len(own.stages) > 1 and not chunked(own.schedule) else ():
-        if schedule == own.schedule or (halves(schedule) and not costs.halved):
+    for schedule in SCHEDULES if len(own.stages) > 1 and not has_chunks(own.schedule) else ():
+        if schedule == own.schedule or (splits_backward(schedule) and not costs.has_halves):
             continue
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):
             best = try_stages(simulator, [family], options, *shape, order=order)
         else:
             trials = Trials(simulator, schedule, options, order)
-            best = trials.run_all(trials.laid(family, shape, chunk_counts(schedule)[:1]))
-        if best.found is not None:
-            found.append(Reference(schedule, best.found, None))
+            best = trials.run_all(trials.starts_of_shape(family, shape, chunk_counts(schedule)[:1]))
+        if best.fastest is not None:
+            found.append(Reference(schedule, best.fastest, None))
         elif best.closest is not None:
             found.append(Reference(schedule, None, explain(costs, best.closest[1])))
     return found
 
 
 def _beside(
-    simulator: Simulator, options: PlanOptions, best: Mapping[int, Found], found: Found, below_s: float
+    simulator: Simulator,
+    options: PlanOptions,
+    best: Mapping[int, SimulatedPlan],
+    simulated_plan: SimulatedPlan,
+    below_s: float,
 ) -> Best:
     """Try a schedule on the shapes of the best plans, by number of stages, and on balanced ones of as many groups."""
-    costs, own = simulator.costs, found.candidate
+    costs, own = simulator.costs, simulated_plan.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
     every = runnable(costs, options)
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
@@ -452,7 +465,7 @@ def _beside(
     return trials.run(starts, ACTIONS_BESIDE, below_s)
 
 
-def _seeds(best: Mapping[int, Found], most: int) -> list[Candidate]:
+def _seeds(best: Mapping[int, SimulatedPlan], most: int) -> list[Candidate]:
     """Return the quickest plans, one of every number of stages."""
     every = sorted(best.items(), key=lambda each: (each[1].step_s, each[0]))
     return [found.candidate for _, found in every[:most]]
@@ -466,7 +479,7 @@ def _order(costs: CostModel, candidate: Candidate | None) -> tuple[int, ...]:
 
 
 def _check_halves(costs: CostModel, schedule: str) -> None:
-    if halves(schedule) and not costs.halved:
+    if splits_backward(schedule) and not costs.has_halves:
         raise UsageError(
             f"`schedule={schedule!r}` has backwards in two halves, which the profile does not hold for every layer; "
             "measure them with `autopar profile`, or choose gpipe, 1f1b or interleaved"
@@ -483,4 +496,6 @@ def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits |
             f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
             f"closest ({candidate.text()} with {candidate.micro_batches} micro-batches)"
         )
-    return InfeasibleError(text if fits is None else f"{text}; {advice(scheduled(costs, options, fits, short))}")
+    return InfeasibleError(
+        text if fits is None else f"{text}; {advice(schedule_remedies(costs, options, fits, short))}"
+    )

@@ -27,17 +27,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.bounds.chain import beside_s, bound, work_s
-from autopar.planner.candidate import Placed, with_depths
+from autopar.planner.bounds.chain import beside_s, candidate_bound_s, work_s
+from autopar.planner.candidate import CandidateStage, with_depths
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.layers import Span
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depth_limits import LEAD
 from autopar.planner.search.depths import depth_choices, least_recomputed
 from autopar.planner.search.judge import Best, swept_us
-from autopar.planner.search.round_trips import Trips
+from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import Capped, States, SuffixTables
+from autopar.planner.search.tables import CappedStages, States, SuffixTables
 from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.floating]
@@ -51,7 +51,7 @@ BAND, LEAST_BAND = 0.2, 8
 """Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
 
 
-class Chosen(NamedTuple):
+class PaceStage(NamedTuple):
     """One stage of a plan."""
 
     first: int
@@ -83,7 +83,7 @@ class _Suffixes(NamedTuple):
     stop: Counts
 
 
-class _Stages(NamedTuple):
+class _PaceStages(NamedTuple):
     """Stages that may begin with a layer, of the shortest of the lengths taken together; arrays over them."""
 
     way: Counts
@@ -97,9 +97,9 @@ class _Stages(NamedTuple):
     terms: Numbers
     """Forward, backward and the round trip over the stage and the boundary, ``[term, place and levels, stage]``."""
 
-    def some(self, chosen: Counts) -> _Stages:
+    def some(self, indices: Counts) -> _PaceStages:
         """Return some of the stages."""
-        return _Stages._make(each[..., chosen] for each in self)
+        return _PaceStages._make(each[..., indices] for each in self)
 
 
 class Paces:
@@ -125,7 +125,7 @@ class Paces:
         self.stages = [self._beginning(first) for first in range(stages.layers)]
         """By first layer."""
 
-    def _beginning(self, first: int) -> _Stages:
+    def _beginning(self, first: int) -> _PaceStages:
         following = self.tables.next(first)
         following = following.some(np.flatnonzero(self._worth[following.way]))
         way, stop = following.way, first + following.length
@@ -142,10 +142,10 @@ class Paces:
             # What does not fit is infinite, or no number.
             each_s = np.asarray(beside_s(terms[0], terms[1], self.turns[way], np.maximum(depth, 1)))
         least_s = np.where(depth > 0, np.fmin.reduce(each_s, axis=0, initial=np.inf), np.inf)
-        return _Stages(way, stop, depth.astype(np.float32), exchange.astype(np.float32), least_s, terms)
+        return _PaceStages(way, stop, depth.astype(np.float32), exchange.astype(np.float32), least_s, terms)
 
 
-class Paced:
+class PacePlan:
     """The plan of a family that takes ``beside_s`` beside its round trip, with the shortest one."""
 
     def __init__(self, paces: Paces, beside_s: float) -> None:
@@ -158,10 +158,10 @@ class Paced:
         trip_s[:] = np.inf
         way, stop = np.zeros((2, *shape), np.int64)
         turning = np.ones(shape, np.float32)
-        self._kept = _Suffixes(trip_s, since_s, deep, in_flight, most, turning, way, stop)
-        self._kept.most[layers] = np.inf
-        self._kept.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
-        self._kept.trip_s[layers, none] = np.inf
+        self._suffixes = _Suffixes(trip_s, since_s, deep, in_flight, most, turning, way, stop)
+        self._suffixes.most[layers] = np.inf
+        self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
+        self._suffixes.trip_s[layers, none] = np.inf
         self._stages, self._fewest = self._possible()
         if self._fewest[1, 0] <= self._devices:
             longest = int(max((each.stop - at).max(initial=1) for at, each in enumerate(self._stages)))
@@ -175,20 +175,20 @@ class Paced:
     @property
     def step_s(self) -> float:
         """About how long a step takes; infinite where no plan keeps the pace."""
-        return float(self._kept.trip_s[0, 0]) + self.beside_s
+        return float(self._suffixes.trip_s[0, 0]) + self.beside_s
 
-    def chosen(self) -> list[Chosen]:
+    def plan_stages(self) -> list[PaceStage]:
         """Return the plan's stages."""
         found = []
         first = state = 0
         while first < self._layers:
-            way, stop = int(self._kept.way[first, state]), int(self._kept.stop[first, state])
-            depth = int(np.ceil(self._kept.in_flight[first, state] / self._paces.turning[way]))
-            found.append(Chosen(first, stop, way, state, max(1, min(depth, int(self._paces.turns[way])))))
+            way, stop = int(self._suffixes.way[first, state]), int(self._suffixes.stop[first, state])
+            depth = int(np.ceil(self._suffixes.in_flight[first, state] / self._paces.turning[way]))
+            found.append(PaceStage(first, stop, way, state, max(1, min(depth, int(self._paces.turns[way])))))
             first, state = stop, int(self._states.after[way, state])
         return found
 
-    def _possible(self) -> tuple[list[_Stages], Numbers]:
+    def _possible(self) -> tuple[list[_PaceStages], Numbers]:
         """Return the stages that may keep the pace, and the fewest devices before and behind every position."""
         layers, widths, found = self._layers, self._paces.widths, []
         fewest, trip_s = np.full((2, layers + 1), np.inf), np.full(layers + 1, np.inf)
@@ -199,14 +199,14 @@ class Paced:
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
             devices = widths[each.way] + fewest[1, each.stop]
             room = each.room * self._paces.turning[each.way]
-            some = np.flatnonzero((self._wanted(least_s) <= room) & (devices <= self._devices))
+            some = np.flatnonzero((self._in_flight_for(least_s) <= room) & (devices <= self._devices))
             trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
             found.append(each.some(some))
         for first, each in enumerate(reversed(found)):
             np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
         return found[::-1], fewest
 
-    def _wanted(self, trip_s: Numbers) -> Numbers:
+    def _in_flight_for(self, trip_s: Numbers) -> Numbers:
         """In flight for a round trip."""
         with np.errstate(invalid="ignore"):
             found: Numbers = self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
@@ -214,7 +214,7 @@ class Paced:
 
     def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
         """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
-        behind = np.take(self._kept.turning, after)
+        behind = np.take(self._suffixes.turning, after)
         if (turning == 1).all() and (behind == 1).all():
             return in_flight
         meetings = self._paces.meetings
@@ -222,7 +222,7 @@ class Paced:
         found: Numbers = np.ceil(in_flight / meeting) * meeting
         return found
 
-    def _awaited(self, trip_s: Numbers, since_s: Numbers, deep: Numbers) -> Numbers:
+    def _in_flight_when_waiting(self, trip_s: Numbers, since_s: Numbers, deep: Numbers) -> Numbers:
         """In flight for a round trip, in front of a stage that keeps others waiting."""
         count, beside_s = WAITING * self._paces.micro_batches, self.beside_s
         found: Numbers = (deep * (beside_s - since_s) + count * (trip_s - since_s)) / (beside_s + trip_s - 2 * since_s)
@@ -231,7 +231,7 @@ class Paced:
     def _near(self, first: int) -> Counts:
         """States that leave enough devices to either side; of many, those that spare each about its part."""
         before, behind = self._fewest[:, first]
-        left = self._states.left
+        left = self._states.devices_left
         spare, used = self._devices - before - behind, self._devices - left
         possible = (before <= used) & (behind <= left)
         if self._paces.many:
@@ -246,15 +246,17 @@ class Paced:
         if not len(way) or not len(states):
             return False
         after = self._states.behind(way, states)
-        after += stop[:, None] * self._kept.trip_s.shape[1]
+        after += stop[:, None] * self._suffixes.trip_s.shape[1]
         where = self._states.standing(way, states, len(way))
-        trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._kept[:5])
+        trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._suffixes[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
         turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
-            wanted = np.maximum(in_flight, np.ceil(self._awaited(trip_s, since_s, deep) * (1 - ROUNDING)))
+            wanted = np.maximum(
+                in_flight, np.ceil(self._in_flight_when_waiting(trip_s, since_s, deep) * (1 - ROUNDING))
+            )
             depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
             beside = beside_s(forward_s, backward_s, turns, depth)
         in_flight = np.minimum(depth * turning, self._paces.micro_batches)
@@ -269,16 +271,16 @@ class Paced:
         since_s, deep = since_s[best, column], deep[best, column]
         own = trip_s - own_s, in_flight - 1
         later_s = trip_s + own_s
-        longer = self._awaited(later_s, *own) > self._awaited(later_s, since_s, deep)
-        self._kept.trip_s[first, states] = trip_s
-        self._kept.since_s[first, states] = np.where(longer, own[0], since_s)
-        self._kept.deep[first, states] = np.where(longer, own[1], deep)
-        self._kept.in_flight[first, states] = in_flight
+        longer = self._in_flight_when_waiting(later_s, *own) > self._in_flight_when_waiting(later_s, since_s, deep)
+        self._suffixes.trip_s[first, states] = trip_s
+        self._suffixes.since_s[first, states] = np.where(longer, own[0], since_s)
+        self._suffixes.deep[first, states] = np.where(longer, own[1], deep)
+        self._suffixes.in_flight[first, states] = in_flight
         more = LEAD + np.floor((room[best] - depth) * exchange[best])
-        self._kept.most[first, states] = (depth + more) * turning[best, 0]
-        self._kept.turning[first, states] = turning[best, 0]
-        self._kept.way[first, states] = way[best]
-        self._kept.stop[first, states] = stop[best]
+        self._suffixes.most[first, states] = (depth + more) * turning[best, 0]
+        self._suffixes.turning[first, states] = turning[best, 0]
+        self._suffixes.way[first, states] = way[best]
+        self._suffixes.stop[first, states] = stop[best]
         return len(states) > 0
 
 
@@ -304,7 +306,7 @@ MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
 
 
-class Opened(NamedTuple):
+class FamilyBound(NamedTuple):
     """What is known of a family."""
 
     lower_bound_s: float
@@ -313,7 +315,7 @@ class Opened(NamedTuple):
     """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
 
 
-class Opening:
+class FamilySearch:
     """Looks for good plans of a family, and proves how much better others might be."""
 
     def __init__(self, simulator: Simulator, stages: StageTables, options: PlanOptions, best: Best) -> None:
@@ -321,14 +323,16 @@ class Opening:
         self.options, self.best = options, best
         self.large = stages.size > MANY_ELEMENTS
         self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
-        self._capped = Capped(stages, best.step_s)
-        self.tables = self._below(self._capped) if stages.size <= MANY_SWEPT and self._capped.possible else None
+        self._capped_stages = CappedStages(stages, best.step_s)
+        self.tables = (
+            self._below(self._capped_stages) if stages.size <= MANY_SWEPT and self._capped_stages.possible else None
+        )
         """Of the plans that may be better than the best one; none where there are none, or too many stages."""
 
     @property
     def hopeless(self) -> bool:
         """Whether no plan can be better than the best one."""
-        return not self._capped.possible or (self.tables is not None and self.tables.least_s == float("inf"))
+        return not self._capped_stages.possible or (self.tables is not None and self.tables.least_s == float("inf"))
 
     def try_paces(self) -> float:
         """Judge plans that keep a pace; return the work of that."""
@@ -337,11 +341,11 @@ class Opening:
         self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
         return self.passes * swept_us(self.stages.size)
 
-    def bounded(self) -> Opened:
+    def prove_bound(self) -> FamilyBound:
         """Prove a lower bound, and return tables of what may be better, unless these are too large to look through."""
         if self._least_cap_s == float("inf"):
-            return Opened(float("inf"), None)
-        return self._bounded(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
+            return FamilyBound(float("inf"), None)
+        return self._prove_bound(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
 
     @cached_property
     def states(self) -> States:
@@ -357,7 +361,7 @@ class Opening:
     def _least_cap_s(self) -> float:
         """A step that the devices may suffice for, were there nothing but work; infinite where nothing fits."""
         least_s = cap_s = work_s(self.costs, self.stages.family)
-        while not Capped(self.stages, cap_s).possible:
+        while not CappedStages(self.stages, cap_s).possible:
             cap_s *= COARSE_STEP
             if cap_s > MOST_CAP * least_s:
                 return float("inf")
@@ -385,12 +389,12 @@ class Opening:
 
     def _try(self, beside_s: float) -> float:
         """Judge the plan of a pace, if it may be better; return about how long its step takes."""
-        paced = Paced(self.paces, beside_s)
+        paced = PacePlan(self.paces, beside_s)
         if paced.step_s >= self.best.step_s * NEAR:
             return paced.step_s
         family = self.stages.family
-        chosen = paced.chosen()
-        frame = [self._placed(each) for each in chosen]
+        chosen = paced.plan_stages()
+        frame = [self._place_stage(each) for each in chosen]
         if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
             # Paces do not count stages.
             return paced.step_s
@@ -403,49 +407,49 @@ class Opening:
             candidates += found.candidates
             if found.closest is not None:
                 self.best.miss(*found.closest)
-        bounds = [bound(self.costs, candidate) for candidate in candidates]
+        bounds = [candidate_bound_s(self.costs, candidate) for candidate in candidates]
         for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
             if bounds[at] < self.best.step_s:
                 self.best.judge(self.simulator, candidates[at])
         return paced.step_s
 
-    def _placed(self, chosen: Chosen) -> Placed:
-        first, stop, number, state, _ = chosen
+    def _place_stage(self, pace_stage: PaceStage) -> CandidateStage:
+        first, stop, number, state, _ = pace_stage
         way, family = self.stages.ways[number], self.stages.family
         devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
         shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
         # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
         levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
-        recompute = Span(levels, *self.stages.recomputed(number, first, stop)).within(first, stop)[0]
-        stage = Placed(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
+        recompute = Span(levels, *self.stages.recompute_range(number, first, stop)).within(first, stop)[0]
+        stage = CandidateStage(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
         return stage._replace(warmup=stage.turns(0, family.micro_batches))
 
-    def _span(self, chosen: Chosen) -> Span:
+    def _span(self, pace_stage: PaceStage) -> Span:
         """How many layers of a stage may be recomputed: as few as fit what it comes to hold in the plan."""
-        way = self.stages.ways[chosen.way]
+        way = self.stages.ways[pace_stage.way]
         levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
         if self.options.recompute == "auto":
             return Span(levels)
-        return Span(levels, *self.stages.recomputed(chosen.way, chosen.first, chosen.stop))
+        return Span(levels, *self.stages.recompute_range(pace_stage.way, pace_stage.first, pace_stage.stop))
 
-    def _bounded(self, lower_s: float) -> Opened:
+    def _prove_bound(self, lower_s: float) -> FamilyBound:
         """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
         overhead_s = self.costs.profile.step_overhead_s
         # Where no plan is known yet, what is slower than any sensible one is left out.
         most_s = min(self.best.step_s, MOST_CAP * lower_s)
         if self.tables is None and self.stages.chain:
             sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
-            trips = Trips(self.stages, self.states, self.options)
+            trips = RoundTrips(self.stages, self.states, self.options)
             lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
-            return Opened(lower_s, None)
-        tables = self.tables or self._below(Capped(self.stages, most_s))
+            return FamilyBound(lower_s, None)
+        tables = self.tables or self._below(CappedStages(self.stages, most_s))
         lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
         for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
             cap_s = (lower_s + most_s) / 2
-            below = self._below(Capped(self.stages, cap_s))
+            below = self._below(CappedStages(self.stages, cap_s))
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return Opened(lower_s, None if self.large else tables)
+        return FamilyBound(lower_s, None if self.large else tables)
 
-    def _below(self, capped: Capped) -> SuffixTables:
+    def _below(self, capped_stages: CappedStages) -> SuffixTables:
         """Return the tables of plans that take less than a cap."""
-        return SuffixTables(self.stages, self.options, capped, self.states, rounded=self.large)
+        return SuffixTables(self.stages, self.options, capped_stages, self.states, single_precision=self.large)

@@ -44,7 +44,7 @@ Numbers = npt.NDArray[np.float64]
 Small = npt.NDArray[np.float32]
 
 
-class _Stages(NamedTuple):
+class _TripStages(NamedTuple):
     """Stages, one of every length, by their first layer; arrays over them."""
 
     first: Counts
@@ -55,9 +55,9 @@ class _Stages(NamedTuple):
     """Round trip over the stage and the boundary behind it, where it stands best."""
     rate: Numbers
 
-    def some(self, chosen: npt.NDArray[np.bool_]) -> _Stages:
+    def some(self, mask: npt.NDArray[np.bool_]) -> _TripStages:
         """Return some of the stages."""
-        return _Stages._make(each[chosen] for each in self)
+        return _TripStages._make(each[mask] for each in self)
 
 
 class _Limits(NamedTuple):
@@ -82,11 +82,11 @@ class _Standing(NamedTuple):
     """``[place, stage]``; infinite where a stage does not fit."""
 
 
-class _Kept(NamedTuple):
+class _Candidates(NamedTuple):
     """What may be part of a plan."""
 
-    stages: _Stages
-    chosen: Counts
+    stages: _TripStages
+    indices: Counts
     """Which these are, of all."""
     starts: list[int]
     """Where those that begin with every layer start."""
@@ -101,7 +101,7 @@ class _Kept(NamedTuple):
     """Of a device, shape (prices, 1)."""
 
 
-class Trips:
+class RoundTrips:
     """The round trips of a family of which activations and gradients cross every boundary."""
 
     def __init__(self, stages: StageTables, states: States, options: PlanOptions) -> None:
@@ -113,13 +113,13 @@ class Trips:
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
         stages_of, limits_of, standing_of = zip(*every, strict=True)
-        self._stages = _Stages._make(np.concatenate(each) for each in zip(*stages_of, strict=True))
+        self._stages = _TripStages._make(np.concatenate(each) for each in zip(*stages_of, strict=True))
         limits = _Limits._make(np.concatenate(each) for each in zip(*limits_of, strict=True))
         self._standing = _Standing._make(np.concatenate(each, axis=1) for each in zip(*standing_of, strict=True))
         told = np.stack((self._stages.first, self._stages.stop, limits.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
         self._limits = limits._replace(group=np.cumsum(changes[: told.shape[1]]))
-        self._limited = len({place.limit for place in stages.places}) > 1
+        self._has_several_limits = len({place.limit for place in stages.places}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
         """Return a lower bound of all plans' seconds without the overhead of a step; at most ``cap_s``.
@@ -144,7 +144,7 @@ class Trips:
             high_s = float("inf") if kept is None else self._rough_s(kept)
             if kept is not None and cap_s - high_s > ROUGH * high:
                 sweeps += 1
-                high_s = self._swept(kept, high, cap_s - lowest)
+                high_s = self._sweep_s(kept, high, cap_s - lowest)
                 if high + high_s <= known_s:
                     return min(cap_s, known_s)
             near = high + high_s > FINE * cap_s and sweeps < most_sweeps
@@ -159,13 +159,13 @@ class Trips:
     def least_s(self, beside_s: float, most_s: float) -> float:
         """Return the least round trip of plans within a B; infinite where none is below ``most_s``."""
         kept = self._within(beside_s, most_s)
-        return float("inf") if kept is None else self._swept(kept, beside_s, most_s)
+        return float("inf") if kept is None else self._sweep_s(kept, beside_s, most_s)
 
-    def _rough_s(self, kept: _Kept) -> float:
+    def _rough_s(self, candidates: _Candidates) -> float:
         """A round trip that none of all layers on all devices falls below."""
-        return float((kept.behind[1:, :1] - kept.prices * self._devices).max()) * (1 - ROUNDING)
+        return float((candidates.behind[1:, :1] - candidates.prices * self._devices).max()) * (1 - ROUNDING)
 
-    def _beginning(self, first: int) -> tuple[_Stages, _Limits, _Standing]:
+    def _beginning(self, first: int) -> tuple[_TripStages, _Limits, _Standing]:
         """Return the stages that may begin with a layer."""
         following = self._tables.next(first)
         count = following.longest - following.length + 1
@@ -187,12 +187,12 @@ class Trips:
         limits = (np.maximum(beside_s.min(axis=0), queued_s), worst_s, group)
         standing = (around_s.astype(np.float32), rate, beside_s)
         return (
-            _Stages._make((np.full(len(index), first), stop, *(each[index] for each in stages))),
+            _TripStages._make((np.full(len(index), first), stop, *(each[index] for each in stages))),
             _Limits._make(each[index] for each in limits),
             _Standing._make(each[:, index] for each in standing),
         )
 
-    def _within(self, beside_s: float, most_s: float) -> _Kept | None:
+    def _within(self, beside_s: float, most_s: float) -> _Candidates | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += ROUNDING * most_s
         prices = np.array(PRICES)[:, None] * most_s / self._devices
@@ -207,10 +207,10 @@ class Trips:
         stages = stages.some(fitting)
         before = self._before(stages, each[:, fitting])
         starts = np.searchsorted(stages.first, np.arange(self._layers + 1)).tolist()
-        return _Kept(stages, np.flatnonzero(useful)[fitting], starts, before, behind, prices)
+        return _Candidates(stages, np.flatnonzero(useful)[fitting], starts, before, behind, prices)
 
     def _behind(
-        self, stages: _Stages, each: Numbers, prices: Numbers, longest_s: Numbers
+        self, stages: _TripStages, each: Numbers, prices: Numbers, longest_s: Numbers
     ) -> tuple[npt.NDArray[np.bool_], Numbers]:
         """Which stages may be part of a plan; and what the layers from every position on take at least."""
         starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
@@ -227,7 +227,7 @@ class Trips:
             behind[:, first] = total[:, some].min(axis=1, initial=np.inf)
         return fitting, behind
 
-    def _before(self, stages: _Stages, each: Numbers) -> Numbers:
+    def _before(self, stages: _TripStages, each: Numbers) -> Numbers:
         """Return what the layers before every position take at least."""
         before = np.full((len(each), self._layers + 1), np.inf)
         before[:, 0] = 0.0
@@ -243,7 +243,7 @@ class Trips:
         """Which stages keep within B, and do not recompute more than another one of the same layers in vain."""
         rate, limits = self._stages.rate, self._limits
         within: npt.NDArray[np.bool_] = limits.beside_s <= beside_s
-        if self._limited or not len(rate):
+        if self._has_several_limits or not len(rate):
             return within
         room_s = np.minimum(most_s, _room_s(rate, beside_s))
         offset = 2 * most_s * limits.group
@@ -252,25 +252,25 @@ class Trips:
         found: npt.NDArray[np.bool_] = within & (room_s + offset > longest)
         return found
 
-    def _swept(self, kept: _Kept, beside_s: float, most_s: float) -> float:
+    def _sweep_s(self, candidates: _Candidates, beside_s: float, most_s: float) -> float:
         """The least round trip of all layers on all devices."""
         beside_s += ROUNDING * most_s
         none = self._states.none
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
         trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
         trips[self._layers, none] = np.inf
-        left, stages = self._states.left, kept.stages
-        around_s, rate, beside = _Standing._make(np.take(each, kept.chosen, axis=1) for each in self._standing)
+        left, stages = self._states.devices_left, candidates.stages
+        around_s, rate, beside = _Standing._make(np.take(each, candidates.indices, axis=1) for each in self._standing)
         room_s = np.where(beside <= beside_s, _room_s(rate, beside_s) * (1 + ROUNDING), -1.0).astype(np.float32)
         room_s = np.repeat(room_s, len(around_s) // len(room_s), axis=0)
         for first in reversed(range(self._layers)):
-            before, behind = kept.before[:, first, None], kept.behind[:, first, None]
+            before, behind = candidates.before[:, first, None], candidates.behind[:, first, None]
             states = np.flatnonzero((self._devices - left >= before[0]) & (left >= behind[0]))
-            own = slice(*kept.starts[first : first + 2])
+            own = slice(*candidates.starts[first : first + 2])
             if len(states) and own.start < own.stop:
                 here = left[states]
-                before_s = (before[1:] - kept.prices * (self._devices - here)).max(axis=0)
-                behind_s = (behind[1:] - kept.prices * here).max(axis=0)
+                before_s = (before[1:] - candidates.prices * (self._devices - here)).max(axis=0)
+                behind_s = (behind[1:] - candidates.prices * here).max(axis=0)
                 states = states[np.maximum(before_s, 0.0) + behind_s <= most_s * (1 + ROUNDING)]
                 trips[first, states] = self._shortest(
                     stages.way[own], stages.stop[own], around_s[:, own], room_s[:, own], states, trips

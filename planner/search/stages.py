@@ -18,7 +18,7 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
-from autopar.planner.candidate import Family, halves
+from autopar.planner.candidate import Family, splits_backward
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.activations import Area, Areas, Counts
 from autopar.planner.costs.links import Collective
@@ -26,8 +26,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.depth_limits import Room
-from autopar.planner.search.variants import Choice, Fineness, Queues, Way, choices, lengths_of, queues, ways_of
+from autopar.planner.search.depth_limits import DepthLimits
+from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 from autopar.planner.share_limits import limits_met
 
 MOST_BYTES = 8 * 2**30
@@ -35,7 +35,7 @@ MOST_BYTES = 8 * 2**30
 Numbers = npt.NDArray[np.float64]
 
 
-class Next(NamedTuple):
+class NextStages(NamedTuple):
     """Every stage that may begin with a layer; arrays over them."""
 
     way: Counts
@@ -48,10 +48,10 @@ class Next(NamedTuple):
     links: Numbers
     """``[term, levels, stage]``, of the boundary behind."""
 
-    def some(self, indices: Counts) -> Next:
+    def some(self, indices: Counts) -> NextStages:
         """Return some of the stages."""
         own = self.way[indices], self.length[indices], self.longest[indices]
-        return Next(*own, np.take(self.stages, indices, axis=2), np.take(self.links, indices, axis=2))
+        return NextStages(*own, np.take(self.stages, indices, axis=2), np.take(self.links, indices, axis=2))
 
     def stage_at(self, place: Counts) -> StageTerms:
         """Return the terms of the stages where they stand; ``place`` by way."""
@@ -101,32 +101,32 @@ class StageTables:
         """
         self.costs, self.pool, self.family, self.apart = costs, pool, family, fineness is None
         self.layers = costs.layer_count
-        self._halved, self._late = halves(family.schedule), late
-        self._next: dict[int, Next] = {}
+        self._has_halves, self._late = splits_backward(family.schedule), late
+        self._next: dict[int, NextStages] = {}
         self._alone_s: dict[int, Numbers] = {}
-        self.room = Room(costs, family, pool)
-        self.choices = {kind: choices(costs, options, self.room.binding(kind), fineness) for kind in pool.kinds}
-        self.longest = self.layers if self.apart else self.room.reach(self.choices)
+        self.depth_limits = DepthLimits(costs, family, pool)
+        self.choices = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
+        self.longest = self.layers if self.apart else self.depth_limits.reach(self.choices)
         most = None if fineness is None else fineness.classes
         every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], most)]
         places = places or Places(costs, pool)
         moves = [places.moves(way.kind, way.width) for way in every]
-        self.places, self.nears = tuple(places.known), tuple(places.nears)
+        self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
         self.ways = [
             way._replace(variant=variant) for way, own in zip(every, moves, strict=True) for variant in range(len(own))
         ]
         self.moves = [move for own in moves for move in own]
         self.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
-        self.room.look_at(self.lengths)
+        self.depth_limits.look_at(self.lengths)
         self._widths = np.array([way.width for way in self.ways])
         self._firsts = np.arange(self.layers)[:, None]
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         trained = (float(layer.trainable_bytes) for layer in costs.profile.layers)
-        self._trained = self._over(list(accumulate(trained, initial=0.0)))
+        self._trainable_bytes = self._over(list(accumulate(trained, initial=0.0)))
         self._check_size()
         self._stages = self._stacked_stages()
-        self._crossing = [self._crossed(gradient) for gradient in (False, True)]
+        self._crossing = [self._crossing_bytes(gradient) for gradient in (False, True)]
         self._keys = list(dict.fromkeys((way.choice.division, way.widths) for way in self.ways))
         self._key_of = np.array([self._keys.index((way.choice.division, way.widths)) for way in self.ways])
         self._links = self._stacked_links()
@@ -152,7 +152,7 @@ class StageTables:
         """How many stages there are in all states of the pool, of those that are told apart."""
         return self.pool.states * len(self.ways) * self.layers * len(self.lengths)
 
-    def next(self, first: int) -> Next:
+    def next(self, first: int) -> NextStages:
         """Return every stage that may begin with a layer, of those that fit somewhere."""
         if first not in self._next:
             self._next[first] = self._from(first)
@@ -176,21 +176,23 @@ class StageTables:
         )
         return Spans(*found)
 
-    def recomputed(self, way: int, first: int, stop: int) -> tuple[int, int]:
+    def recompute_range(self, way: int, first: int, stop: int) -> tuple[int, int]:
         """Return the fewest and the most layers that one stage recomputes."""
-        order = self.room.ordered(self.ways[way].kind)
-        low, high = self.ways[way].choice.recomputed(np.array([order.counts[first, self._column(stop - first)]]))
+        order = self.depth_limits.layer_order(self.ways[way].kind)
+        low, high = self.ways[way].choice.recompute_range(np.array([order.counts[first, self._column(stop - first)]]))
         return int(low[0]), int(high[0])
 
     def depth_of(self, way: int, first: int, stop: int, limit: int) -> int:
         """Return the most micro-batches in flight on one stage that fit; 0 where none does."""
         each = self.ways[way]
-        return int(self.room.depth(each.choice, each.kind, each.width, limit)[first, self._column(stop - first)])
+        return int(
+            self.depth_limits.depth(each.choice, each.kind, each.width, limit)[first, self._column(stop - first)]
+        )
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory.
 
-        And how many gradients on their way back hold as much as each (:meth:`.room.Room.exchange`).
+        And how many gradients on their way back hold as much as each (:meth:`.room.DepthLimits.exchange`).
         """
         depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
@@ -202,10 +204,10 @@ class StageTables:
         # Variants of a way stand elsewhere, and hold the same.
         alike = {(each.kind, each.number, each.width): each for each in self.ways}
         depths = {
-            key: self.room.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
+            key: self.depth_limits.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
             for key, each in alike.items()
         }
-        exchanges = {key: self.room.exchange(each.choice, each.kind, each.width) for key, each in alike.items()}
+        exchanges = {key: self.depth_limits.exchange(each.choice, each.kind, each.width) for key, each in alike.items()}
         keys = [(each.kind, each.number, each.width) for each in self.ways]
         return np.stack([depths[key] for key in keys]), np.stack([exchanges[key] for key in keys])
 
@@ -220,20 +222,20 @@ class StageTables:
     def _column(self, length: int) -> int:
         return int(np.searchsorted(self.lengths, length, side="right")) - 1
 
-    def _from(self, first: int) -> Next:
+    def _from(self, first: int) -> NextStages:
         columns = int((self.lengths <= self.layers - first).sum())
         way = np.repeat(np.arange(len(self.ways)), columns)
         stage = self._stages.at((slice(None), slice(None), first, slice(columns)))
-        stage = stage.shaped((len(self.places), -1))
+        stage = stage.reshape((len(self.places), -1))
         link = self._links.at((slice(None), self._key_of, first, slice(columns)))
-        link = link.shaped((len(self.nears), -1))
+        link = link.reshape((len(self.nears), -1))
         fitting = np.flatnonzero(np.isfinite(stage.work_s).any(axis=0))
         column = np.tile(np.arange(columns), len(self.ways))[fitting]
         longest = np.minimum(self._ends[column], self.layers - first)
         some = (slice(None), fitting)
         stages = np.stack([np.asarray(each)[some] for each in stage])
         links = np.stack([np.asarray(each)[some].astype(np.float64) for each in link])
-        return Next(way[fitting], self.lengths[column], longest, stages, links)
+        return NextStages(way[fitting], self.lengths[column], longest, stages, links)
 
     def _stacked_stages(self) -> StageTerms:
         """Terms ``[place, way, first, length]``."""
@@ -247,46 +249,48 @@ class StageTables:
                 found = [self._stage(way, width, level, limit) for width in way.widths]
                 for stack, each in zip(terms, zip(*found, strict=True), strict=True):
                     stack[place, at] = np.minimum.reduce(each)
-                terms[2][place, at][~self._allowed(way, allowed)] = np.inf
+                terms[2][place, at][~self._allowed_mask(way, allowed)] = np.inf
         return StageTerms(*terms)
 
-    def _allowed(self, way: Way, known: dict[tuple[object, ...], npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+    def _allowed_mask(
+        self, way: Variant, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
+    ) -> npt.NDArray[np.bool_]:
         """The stages that constraints allow to be run in a way, ``[first, length]``; any taken together."""
-        shares = self.room.shares(way.choice, way.width)
+        shares = self.depth_limits.shares(way.choice, way.width)
         key = way.kind, len(shares) > 1, limits_met(self.costs, shares)
-        if key not in known:
+        if key not in masks:
             stops = self._firsts + np.arange(1, self.longest + 1)
             mask = self.constraints.mask(way.kind, shares)
             own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
-            known[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
-        return known[key]
+            masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
+        return masks[key]
 
-    def _stage(self, way: Way, width: int, level: Level, limit: int) -> StageTerms:
+    def _stage(self, way: Variant, width: int, level: Level, limit: int) -> StageTerms:
         choice, kind = way.choice, way.kind
-        depth, count = self.room.depth(choice, kind, width, limit), self.room.turns(choice, width)
+        depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
         forward, backward = self._times(choice, kind, width, level)
         closing = self._closing(choice, kind, width, level)
-        low, high = choice.recomputed(self.room.ordered(kind).counts)
+        low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
         return StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
 
     def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers]:
-        rows, where = max(self.room.shares(choice, width)), (choice.shard, width, level, kind)
-        adding = self.costs.adding(self.room.turns(choice, width), width)
+        rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
+        adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
         forward = self._over(self.costs.sums.forward(rows, *where))
         sums = self.costs.sums.backward(rows, adding, frozenset(), *where)
         backward = self._over(sums)
-        if self._halved:
+        if self._has_halves:
             first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
             halved = first if self._late else first + second
             halved[0] = np.minimum(halved[0], backward[0])
             backward = halved
         if choice.recomputes:
-            order = self.room.ordered(kind)
+            order = self.depth_limits.layer_order(kind)
             every = self.costs.sums.backward(rows, adding, self.costs.every_layer, *where)
             again = np.diff(np.array(every)) - np.diff(np.array(sums))
-            backward = backward + order.sums(again, choice.recomputed(order.counts)[0])
+            backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
         return forward, backward
 
     def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
@@ -295,9 +299,9 @@ class StageTables:
 
     def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
-        if not (self._halved and self._late):
+        if not (self._has_halves and self._late):
             return 0.0
-        rows, where = min(self.room.shares(choice, width)), (choice.shard, width, level, kind)
+        rows, where = min(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         seconds = self._over(self.costs.sums.halves(rows, 0.0, frozenset(), *where)[1])
         seconds[0] = 0.0
         return seconds
@@ -307,20 +311,20 @@ class StageTables:
         update = self._over(costs.layers[kind].update_sums)
         if width == 1:
             return update
-        sizes = self._trained
+        sizes = self._trainable_bytes
         if choice.shard != "none":
             update = update / width
         if choice.shard in ("optimizer", "gradients"):
             update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
         if choice.shard in SCATTERING:
             return update
-        rows = max(self.room.shares(choice, width))
+        rows = max(self.depth_limits.shares(choice, width))
         tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
         operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
         # Halves hide no more than the larger of all that a backward may be.
         hiding = [costs.layers[kind].backward_sums(rows, 1.0)]
-        if self._halved:
+        if self._has_halves:
             hiding.append(costs.layers[kind].weight_sums(rows, 1.0))
         hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
@@ -332,7 +336,7 @@ class StageTables:
         values = np.array(sums)
         return np.asarray(values[np.minimum(stops, self.layers)] - values[:-1, None])
 
-    def _crossed(self, gradient: bool) -> Numbers:
+    def _crossing_bytes(self, gradient: bool) -> Numbers:
         """Least bytes per sample from a stage to the layer behind it, ``[first, length]``."""
         areas = Areas(
             self.layers,
@@ -366,7 +370,7 @@ class StageTables:
             np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, levels) for count, rows in fullest])
             for sizes in (forth, back)
         ]
-        return LinkTerms(forth > 0, (back > 0) & (self._late or not self._halved), *quickest, *busy)
+        return LinkTerms(forth > 0, (back > 0) & (self._late or not self._has_halves), *quickest, *busy)
 
     def _passing(self, width: int, division: Division, most: int) -> Queues:
         rows, count = self.family.micro_batch_size, self.family.micro_batches

@@ -22,21 +22,21 @@ import numpy.typing as npt
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
 from autopar.planner.costs.activations import Counts
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.stages import Next, StageTables
+from autopar.planner.search.stages import NextStages, StageTables
 
 SLACK = 1e-9
 
 Numbers = npt.NDArray[np.float64]
 
 
-class Capped:
+class CappedStages:
     """Stage tables without the stages that alone take longer than ``cap_s``, a step's."""
 
     def __init__(self, stages: StageTables, cap_s: float = float("inf")) -> None:
         self.cap_s = cap_s
         self._stages = stages
         self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
-        self._next: dict[int, tuple[Next, Numbers]] = {}
+        self._next: dict[int, tuple[NextStages, Numbers]] = {}
         self.fewest = self._fewest() if np.isfinite(cap_s) else np.zeros((2, stages.layers + 1))
         """Fewest devices of the layers before, and of those from on, every position."""
 
@@ -45,19 +45,19 @@ class Capped:
         """Whether there are as many devices as the stages need, each for itself."""
         return bool(self.fewest[1, 0] <= len(self._stages.pool.remaining(0)))
 
-    def next(self, first: int) -> Next:
+    def next(self, first: int) -> NextStages:
         """Return the stages that may begin with a layer."""
-        return self._stages.next(first) if not np.isfinite(self.cap_s) else self._kept(first)[0]
+        return self._stages.next(first) if not np.isfinite(self.cap_s) else self._within_cap(first)[0]
 
-    def at(self, first: int, place: Counts) -> Next:
+    def at(self, first: int, place: Counts) -> NextStages:
         """Return those of the stages that may meet the cap where they stand; ``place`` by way."""
         following = self.next(first)
         if not np.isfinite(self.cap_s):
             return following
-        alone_s = self._kept(first)[1][place[following.way], np.arange(len(following.way))]
+        alone_s = self._within_cap(first)[1][place[following.way], np.arange(len(following.way))]
         return following.some(np.flatnonzero(alone_s <= self.limit_s))
 
-    def _kept(self, first: int) -> tuple[Next, Numbers]:
+    def _within_cap(self, first: int) -> tuple[NextStages, Numbers]:
         """The stages, and the seconds of a step of nothing else."""
         if first not in self._next:
             alone_s = self._stages.alone_s(first)
@@ -87,7 +87,7 @@ class Capped:
         return found[:, np.searchsorted(lengths, np.arange(1, self._stages.longest + 1), side="right") - 1]
 
 
-class Group(NamedTuple):
+class StateGroup(NamedTuple):
     """States in which every way finds places that are alike."""
 
     states: Counts
@@ -105,14 +105,14 @@ class States:
         """A state that cannot be."""
         self.after = np.stack([move.after for move in stages.moves])
         """``[way, state]``."""
-        self.left = pool.devices_left()
+        self.devices_left = pool.devices_left()
         """Devices."""
         nears = len(stages.nears)
         self.codes = np.stack([move.place * nears + move.near for move in stages.moves])
         """Where a way stands: its place, and the levels to the next stage, ``[way, state]``."""
-        self.groups = self._grouped(nears)
+        self.groups = self._group_states(nears)
 
-    def group_of(self, state: int) -> Group:
+    def group_of(self, state: int) -> StateGroup:
         """Return the group that a state is in."""
         return self.groups[int(self._group[state])]
 
@@ -130,14 +130,14 @@ class States:
         found += np.arange(count)[:, None]
         return found
 
-    def within(self, group: Group, first: int, capped: Capped) -> Counts:
+    def within(self, group: StateGroup, first: int, capped_stages: CappedStages) -> Counts:
         """Return the states of a group in which the layers before may have met a cap, and others still may."""
-        before, behind = capped.fewest[:, first]
-        left = self.left[group.states]
-        found: Counts = group.states[(before <= self.left[0] - left) & (behind <= left)]
+        before, behind = capped_stages.fewest[:, first]
+        left = self.devices_left[group.states]
+        found: Counts = group.states[(before <= self.devices_left[0] - left) & (behind <= left)]
         return found
 
-    def _grouped(self, nears: int) -> list[Group]:
+    def _group_states(self, nears: int) -> list[StateGroup]:
         codes = self.codes.copy()
         # Where a way is impossible, its place does not matter: the state behind it cannot be.
         codes[self.after == self.none] = -1
@@ -153,7 +153,7 @@ class States:
             merged[known] = np.maximum(column, merged[known])
         self._group = target[index.ravel()]
         return [
-            Group(np.flatnonzero(self._group == at), *np.divmod(np.maximum(each, 0), nears))
+            StateGroup(np.flatnonzero(self._group == at), *np.divmod(np.maximum(each, 0), nears))
             for at, each in enumerate(merged)
         ]
 
@@ -180,26 +180,26 @@ class SuffixTables:
         self,
         stages: StageTables,
         options: PlanOptions,
-        capped: Capped | None = None,
+        capped_stages: CappedStages | None = None,
         states: States | None = None,
         *,
-        rounded: bool = False,
+        single_precision: bool = False,
     ) -> None:
-        """Fill the tables; ``rounded`` ones take half the time and room, and their bounds less than the rounding."""
+        """Fill the tables; single precision takes half the time and room, and bounds are less by the rounding."""
         self.stages, self._use_all = stages, options.use_all
-        self._capped = capped or Capped(stages)
+        self._capped_stages = capped_stages or CappedStages(stages)
         pool, layers = stages.pool, stages.layers
         most = stages.constraints.most_stages
-        told = self._distinguished(stages.constraints.least_stages)
+        told = self._distinct_count(stages.constraints.least_stages)
         self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
-        self._lumped = told < most
+        self._last_is_open = told < most
         self.states = states or States(stages)
-        self._kind: type[np.float64] = np.float32 if rounded else np.float64  # type: ignore[assignment]  # read as numbers
+        self._kind: type[np.float64] = np.float32 if single_precision else np.float64  # type: ignore[assignment]  # read as numbers
         self._least = np.full((4, self.counts, layers + 1, pool.states + 1), np.inf, self._kind)
         self._chain = stages.chain
         self._before = self._prefixes()
-        if self._capped.possible:
+        if self._capped_stages.possible:
             for first in reversed(range(layers)):
                 self._fill(first)
 
@@ -213,29 +213,29 @@ class SuffixTables:
         """Return how many stages may follow the first of ``stages``, as :meth:`terms` takes them; none: any number."""
         if stages is None:
             return range(self.counts)
-        return range(max(0, stages - 1), stages + (self._lumped and stages == self.counts - 1))
+        return range(max(0, stages - 1), stages + (self._last_is_open and stages == self.counts - 1))
 
     def after(self, way: int, state: int) -> int:
         """Return the state behind a stage."""
         return int(self.states.after[way, state])
 
-    def terms(self, first: int, state: int, behind: int) -> tuple[Next, Terms]:
+    def terms(self, first: int, state: int, behind: int) -> tuple[NextStages, Terms]:
         """Return the stages that may begin with a layer, and the least terms of suffixes that begin so.
 
         ``behind`` stages follow; the largest number that is told apart stands for all larger ones.
         """
-        following = self._capped.next(first)
-        found = self._extended(first, following, self.states.group_of(state), np.array([state]))
+        following = self._capped_stages.next(first)
+        found = self._extend_terms(first, following, self.states.group_of(state), np.array([state]))
         return following, Terms(*(each[behind, :, 0] for each in found))
 
     def _prefixes(self) -> Numbers:
         """Least round trips of all stages before every position, if there is a cap and they count for what follows."""
         found = np.zeros(self.stages.layers + 1)
-        if not np.isfinite(self._capped.cap_s) or not self._chain:
+        if not np.isfinite(self._capped_stages.cap_s) or not self._chain:
             return found
         found[1:] = np.inf
         for first in range(self.stages.layers):
-            following = self._capped.next(first)
+            following = self._capped_stages.next(first)
             stage, link = StageTerms(*following.stages), LinkTerms(True, True, *following.links[2:])
             around = np.min(stage.forward_s + stage.backward_s, axis=0) + np.min(link.forth_s + link.back_s, axis=0)
             for more in range(int((following.longest - following.length).max(initial=0)) + 1):
@@ -244,20 +244,22 @@ class SuffixTables:
         return found
 
     def _fill(self, first: int) -> None:
-        following = self._capped.next(first)
+        following = self._capped_stages.next(first)
         for group in self.states.groups if len(following.way) else ():
-            states = self.states.within(group, first, self._capped)
-            near = self._capped.at(first, group.place) if len(states) else following
+            states = self.states.within(group, first, self._capped_stages)
+            near = self._capped_stages.at(first, group.place) if len(states) else following
             if len(states) and len(near.way):
-                found = self._extended(first, near, group, states)
-                if np.isfinite(self._capped.cap_s):
-                    over = found[1] + self._before[first] > self._capped.limit_s
+                found = self._extend_terms(first, near, group, states)
+                if np.isfinite(self._capped_stages.cap_s):
+                    over = found[1] + self._before[first] > self._capped_stages.limit_s
                     for each in found:
                         each[over] = np.inf
                 for term, each in enumerate(found):
                     self._least[term, :, first, states] = each.min(axis=1).T
 
-    def _extended(self, first: int, following: Next, group: Group, states: Counts) -> tuple[Numbers, ...]:
+    def _extend_terms(
+        self, first: int, following: NextStages, group: StateGroup, states: Counts
+    ) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
         after = self.states.behind(following.way, states)
         wide = StageTerms(*self._columns(following.stage_at(group.place)))
@@ -275,14 +277,16 @@ class SuffixTables:
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none
             for each, closed in zip(found, last(wide.at((np.flatnonzero(ends),))), strict=True):
                 closing = np.where(empty, np.asarray(closed), np.inf)
-                each[0, ends] = np.minimum(each[0, ends], closing) if self.counts == 1 and self._lumped else closing
+                each[0, ends] = (
+                    np.minimum(each[0, ends], closing) if self.counts == 1 and self._last_is_open else closing
+                )
         return found
 
     def _columns(self, terms: Iterable[Value]) -> Numbers:
         found: Numbers = np.array(list(terms), dtype=self._kind)[:, :, None]
         return found
 
-    def _suffixes(self, first: int, following: Next, after: Counts) -> Numbers:
+    def _suffixes(self, first: int, following: NextStages, after: Counts) -> Numbers:
         """Least terms behind every next stage, ``[term, stages behind, stage, state]``."""
         width = self._least.shape[3]
         table = self._least.reshape(4, self.counts, -1)
@@ -291,16 +295,16 @@ class SuffixTables:
         for step in range(1, int((following.longest - following.length).max(initial=0)) + 1):
             more = np.flatnonzero(following.longest - following.length >= step)
             found[:, :, more] = np.minimum(found[:, :, more], np.take(table, behind[more] + step * width, axis=2))
-        if self.counts == 1 and self._lumped:
+        if self.counts == 1 and self._last_is_open:
             return found
         # Behind a stage that n stages follow stands a suffix of n; of the most that are told apart, of as many or more.
         shifted = np.full_like(found, np.inf)
         shifted[:, 1:] = found[:, :-1]
-        if self._lumped:
+        if self._last_is_open:
             shifted[:, -1] = np.minimum(found[:, -1], shifted[:, -1])
         return shifted
 
-    def _distinguished(self, least: int) -> int:
+    def _distinct_count(self, least: int) -> int:
         tables, devices = self.stages, len(self.stages.pool.remaining(0))
         return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // max(1, tables.size)))
 
@@ -370,12 +374,12 @@ def _largest(lines: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
     for slope, seconds in sorted(lines):
         while hull and hull[-1][1] <= seconds:
             hull.pop()
-        while len(hull) > 1 and _hidden(hull[-2], hull[-1], (slope, seconds)):
+        while len(hull) > 1 and _is_hidden(hull[-2], hull[-1], (slope, seconds)):
             hull.pop()
         hull.append((slope, seconds))
     return tuple(hull)
 
 
-def _hidden(flat: tuple[float, float], middle: tuple[float, float], steep: tuple[float, float]) -> bool:
+def _is_hidden(flat: tuple[float, float], middle: tuple[float, float], steep: tuple[float, float]) -> bool:
     """Whether a line is nowhere above both of its neighbours."""
     return (flat[1] - middle[1]) * (steep[0] - flat[0]) >= (flat[1] - steep[1]) * (middle[0] - flat[0])

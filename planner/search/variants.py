@@ -68,10 +68,10 @@ class Choice(NamedTuple):
         """Whether any layer may be recomputed."""
         return self.every or self.part > 0
 
-    def recomputed(self, layers: Counts) -> tuple[Counts, Counts]:
+    def recompute_range(self, layers: Counts) -> tuple[Counts, Counts]:
         """Return the fewest and the most layers of stages that are recomputed; more than the most: no such range.
 
-        >>> low, high = Choice("split", "none", 2, 3).recomputed(np.array([2, 3, 7]))
+        >>> low, high = Choice("split", "none", 2, 3).recompute_range(np.array([2, 3, 7]))
         >>> low.tolist(), high.tolist()
         ([2, 2, 3], [1, 2, 5])
         """
@@ -112,7 +112,7 @@ EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
 """Of widths, those that so many layers have on average are told apart in any case, within limits."""
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """A choice, and a range of widths that it is made with."""
 
     kind: int
@@ -129,7 +129,7 @@ class Way(NamedTuple):
 
 def ways_of(
     costs: CostModel, family: Family, kind: int, choices: Sequence[Choice], most: int | None = None
-) -> list[Way]:
+) -> list[Variant]:
     """Return every way to run a stage on a kind of device, whatever its layers.
 
     Where not all widths are told apart, but ``most``, a way stands for all whose busiest replicas have as much to do:
@@ -137,12 +137,12 @@ def ways_of(
     """
     count = costs.kind_of.count(kind)
     rows, micro_batches = family.micro_batch_size, family.micro_batches
-    found: list[Way] = []
+    found: list[Variant] = []
     for number, choice in enumerate(choices):
         asked = choice.widths(micro_batches, rows, costs.divisible)
         widths = range(asked.start, min(asked.stop - 1, count) + 1)
         classes = _classes(costs, family, choice, widths, most)
-        found += [Way(kind, number, choice, together[0], together) for together in classes]
+        found += [Variant(kind, number, choice, together[0], together) for together in classes]
     return found
 
 

@@ -31,7 +31,7 @@ MOST_LATE = 2**22
 """Arrivals kept until they are read; of more, a program takes turns so long that it is quicker one by one."""
 
 
-class Beats(NamedTuple):
+class ActionLevels(NamedTuple):
     """The beats of all stages."""
 
     period: int
@@ -43,7 +43,7 @@ class Beats(NamedTuple):
     total: int
 
 
-def beats_of(candidate: Candidate) -> Beats | None:
+def action_levels(candidate: Candidate) -> ActionLevels | None:
     """Return the beats of a candidate's program; None of a schedule or depths that have none.
 
     With k in flight on each of r replicas that take turns (r = 1 where they split), b(s) lies in
@@ -52,9 +52,9 @@ def beats_of(candidate: Candidate) -> Beats | None:
 
     the right side only where some micro-batches come after the k first; and b(s) > b(s + 1).
 
-    >>> from autopar.planner.candidate import Placed
-    >>> stages = tuple(Placed(at, at + 1, (at,), (1,), 3 - at) for at in range(3))
-    >>> found = beats_of(Candidate(4, 1, "1f1b", stages))
+    >>> from autopar.planner.candidate import CandidateStage
+    >>> stages = tuple(CandidateStage(at, at + 1, (at,), (1,), 3 - at) for at in range(3))
+    >>> found = action_levels(Candidate(4, 1, "1f1b", stages))
     >>> found.period, found.forward.tolist(), found.backward.tolist(), found.total
     (2, [0, 1, 2], [5, 4, 3], 12)
     """
@@ -84,15 +84,16 @@ def beats_of(candidate: Candidate) -> Beats | None:
         low, high, backward = (middle + 1, high, backward) if found is None else (low, middle, found)
     if backward is None:
         return None
-    return Beats(high, own, backward, int(backward[0]) + high * (micro_batches - 1) + 1)
+    return ActionLevels(high, own, backward, int(backward[0]) + high * (micro_batches - 1) + 1)
 
 
-def march(candidate: Candidate, times: Durations, tied: Holders, beats: Beats) -> float | None:
+def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, beats: ActionLevels) -> float | None:
     """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
 
-    ``tied`` are the stages of every parameter shared between stages. None where arrivals would be kept for too long.
+    ``tied_stages`` are the stages of every parameter shared between stages. None where arrivals would be kept for too
+    long.
     """
-    state = _March(candidate, times, beats)
+    state = _LevelState(candidate, times, beats)
     if state.late * state.columns > MOST_LATE:
         return None
     clock = state.go()
@@ -102,20 +103,20 @@ def march(candidate: Candidate, times: Durations, tied: Holders, beats: Beats) -
         if len(stage.devices) > 1:
             mine = stages == index
             clock[mine] = (clock[mine] + exposed_s[mine]).max()
-    for holders, seconds in zip(tied, times.tied_s, strict=True):
+    for holders, seconds in zip(tied_stages, times.tied_s, strict=True):
         members = np.isin(stages, holders)
         clock[members] = clock[members].max() + seconds
     return float((clock + times.update_s).max())
 
 
-class _March:
+class _LevelState:
     """What one beat leaves to the next.
 
     A place is a rank's forward or its backward; places stand in the order of (beat modulo period, beat), so that those
     of one beat are neighbours. A message has a column, where its arrival waits, in the row of the receiver's beat.
     """
 
-    def __init__(self, candidate: Candidate, times: Durations, beats: Beats) -> None:
+    def __init__(self, candidate: Candidate, times: Durations, beats: ActionLevels) -> None:
         self._beats, self._last = beats, beats.period * (candidate.micro_batches - 1)
         self.clock = np.full(len(times.stage), times.overhead_s)
         stages, ranks = np.array(times.stage), np.arange(len(times.stage))
@@ -196,7 +197,7 @@ class _March:
         self._arrivals.reshape(-1)[at] = arrives
 
 
-def awaited(candidate: Candidate, times: Durations) -> Durations:
+def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
     """Return durations without the messages that no action ever waits for; the step takes as long without them.
 
     Let stage p send to c > p + 1, and every stage between to the next one. A row of the message is computed by one
@@ -216,8 +217,8 @@ def awaited(candidate: Candidate, times: Durations) -> Durations:
     skipping = {pair for pair in times.message_s if abs(stages[pair[0]] - stages[pair[1]]) > 1}
     if not skipping or any(stage.division == "round-robin" for stage in candidate.stages):
         return times
-    forth = _Chain(times, times.forward_s, 1)
-    back = _Chain(times, times.backward_s, -1)
+    forth = _StageChain(times, times.forward_s, 1)
+    back = _StageChain(times, times.backward_s, -1)
     kept = {
         pair: seconds
         for pair, seconds in times.message_s.items()
@@ -227,7 +228,7 @@ def awaited(candidate: Candidate, times: Durations) -> Durations:
     return replace(times, message_s=kept)
 
 
-class _Chain:
+class _StageChain:
     """What comes from stage to stage in one direction, at the earliest."""
 
     def __init__(self, times: Durations, compute_s: Sequence[float], step: int) -> None:
@@ -241,13 +242,13 @@ class _Chain:
             stage = times.stage[sender]
             if times.stage[receiver] == stage + step:
                 self._message_s[stage] = min(self._message_s.get(stage, seconds), seconds)
-        self._known: dict[tuple[int, int], float] = {}
+        self._least_s: dict[tuple[int, int], float] = {}
 
     def covers(self, sender: int, receiver: int, seconds: float) -> bool:
         """Whether a message between two stages is there before what the stages between hand on."""
-        if (sender, receiver) not in self._known:
-            self._known[sender, receiver] = self._least(sender, receiver)
-        return seconds <= self._known[sender, receiver]
+        if (sender, receiver) not in self._least_s:
+            self._least_s[sender, receiver] = self._least(sender, receiver)
+        return seconds <= self._least_s[sender, receiver]
 
     def _least(self, sender: int, receiver: int) -> float:
         """Return the smaller of path and pace; less than any message's seconds if there is no path."""

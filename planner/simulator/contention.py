@@ -11,14 +11,14 @@ from autopar.planner.simulator.rows import (
     RECEIVES,
     REDUCE_CODE,
     TIED_CODE,
+    JointReduction,
     Lane,
     Lanes,
-    Meeting,
-    Part,
     Passage,
     Queue,
+    ReductionPart,
     Rows,
-    meetings,
+    joint_reductions,
     views,
 )
 
@@ -27,18 +27,18 @@ Span = tuple[float, float]
 _JOINT = (REDUCE_CODE, TIED_CODE)
 
 
-class _Work:
+class _Computation:
     """A computation whose speed may change; ``then`` is the part of a reduction that begins when it ends."""
 
     __slots__ = ("begun_s", "left_s", "pace", "since_s", "then")
 
-    def __init__(self, left_s: float, now_s: float, begun_s: float, then: Part | None) -> None:
+    def __init__(self, left_s: float, now_s: float, begun_s: float, then: ReductionPart | None) -> None:
         self.left_s, self.since_s, self.begun_s, self.then = left_s, now_s, begun_s, then
         self.pace = 0.0
         """0 until the changes of this instant are settled."""
 
 
-class Contended:
+class ContentionSimulation:
     """One simulation, event by event.
 
     A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
@@ -48,7 +48,7 @@ class Contended:
     def __init__(self, rows: Rows, times: Durations, traffic: Traffic, tracing: bool = False) -> None:
         count = len(rows)
         self.rows, self.times = rows, times
-        self.meetings = meetings(rows, times.stage)
+        self.meetings = joint_reductions(rows, times.stage)
         tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == TIED_CODE}
         self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
         self.touching: list[list[Lane]] = [[] for _ in rows]
@@ -59,13 +59,13 @@ class Contended:
         self.views = views(rows, times, self.wiring)
         for replica in self.wiring.parts:
             self.meetings[REDUCE_CODE, times.stage[replica]].missing += 1
-        self.ended: dict[int, float] = {}
+        self.backward_end_s: dict[int, float] = {}
         """When those replicas' last backwards ended that a view tells."""
-        self.reduced = [-inf] * count
+        self.reduction_end_s = [-inf] * count
         """The end of every rank's latest reduction."""
         self.clock, self.position = [times.overhead_s] * count, [0] * count
-        self.blocked: list[Queue | None] = [None] * count
-        self.work: list[_Work | None] = [None] * count
+        self.blocking_queues: list[Queue | None] = [None] * count
+        self.work: list[_Computation | None] = [None] * count
         self.busy = [False] * count
         """Whether a rank computed when the last instant was settled."""
         self.due_s = [-1.0] * count
@@ -73,9 +73,9 @@ class Contended:
         self.events: list[tuple[float, int]] = []
         """A heap of (seconds, rank or -1 - lane); void where the rank or lane is due at another time."""
         self.ready: list[int] = []
-        self.crowded: list[Passage] = []
-        self.stirred: dict[Lane, None] = {}
-        self.turned: dict[int, None] = {}
+        self.crowded_passages: list[Passage] = []
+        self.changed_lanes: dict[Lane, None] = {}
+        self.changed_ranks: dict[int, None] = {}
         self.spans: list[list[Span]] | None = [[(0.0, 0.0)] * len(row) for row in rows] if tracing else None
 
     def go(self) -> float:
@@ -85,7 +85,9 @@ class Contended:
         while True:
             while ready:
                 advance(ready.pop())
-            if (self.stirred or self.turned or self.crowded) and (not events or events[0][0] > self.now_s):
+            if (self.changed_lanes or self.changed_ranks or self.crowded_passages) and (
+                not events or events[0][0] > self.now_s
+            ):
                 self._settle()
             if not events:
                 break
@@ -112,15 +114,15 @@ class Contended:
         """End a computation; return False where its second half, with a reduction beside it, begins."""
         work, now_s = self.work[rank], self.now_s
         assert work is not None
-        self.turned[rank] = None
+        self.changed_ranks[rank] = None
         if work.then is not None:
             work.then.begun_s = now_s
             self._begin(work.then.lane, work.then.seconds, work.then)
-            self.work[rank] = _Work(work.then.hidden_s, now_s, work.begun_s, None)
+            self.work[rank] = _Computation(work.then.hidden_s, now_s, work.begun_s, None)
             return False
         own = self.views[rank].ends.get(self.position[rank])
         if own is not None:
-            self.ended[own] = now_s
+            self.backward_end_s[own] = now_s
         self.work[rank] = None
         if self.spans is not None:
             self.spans[rank][self.position[rank]] = (work.begun_s, now_s)
@@ -146,10 +148,10 @@ class Contended:
                     return
                 clock += seconds[at]
             elif code in RECEIVES:
-                if not queue.arrived:
-                    self.blocked[rank] = queue
+                if not queue.arrivals:
+                    self.blocking_queues[rank] = queue
                     break
-                arrived = queue.arrived.popleft()
+                arrived = queue.arrivals.popleft()
                 if arrived > clock:
                     clock = arrived
             else:
@@ -179,8 +181,8 @@ class Contended:
         own = self.views[rank].ends.get(self.position[rank])
         part = None if own is None else self.wiring.parts.get(own)
         left_s = seconds if part is None else seconds - part.hidden_s
-        self.work[rank] = _Work(left_s, self.now_s, clock, part)
-        self.turned[rank] = None
+        self.work[rank] = _Computation(left_s, self.now_s, clock, part)
+        self.changed_ranks[rank] = None
 
     def _pass(self, queue: Queue, seconds: float, clock: float, at: int) -> None:
         """Send a message that nothing can slow."""
@@ -194,11 +196,11 @@ class Contended:
         self._begin(lane, self.views[queue.sender].seconds[at], queue)
 
     def _deliver(self, queue: Queue, end_s: float) -> None:
-        queue.arrived.append(end_s)
+        queue.arrivals.append(end_s)
         if self.spans is not None:
             self.spans[queue.sender][queue.at] = (queue.begun_s, end_s)
-        if self.blocked[queue.receiver] is queue:
-            self.blocked[queue.receiver] = None
+        if self.blocking_queues[queue.receiver] is queue:
+            self.blocking_queues[queue.receiver] = None
             self.ready.append(queue.receiver)
 
     def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
@@ -212,13 +214,13 @@ class Contended:
         self.serial += 1
         heappush(flows, (lane.progress_s + seconds, self.serial, owner))
         if self._count(lane, 1) or lane.ranks:
-            self.stirred[lane] = None
+            self.changed_lanes[lane] = None
         elif len(flows) == 1:
             # At full speed until a port gets crowded: by far the most frequent case, with nothing to be settled.
             lane.pace, lane.due_s = 1.0, now_s + seconds
             heappush(self.events, (lane.due_s, -1 - lane.number))
         elif flows[0][1] == self.serial:
-            self.stirred[lane] = None
+            self.changed_lanes[lane] = None
 
     def _finish(self, lane: Lane) -> None:
         """End the transfers of a lane that are due, and begin those that waited for them."""
@@ -228,16 +230,16 @@ class Contended:
             owners.append(heappop(flows)[2])
         self._count(lane, -len(owners))
         if flows:
-            self.stirred[lane] = None
+            self.changed_lanes[lane] = None
         for owner in owners:
             if isinstance(owner, Queue):
                 self._deliver(owner, self.now_s)
                 owner.busy = bool(owner.waiting)
                 if owner.waiting:
                     self._send(owner, lane, owner.waiting.popleft())
-            elif isinstance(owner, Part):
+            elif isinstance(owner, ReductionPart):
                 self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.replica]], self.now_s)
-            elif isinstance(owner, Meeting):
+            elif isinstance(owner, JointReduction):
                 self._part(owner, self.now_s)
 
     def _count(self, lane: Lane, more: int) -> bool:
@@ -247,21 +249,21 @@ class Contended:
             before = passage.flows
             passage.flows += more * weight
             if before > passage.capacity or passage.flows > passage.capacity:
-                self.crowded.append(passage)
+                self.crowded_passages.append(passage)
                 crowded = True
         for rank in lane.ranks:
-            self.turned[rank] = None
+            self.changed_ranks[rank] = None
         return crowded
 
     def _settle(self) -> None:
         """Give everything that this instant has changed its speed from here on."""
-        now_s, stirred = self.now_s, self.stirred
-        for passage in self.crowded:
+        now_s, stirred = self.now_s, self.changed_lanes
+        for passage in self.crowded_passages:
             speed = min(1.0, passage.capacity / passage.flows) if passage.flows else 1.0
             if speed != passage.speed:
                 passage.speed = speed
                 stirred.update(dict.fromkeys(passage.lanes))
-        for rank in self.turned:
+        for rank in self.changed_ranks:
             self._turn(rank)
         for lane in stirred:
             if lane.flows:
@@ -271,9 +273,9 @@ class Contended:
                 if due_s != lane.due_s:
                     lane.due_s = due_s
                     heappush(self.events, (due_s, -1 - lane.number))
-        self.crowded.clear()
+        self.crowded_passages.clear()
         stirred.clear()
-        self.turned.clear()
+        self.changed_ranks.clear()
 
     def _pace(self, lane: Lane) -> float:
         pace = 1.0
@@ -289,7 +291,7 @@ class Contended:
         work, now_s = self.work[rank], self.now_s
         if self.busy[rank] != (work is not None):
             self.busy[rank] = work is not None
-            self.stirred.update(dict.fromkeys(self.touching[rank]))
+            self.changed_lanes.update(dict.fromkeys(self.touching[rank]))
         if work is None:
             return
         pace = 1 / max((lane.slowdown.compute for lane in self.touching[rank] if lane.flows), default=1.0)
@@ -301,15 +303,15 @@ class Contended:
     def _meet(self, rank: int, code: int, index: int, own: int) -> None:
         clock = self.clock[rank]
         if code == REDUCE_CODE:
-            ended = self.ended.get(own, clock)
+            ended = self.backward_end_s.get(own, clock)
             ends = ended if own in self.wiring.parts else ended + self.times.exposed_s[own]
             self._token(self.meetings[code, self.times.stage[own]], ends)
-        elif self.wiring.tied[index] is not None and clock > self.now_s:
+        elif self.wiring.tied_lanes[index] is not None and clock > self.now_s:
             self._call(rank, clock)
         else:
             self._token(self.meetings[code, index], clock)
 
-    def _token(self, meeting: Meeting, time_s: float) -> None:
+    def _token(self, meeting: JointReduction, time_s: float) -> None:
         """Count what a meeting has waited for."""
         meeting.end_s = max(meeting.end_s, time_s)
         meeting.missing -= 1
@@ -319,26 +321,26 @@ class Contended:
             # A rank's stages are reduced one after the other.
             rank = meeting.members[0]
             own = self.rows[rank][self.position[rank]][3]
-            self._part(meeting, max(meeting.end_s, self.reduced[rank] + self.times.reduce_s[own]))
+            self._part(meeting, max(meeting.end_s, self.reduction_end_s[rank] + self.times.reduce_s[own]))
             return
-        lane, seconds = self.wiring.tied[meeting.index], self.times.tied_s[meeting.index]
+        lane, seconds = self.wiring.tied_lanes[meeting.index], self.times.tied_s[meeting.index]
         if lane is None:
             self._part(meeting, meeting.end_s + seconds)
         else:
             self._begin(lane, seconds, meeting)
 
-    def _part(self, meeting: Meeting, end_s: float) -> None:
+    def _part(self, meeting: JointReduction, end_s: float) -> None:
         """Let the ranks of a meeting go on."""
         for rank in meeting.members:
             if self.spans is not None:
                 self.spans[rank][self.position[rank]] = self._reduction(meeting, rank, end_s)
             self.clock[rank] = max(self.clock[rank], end_s)
             if meeting.code == REDUCE_CODE:
-                self.reduced[rank] = end_s
+                self.reduction_end_s[rank] = end_s
             self.position[rank] += 1
             self.ready.append(rank)
 
-    def _reduction(self, meeting: Meeting, rank: int, end_s: float) -> Span:
+    def _reduction(self, meeting: JointReduction, rank: int, end_s: float) -> Span:
         if meeting.code == TIED_CODE:
             return (meeting.end_s, end_s)
         own, times = self.rows[rank][self.position[rank]][3], self.times
@@ -346,5 +348,5 @@ class Contended:
         if part is not None:
             return (part.begun_s, end_s)
         last_s = times.last_s or times.backward_s
-        earliest = self.ended.get(own, self.clock[rank]) - last_s[own]
+        earliest = self.backward_end_s.get(own, self.clock[rank]) - last_s[own]
         return (min(end_s, max(end_s - times.reduce_s[own], earliest)), end_s)

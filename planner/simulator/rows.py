@@ -97,7 +97,7 @@ def rows_of(plan: Plan) -> Rows:
     ]
 
 
-class Meeting:
+class JointReduction:
     """Ranks that reduce together; it is over when all that it misses has come."""
 
     __slots__ = ("code", "end_s", "index", "members", "missing")
@@ -109,16 +109,16 @@ class Meeting:
         self.end_s = 0.0
 
 
-def meetings(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int], Meeting]:
+def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int], JointReduction]:
     """Return every reduction by (code, stage, or a shared parameter's index), given the stage of every replica."""
-    found: dict[tuple[int, int], Meeting] = {}
+    found: dict[tuple[int, int], JointReduction] = {}
     for rank, actions in enumerate(rows):
         for code, index, _, own in reversed(actions):
             if code in COMPUTED:
                 break
             if code in (REDUCE_CODE, TIED_CODE):
                 key = (code, index if code == TIED_CODE else stages[own])
-                meeting = found.setdefault(key, Meeting(*key))
+                meeting = found.setdefault(key, JointReduction(*key))
                 meeting.members.append(rank)
                 meeting.missing += 1
     return found
@@ -156,17 +156,17 @@ class Lane:
 class Queue:
     """The messages of an ordered pair of ranks, in the sender's order."""
 
-    __slots__ = ("arrived", "at", "begun_s", "busy", "free_s", "lane", "receiver", "sender", "waiting")
+    __slots__ = ("arrivals", "at", "begun_s", "busy", "free_s", "lane", "receiver", "sender", "waiting")
 
     def __init__(self, sender: int, receiver: int, lane: Lane | None) -> None:
         self.sender, self.receiver, self.lane = sender, receiver, lane
         self.busy, self.at, self.begun_s, self.free_s = False, -1, 0.0, 0.0
         self.waiting: deque[int] = deque()
         """Positions of the sends that wait for the one under way."""
-        self.arrived: deque[float] = deque()
+        self.arrivals: deque[float] = deque()
 
 
-class Part:
+class ReductionPart:
     """A replica's part in its stage's reduction: ``hidden_s`` of it runs during the last backward."""
 
     __slots__ = ("begun_s", "hidden_s", "lane", "replica", "seconds")
@@ -188,23 +188,23 @@ class _Course(NamedTuple):
 class Lanes:
     """All queues and reductions of a program; those that nothing can slow have no lane."""
 
-    def __init__(self, times: Durations, traffic: Traffic, tied: Sequence[Sequence[int]]) -> None:
-        """``tied`` are the ranks that hold each parameter shared between stages."""
+    def __init__(self, times: Durations, traffic: Traffic, tied_ranks: Sequence[Sequence[int]]) -> None:
+        """``tied_ranks`` are the ranks that hold each parameter shared between stages."""
         self._sharing, self._devices = traffic
         self._ranks = times.ranks
         self.lanes: list[Lane] = []
-        self._known: dict[_Course, Lane] = {}
+        self._lanes_by_course: dict[_Course, Lane] = {}
         slowest: dict[tuple[int, int], float] = {}
         for (sender, receiver), seconds in times.message_s.items():
             pair = self._ranks[sender], self._ranks[receiver]
             slowest[pair] = max(seconds, slowest.get(pair, 0.0))
         messages = {pair: self._message(*pair, seconds) for pair, seconds in slowest.items()}
         parts = dict(self._reductions(times))
-        joint = [self._collective(ranks, ranks, s) for ranks, s in zip(tied, times.tied_s, strict=True)]
-        self._passages = self._crowded([*messages.values(), *parts.values(), *joint])
+        joint = [self._collective(ranks, ranks, s) for ranks, s in zip(tied_ranks, times.tied_s, strict=True)]
+        self._passages = self._crowded_passages([*messages.values(), *parts.values(), *joint])
         self.queues = {pair: Queue(*pair, self._lane(course)) for pair, course in messages.items()}
         """By (sending rank, receiving rank); of messages of several stages, the slowest says where all pass."""
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, ReductionPart] = {}
         """By replica."""
         last_s = times.last_s or times.backward_s
         for replica, course in parts.items():
@@ -212,8 +212,8 @@ class Lanes:
             hidden_s = max(0.0, min(times.reduce_s[replica] - exposed_s, last_s[replica]))
             lane = self._lane(course) if hidden_s + exposed_s > 0 else None
             if lane is not None:
-                self.parts[replica] = Part(replica, hidden_s, hidden_s + exposed_s, lane)
-        self.tied = [self._lane(course) for course in joint]
+                self.parts[replica] = ReductionPart(replica, hidden_s, hidden_s + exposed_s, lane)
+        self.tied_lanes = [self._lane(course) for course in joint]
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
         ends = self._devices[sender], self._devices[receiver]
@@ -237,7 +237,7 @@ class Lanes:
             for replica, rank in zip(group, ranks, strict=True) if len(group) > 1 else ():
                 yield replica, self._collective((rank,), ranks, times.reduce_s[replica])
 
-    def _crowded(self, courses: Sequence[_Course]) -> dict[Port, Passage]:
+    def _crowded_passages(self, courses: Sequence[_Course]) -> dict[Port, Passage]:
         """Return the ports where more transfers can meet than the port takes at full speed."""
         most = Counter(port for course in courses for port in course.ports)
         capacities = {port: self._sharing.capacity(port) for port in most}
@@ -249,14 +249,14 @@ class Lanes:
         if slowdown is None and not ports:
             return None
         key = _Course(course.level, ports, course.ranks if slowdown else ())
-        if key not in self._known:
+        if key not in self._lanes_by_course:
             passages = [(self._passages[port], weight) for port, weight in Counter(ports).items()]
             lane = Lane(len(self.lanes), passages, key.ranks, slowdown or Slowdown())
-            self._known[key] = lane
+            self._lanes_by_course[key] = lane
             self.lanes.append(lane)
             for passage, _ in passages:
                 passage.lanes.append(lane)
-        return self._known[key]
+        return self._lanes_by_course[key]
 
 
 class View(NamedTuple):
@@ -270,7 +270,7 @@ class View(NamedTuple):
     ends: dict[int, int]
     """Replicas by the positions of their last backwards, where a part of a reduction goes with that, or where the rank
     goes on with another stage."""
-    felt: int
+    first_event: int
     """Position from which on computations are events: before it, nothing slows them and nothing runs beside."""
 
 

@@ -25,7 +25,7 @@ ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, eq=False)
-class Wave:
+class ChainTimes:
     """A chain of stages, by stage in order; every number is that of the stage's slowest replicas."""
 
     micro_batches: int
@@ -41,11 +41,11 @@ class Wave:
     exposed_s: Numbers
     """From the end of a stage's last backward to the end of its reduction."""
     update_s: Numbers
-    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    tied_reductions: tuple[tuple[tuple[int, ...], float], ...] = ()
     """(stages, seconds) of every parameter shared between stages, in the program's order."""
 
 
-def ride(wave: Wave) -> float:
+def simulate_chain(wave: ChainTimes) -> float:
     """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
 
     A stage of depth k runs B(m) behind F(m + k - 1), and F(m) behind B(m - k). So turn t takes the forward of
@@ -53,22 +53,22 @@ def ride(wave: Wave) -> float:
     equal depth hand each other the same one in the same turn, a shallower one behind has run it in an earlier turn.
 
     >>> even, free = np.ones(3), np.zeros(2)
-    >>> ride(Wave(4, 0.0, (3, 2, 1), even, 2 * even, free, free, 0 * even, 0 * even))
+    >>> simulate_chain(ChainTimes(4, 0.0, (3, 2, 1), even, 2 * even, free, free, 0 * even, 0 * even))
     18.0
     """
-    state = _Few(wave) if len(wave.depths) <= FEW_STAGES else _Ride(wave)
+    state = _ShortChainState(wave) if len(wave.depths) <= FEW_STAGES else _ChainState(wave)
     for turn in range(wave.micro_batches + wave.depths[0] - 1):
         if turn < wave.micro_batches:
             state.forward()
         state.backward(turn)
     clock = np.array(state.clock) + wave.exposed_s
-    for holders, seconds in wave.tied:
+    for holders, seconds in wave.tied_reductions:
         members = list(holders)
         clock[members] = clock[members].max() + seconds
     return float((clock + wave.update_s).max())
 
 
-class _Chain:
+class _MaxPlusChain:
     """Solves ends[s] = max(ends[s], ends[s - 1] + links[s]) for all s at once.
 
     A parallel prefix (Hillis and Steele, "Data parallel algorithms", 1986): after sweep j, whatever is fewer than 2^j
@@ -92,76 +92,76 @@ class _Chain:
                 np.maximum(ends[reach:], ends[:-reach] + span[first + reach : first + count], out=ends[reach:])
 
 
-class _Ride:
+class _ChainState:
     """What one turn leaves to the next. Backwards run from the last stage: their arrays stand in that order."""
 
-    def __init__(self, wave: Wave) -> None:
+    def __init__(self, wave: ChainTimes) -> None:
         self.clock = np.full(len(wave.depths), wave.overhead_s)
         self._forward_s, self._inward_s = wave.forward_s, np.append(ABSENT_S, wave.activation_s)
-        self._chain = _Chain(self._inward_s + self._forward_s)
-        self._arrived = np.full(len(wave.depths), ABSENT_S)
+        self._chain = _MaxPlusChain(self._inward_s + self._forward_s)
+        self._activation_arrival_s = np.full(len(wave.depths), ABSENT_S)
         """When the activation that a stage received last arrived."""
         self._start_backwards(wave)
 
-    def _start_backwards(self, wave: Wave) -> None:
+    def _start_backwards(self, wave: ChainTimes) -> None:
         stages, depths = len(wave.depths), np.array(wave.depths[::-1])
         self._back_clock = self.clock[::-1]
         self._backward_s, self._returned_s = wave.backward_s[::-1], np.append(ABSENT_S, wave.gradient_s[::-1])
         lags = np.append(0, np.diff(depths))
-        self._back_chain = _Chain(np.where(lags == 0, self._returned_s + self._backward_s, ABSENT_S))
-        self._returned = np.full(stages, ABSENT_S)
+        self._back_chain = _MaxPlusChain(np.where(lags == 0, self._returned_s + self._backward_s, ABSENT_S))
+        self._gradient_arrival_s = np.full(stages, ABSENT_S)
         # Gradients are remembered for as many turns as the stage before lags behind; such stages read them by turn.
         self._kept_turns = int(lags.max()) + 1
-        self._kept = np.full((self._kept_turns, stages), ABSENT_S)
+        self._gradient_history = np.full((self._kept_turns, stages), ABSENT_S)
         self._late = np.flatnonzero(lags)
         self._late_lags = lags[self._late]
         turns = np.arange(wave.micro_batches + wave.depths[0])
-        self._begun = np.searchsorted(depths, turns + 1, side="right").tolist()
-        self._ended = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
+        self._stop_by_turn = np.searchsorted(depths, turns + 1, side="right").tolist()
+        self._first_by_turn = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
 
     def forward(self) -> None:
         """Take the next micro-batch's forward through all stages."""
-        ends = np.maximum(self.clock, self._arrived + self._inward_s) + self._forward_s
+        ends = np.maximum(self.clock, self._activation_arrival_s + self._inward_s) + self._forward_s
         self._chain.solve(ends)
-        self._arrived[1:] = np.maximum(ends[:-1], self._arrived[1:]) + self._inward_s[1:]
+        self._activation_arrival_s[1:] = np.maximum(ends[:-1], self._activation_arrival_s[1:]) + self._inward_s[1:]
         self.clock[:] = ends
 
     def backward(self, turn: int) -> None:
         """Run one backward on every stage that has one in this turn."""
-        first, stop = self._ended[turn], self._begun[turn]
-        waits = self._returned + self._returned_s
-        waits[self._late] = self._kept[(turn - self._late_lags) % self._kept_turns, self._late]
+        first, stop = self._first_by_turn[turn], self._stop_by_turn[turn]
+        waits = self._gradient_arrival_s + self._returned_s
+        waits[self._late] = self._gradient_history[(turn - self._late_lags) % self._kept_turns, self._late]
         ends = np.maximum(self._back_clock[first:stop], waits[first:stop]) + self._backward_s[first:stop]
         self._back_chain.solve(ends, first)
         self._back_clock[first:stop] = ends
         before = slice(first + 1, stop + 1)
-        returned = self._returned[before]
+        returned = self._gradient_arrival_s[before]
         np.maximum(returned, ends[: len(returned)], out=returned)
         returned += self._returned_s[before]
-        self._kept[turn % self._kept_turns, before] = returned
+        self._gradient_history[turn % self._kept_turns, before] = returned
 
 
-class _Few:
-    """What :class:`_Ride` does, number by number: the same sums in the same order."""
+class _ShortChainState:
+    """What :class:`_ChainState` does, number by number: the same sums in the same order."""
 
-    def __init__(self, wave: Wave) -> None:
+    def __init__(self, wave: ChainTimes) -> None:
         stages, depths = len(wave.depths), wave.depths[::-1]
         self.clock, self._last = [wave.overhead_s] * stages, stages - 1
         self._forward_s, self._inward_s = wave.forward_s.tolist(), [ABSENT_S, *wave.activation_s.tolist()]
         self._backward_s, self._returned_s = wave.backward_s[::-1].tolist(), [ABSENT_S, *wave.gradient_s[::-1].tolist()]
         self._lags = [0, *(after - before for before, after in pairwise(depths))]
-        self._sweeps = _listed(np.array(self._inward_s) + wave.forward_s)
+        self._sweeps = _sweep_lists(np.array(self._inward_s) + wave.forward_s)
         links = np.array(self._returned_s) + wave.backward_s[::-1]
-        self._back_sweeps = _listed(np.where(np.array(self._lags) == 0, links, ABSENT_S))
-        self._arrived, self._returned = [ABSENT_S] * stages, [ABSENT_S] * stages
-        self._kept = [[ABSENT_S] * stages for _ in range(max(self._lags) + 1)]
+        self._back_sweeps = _sweep_lists(np.where(np.array(self._lags) == 0, links, ABSENT_S))
+        self._activation_arrival_s, self._gradient_arrival_s = [ABSENT_S] * stages, [ABSENT_S] * stages
+        self._gradient_history = [[ABSENT_S] * stages for _ in range(max(self._lags) + 1)]
         turns = np.arange(wave.micro_batches + depths[-1])
-        self._begun = np.searchsorted(depths, turns + 1, side="right").tolist()
-        self._ended = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
+        self._stop_by_turn = np.searchsorted(depths, turns + 1, side="right").tolist()
+        self._first_by_turn = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
 
     def forward(self) -> None:
         """Take the next micro-batch's forward through all stages."""
-        clock, arrived, inward_s = self.clock, self._arrived, self._inward_s
+        clock, arrived, inward_s = self.clock, self._activation_arrival_s, self._inward_s
         for stage, own_s in enumerate(self._forward_s):
             start = arrived[stage] + inward_s[stage]
             clock[stage] = (start if start > clock[stage] else clock[stage]) + own_s
@@ -176,8 +176,8 @@ class _Few:
 
     def backward(self, turn: int) -> None:
         """Run one backward on every stage that has one in this turn."""
-        clock, returned, last, kept = self.clock, self._returned, self._last, self._kept
-        first, stop = self._ended[turn], self._begun[turn]
+        clock, returned, last, kept = self.clock, self._gradient_arrival_s, self._last, self._gradient_history
+        first, stop = self._first_by_turn[turn], self._stop_by_turn[turn]
         for at in range(first, stop):
             lag = self._lags[at]
             wait = kept[(turn - lag) % len(kept)][at] if lag else returned[at] + self._returned_s[at]
@@ -194,16 +194,16 @@ class _Few:
             own[at] = returned[at] = (sent if sent > returned[at] else returned[at]) + self._returned_s[at]
 
 
-def _listed(links: Numbers) -> list[tuple[int, list[float]]]:
-    return [(reach, span.tolist()) for reach, span in _Chain(links).sweeps]
+def _sweep_lists(links: Numbers) -> list[tuple[int, list[float]]]:
+    return [(reach, span.tolist()) for reach, span in _MaxPlusChain(links).sweeps]
 
 
 def applies(candidate: Candidate, times: Durations) -> bool:
-    """Whether a candidate's step may be had from :func:`ride`."""
-    return wave_of(candidate, times, [()] * len(times.tied_s)) is not None
+    """Whether a candidate's step may be had from :func:`simulate_chain`."""
+    return chain_times(candidate, times, [()] * len(times.tied_s)) is not None
 
 
-def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | None:
+def chain_times(candidate: Candidate, times: Durations, tied_stages: Holders) -> ChainTimes | None:
     """Return a candidate as a wave, or None where no replica of a stage is always the last one.
 
     A stage's *laggards* compute as long as its slowest replica, and wait for a message that takes as long as the
@@ -227,12 +227,12 @@ def wave_of(candidate: Candidate, times: Durations, tied: Holders) -> Wave | Non
         {rank for rank in mine if all(column[rank] == most[index] for column, most in slowest)}
         for index, mine in enumerate(ranks)
     ]
-    exposed_s = _exposed(times, ranks, laggards, backward_s) if _agree(laggards, times, *messages) else None
+    exposed_s = _exposed_reduction_s(times, ranks, laggards, backward_s) if _agree(laggards, times, *messages) else None
     if exposed_s is None:
         return None
-    shared = tuple(zip(tied, times.tied_s, strict=True))
+    shared = tuple(zip(tied_stages, times.tied_s, strict=True))
     columns = (forward_s, backward_s, *messages, exposed_s, update_s)
-    return Wave(candidate.micro_batches, times.overhead_s, depths, *columns, shared)
+    return ChainTimes(candidate.micro_batches, times.overhead_s, depths, *columns, shared)
 
 
 def _split(candidate: Candidate) -> bool:
@@ -285,7 +285,7 @@ def _agree(laggards: list[set[int]], times: Durations, activation_s: Numbers, gr
     return all(laggards)
 
 
-def _exposed(
+def _exposed_reduction_s(
     times: Durations, ranks: Sequence[range], laggards: Sequence[set[int]], backward_s: Numbers
 ) -> Numbers | None:
     """Return what is left of every stage's reduction behind its laggards' last backward.

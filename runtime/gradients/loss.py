@@ -99,9 +99,9 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return all(map(_finite, by_device.values()))
 
 
-def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+def first_not_finite(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """Return the name of the first tensor that has an element that is not finite; None where all are."""
-    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
+    return next((name for name, tensor in named_tensors if not bool(torch.isfinite(tensor).all())), None)
 
 
 def _finite(tensors: list[torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from autopar.capture.graph import Layer
 from autopar.formats.plan import Plan, ReplicatedState
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
-from autopar.runtime.stage.parameters import Held
+from autopar.runtime.stage.parameters import LocalParameters
 from autopar.runtime.stage.stage import Stage
 from autopar.schedules.route import buckets
 
@@ -48,9 +48,9 @@ class _Bucket:
         self._all_reached = False
         self.missing = len(self.parameters)
 
-    def mark(self, touched: set[int]) -> None:
+    def mark(self, reached_ids: set[int]) -> None:
         """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
-        reached = [float(id(parameter) in touched) for parameter in self.parameters]
+        reached = [float(id(parameter) in reached_ids) for parameter in self.parameters]
         self._all_reached = all(reached)
         if self._all_reached:
             # Copying a list would make the host wait for a GPU.
@@ -67,11 +67,11 @@ class _Bucket:
                 parameter.grad = None
 
 
-class _Stage:
+class _StageBuckets:
     """The buckets of one stage of a rank, and how far their reduction is."""
 
-    def __init__(self, found: list[_Bucket]) -> None:
-        self.buckets = found
+    def __init__(self, stage_buckets: list[_Bucket]) -> None:
+        self.buckets = stage_buckets
         self.begin()
 
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class _Stage:
         self.last_backward, self.began = False, cast(object, None)
 
     @property
-    def unreduced(self) -> list[_Bucket]:
+    def remaining_buckets(self) -> list[_Bucket]:
         return self.buckets[len(self.pending) :]
 
 
@@ -95,9 +95,9 @@ class Reducer:
     def __init__(
         self,
         stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
-        sharded: Mapping[int, ShardedStage],
+        sharded_stages: Mapping[int, ShardedStage],
         replicas: tuple[int, ...],
-        shared: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
+        shared_parameters: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
         transport: Transport,
         mark: Callable[[], object],
         rank: int,
@@ -114,12 +114,12 @@ class Reducer:
             rank: which rank this is.
         """
         self._rank = rank
-        self._replicas, self._sharded, self._transport, self._mark = replicas, sharded, transport, mark
+        self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
         several = {each for layers in stages.values() for each in _of_several(layers)}
-        seen = {id(parameter) for parameter, _ in shared.values()}
+        seen = {id(parameter) for parameter, _ in shared_parameters.values()}
         self._plain: list[torch.nn.Parameter] = []
-        self._stages: dict[int, _Stage] = {}
+        self._stages: dict[int, _StageBuckets] = {}
         for index, layers in stages.items():
             groups: list[list[torch.nn.Parameter]] = []
             for layer in layers:
@@ -127,14 +127,16 @@ class Reducer:
                 seen |= {id(parameter) for parameter in groups[-1]}
             alone = len(replicas) == 1
             self._plain += [p for group in groups for p in group] if alone else []
-            self._stages[index] = _Stage([] if alone else _fill(groups))
-        self._shared = {index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared.items()}
-        self._touched: set[int] = set()
+            self._stages[index] = _StageBuckets([] if alone else _fill(groups))
+        self._shared_buckets = {
+            index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared_parameters.items()
+        }
+        self._reached_ids: set[int] = set()
         for stage in self._stages.values():
             for bucket in stage.buckets:
                 _hook(bucket.parameters, self._note_of(stage, bucket, several))
-        for bucket, _ in self._shared.values():
-            _hook(bucket.parameters, lambda parameter: self._touched.add(id(parameter)))
+        for bucket, _ in self._shared_buckets.values():
+            _hook(bucket.parameters, lambda parameter: self._reached_ids.add(id(parameter)))
 
     def begin_step(self) -> None:
         """Clear all gradients."""
@@ -142,39 +144,39 @@ class Reducer:
             parameter.grad = None
         for bucket in self._all_buckets():
             bucket.attach()
-        self._touched.clear()
+        self._reached_ids.clear()
         for stage in self._stages.values():
             stage.begin()
-        for sharded in self._sharded.values():
+        for sharded in self._sharded_stages.values():
             sharded.begin_step()
 
     def begin_last_backward(self, index: int) -> None:
         """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
-        if index in self._sharded:
+        if index in self._sharded_stages:
             # What it reduces, and what is reduced here, would meet in another order on each replica.
-            self._sharded[index].begin_last_backward()
+            self._sharded_stages[index].begin_last_backward()
         else:
             self._stages[index].last_backward = True
 
     def weight_backward(self, index: int) -> AbstractContextManager[None]:
         """Return the context of the second half of a backward."""
-        return self._sharded[index].weight_backward() if index in self._sharded else nullcontext()
+        return self._sharded_stages[index].weight_backward() if index in self._sharded_stages else nullcontext()
 
     def finish(self, index: int) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
-        if index in self._sharded:
-            self._sharded[index].finish()
+        if index in self._sharded_stages:
+            self._sharded_stages[index].finish()
         stage = self._stages[index]
-        while stage.unreduced:
+        while stage.remaining_buckets:
             self._launch(stage)
         for pending in stage.pending:
             pending.wait()
-        return None if index in self._sharded else stage.began
+        return None if index in self._sharded_stages else stage.began
 
     def reduce_shared(self, index: int) -> None:
         """Sum one shared parameter's gradient over all ranks that hold it."""
-        bucket, ranks = self._shared[index]
-        bucket.mark(self._touched)
+        bucket, ranks = self._shared_buckets[index]
+        bucket.mark(self._reached_ids)
         self._transport.all_reduce(bucket.buffer, ranks).wait()
 
     def scale(self, factor: float) -> None:
@@ -184,23 +186,23 @@ class Reducer:
                 parameter.grad.mul_(factor)
         for bucket in self._all_buckets():
             bucket.buffer.mul_(factor)
-        for sharded in self._sharded.values():
+        for sharded in self._sharded_stages.values():
             for part in sharded.gradients():
                 part.mul_(factor)
 
     def complete(self) -> list[torch.Tensor]:
         """Return what holds all gradients of this rank, those that it shares with others included."""
         plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
-        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        divided = [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
         return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *divided]
 
-    def owned(self) -> list[torch.Tensor]:
+    def owned_gradients(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
-        owned = [bucket for bucket, ranks in self._shared.values() if self._rank == ranks[0]]
+        owned = [bucket for bucket, ranks in self._shared_buckets.values() if self._rank == ranks[0]]
         if self._rank == self._replicas[0]:
             owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
         parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
-        divided = [each for sharded in self._sharded.values() for each in sharded.gradients()]
+        divided = [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
         return [parameter.grad for parameter in parameters if parameter.grad is not None] + divided
 
     def release_untouched(self) -> None:
@@ -213,24 +215,26 @@ class Reducer:
 
     def _all_buckets(self) -> list[_Bucket]:
         own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
-        return own + [bucket for bucket, _ in self._shared.values()]
+        return own + [bucket for bucket, _ in self._shared_buckets.values()]
 
-    def _note_of(self, stage: _Stage, bucket: _Bucket, several: Container[int]) -> Callable[[torch.Tensor], None]:
+    def _note_of(
+        self, stage: _StageBuckets, bucket: _Bucket, several: Container[int]
+    ) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
-            self._touched.add(id(parameter))
+            self._reached_ids.add(id(parameter))
             if stage.last_backward and id(parameter) not in several:
                 bucket.missing -= 1
                 # In order, so that all replicas begin the same reductions in the same order.
-                while stage.unreduced and not stage.unreduced[0].missing:
+                while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
                     self._launch(stage)
 
         return note
 
-    def _launch(self, stage: _Stage) -> None:
+    def _launch(self, stage: _StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
-        bucket = stage.unreduced[0]
-        bucket.mark(self._touched)
+        bucket = stage.remaining_buckets[0]
+        bucket.mark(self._reached_ids)
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
 
 
@@ -258,7 +262,12 @@ def _fill(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[_Bucket]:
 
 
 def reducer_of(
-    plan: Plan, rank: int, stages: Mapping[int, Stage], held: Held, transport: Transport, mark: Callable[[], object]
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, Stage],
+    local_parameters: LocalParameters,
+    transport: Transport,
+    mark: Callable[[], object],
 ) -> Reducer:
     """Return what reduces a rank's gradients.
 
@@ -282,7 +291,7 @@ def reducer_of(
     for i, tied in enumerate(plan.tied):
         ranks = replica_ranks(plan, tied.stages)
         if stages.keys() & set(tied.stages) and len(ranks) > 1:
-            shared[i] = held.parameters[tied.parameter], ranks
+            shared[i] = local_parameters.parameters[tied.parameter], ranks
     replicas = replica_ranks(plan, stages)
     return Reducer(layers, sharded, replicas, shared, transport, mark, rank)
 
@@ -293,7 +302,7 @@ class ReplicatedBuffers:
     def __init__(
         self,
         layers: Iterable[Layer],
-        held: Held,
+        local_parameters: LocalParameters,
         how: ReplicatedState | None,
         transport: Transport,
         ranks: tuple[int, ...],
@@ -311,7 +320,7 @@ class ReplicatedBuffers:
         """
         written = [layer.writes.buffers for layer in layers if layer.writes is not None]
         names = dict.fromkeys(name for each in written for name in each) if how and len(ranks) > 1 else {}
-        self._buffers = [held.buffers[name] for name in names]
+        self._buffers = [local_parameters.buffers[name] for name in names]
         self._how, self._transport, self._ranks, self._first = how, transport, ranks, rank == ranks[0]
 
     @torch.no_grad()

@@ -129,7 +129,7 @@ def copies_of(device: torch.device) -> Copies | None:
     return CudaCopies(device) if device.type == "cuda" else None
 
 
-def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device; the host waits for no work of a GPU, on whose current stream the copy goes."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return _through_page_locked(tensor, device)

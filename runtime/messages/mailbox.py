@@ -121,7 +121,7 @@ class Mailbox:
         transport: Transport,
         device: torch.device,
         *,
-        marked: bool = False,
+        with_marks: bool = False,
     ) -> None:
         """Find out what this rank will send and receive.
 
@@ -136,7 +136,7 @@ class Mailbox:
                 captured, a backward may reach a tensor in one micro-batch and not in the next.
         """
         stages, replica = stages_of(plan, rank)
-        self.marked = marked
+        self.with_marks = with_marks
         """Whether gradient messages say which of their tensors there are."""
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
@@ -152,20 +152,20 @@ class Mailbox:
         self._forth = {stage: [flow for flow in outward if flow.local and flow.producer == stage] for stage in stages}
         self._back = {stage: [flow for flow in inward if flow.local and flow.consumer == stage] for stage in stages}
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
-        self._expected = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
+        self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
         self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
-        self._posted: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
+        self._posted_receives: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
         self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
         self._sending: dict[int, list[Pending]] = {}
-        self._carried: dict[int, list[Pending]] = {}
+        self._previous_sends: dict[int, list[Pending]] = {}
         """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
 
     def begin_step(self) -> None:
         """Wait for sends of the step before the last: its peers have received them by now or will at once."""
-        for peer in list(self._carried):
+        for peer in list(self._previous_sends):
             self._let_go(peer)
         for position, work in self._sending.items():
-            self._carried.setdefault(self._actions[position].peer, []).extend(work)
+            self._previous_sends.setdefault(self._actions[position].peer, []).extend(work)
         self._sending.clear()
         self._pieces.clear()
 
@@ -179,23 +179,23 @@ class Mailbox:
         for due in self.due[position]:
             action = self._actions[due]
             posted = []
-            for key, start, shape, dtype in self._expected[due]:
+            for key, start, shape, dtype in self._expected_tensors[due]:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
                 try:
                     pending = self._transport.receive(tensor, action.peer)
                 except PeerLostError as error:
-                    raise self._lost(action, error) from error
+                    raise self._peer_lost_error(action, error) from error
                 posted.append((key, _Piece(start, tensor), pending))
-            self._posted[due] = posted
+            self._posted_receives[due] = posted
 
     def receive(self, position: int) -> None:
         """Wait for the message of the receive at ``position``."""
-        posted = self._posted.pop(position)
+        posted = self._posted_receives.pop(position)
         for _, _, pending in posted:
             try:
                 pending.wait()
             except PeerLostError as error:
-                raise self._lost(self._actions[position], error) from error
+                raise self._peer_lost_error(self._actions[position], error) from error
         marks = [True] * len(posted)
         if posted and posted[-1][0][-1] == _MARKS:
             marked = posted.pop()[1].tensor
@@ -203,14 +203,14 @@ class Mailbox:
             marks = [bool(each) for each in marked.tolist()]
         for (key, piece, _), there in zip(posted, marks, strict=True):
             self._pieces[key].append(piece if there else piece._replace(there=False))
-        if self._carried:
+        if self._previous_sends:
             self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
             for pending in self._sending.pop(done, ()):
                 pending.wait()
 
     def _let_go(self, peer: int) -> None:
-        for pending in self._carried.pop(peer, ()):
+        for pending in self._previous_sends.pop(peer, ()):
             pending.wait()
 
     def send(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -220,7 +220,7 @@ class Mailbox:
             try:
                 work.append(self._transport.send(carried, action.peer))
             except PeerLostError as error:
-                raise self._lost(action, error) from error
+                raise self._peer_lost_error(action, error) from error
         self._sending[position] = work
 
     def _carried_by(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[torch.Tensor]:
@@ -233,7 +233,7 @@ class Mailbox:
             else:
                 tensor = tensor.detach()
                 yield sendable(tensor if whole else tensor.narrow(dim, start, rows))
-        if self.marked and self._actions[position].kind == SEND_GRADIENT:
+        if self.with_marks and self._actions[position].kind == SEND_GRADIENT:
             marks = [tensors[each.name] is not None for each in slices]
             yield torch.tensor(marks, dtype=torch.uint8, device=self._device)
 
@@ -249,15 +249,15 @@ class Mailbox:
 
     def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
         """Return a tensor that a stage has received from another, its rows joined."""
-        found = self._taken((kind, stage, micro_batch, peer_stage, name))
+        found = self._pop_tensor((kind, stage, micro_batch, peer_stage, name))
         assert found is not None
         return found
 
     def take_gradient(self, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor | None:
         """Return the gradient that a stage has received from another, its rows joined; None where there is none."""
-        return self._taken((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
+        return self._pop_tensor((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
 
-    def _taken(self, key: Key) -> torch.Tensor | None:
+    def _pop_tensor(self, key: Key) -> torch.Tensor | None:
         pieces = self._pieces.pop(key)
         if not any(piece.there for piece in pieces):
             return None
@@ -273,7 +273,7 @@ class Mailbox:
         rows = flow.stop - flow.start
         specs = [self._specs[name] for name in names]
         dues = [_Due((*key, spec.name), start, spec.shape(rows), spec.dtype) for spec in specs]
-        if self.marked and action.kind == RECEIVE_GRADIENT:
+        if self.with_marks and action.kind == RECEIVE_GRADIENT:
             dues.append(_Due((*key, _MARKS), start, (len(dues),), torch.uint8))
         return dues
 
@@ -289,6 +289,6 @@ class Mailbox:
         indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
 
-    def _lost(self, action: Action, error: PeerLostError) -> PeerLostError:
+    def _peer_lost_error(self, action: Action, error: PeerLostError) -> PeerLostError:
         peer = f"rank {action.peer} (stage {action.peer_stage})"
         return PeerLostError(f"lost {peer} at {action}: {error}")

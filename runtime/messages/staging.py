@@ -49,7 +49,7 @@ class StagedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        return self._begun(tensor, lambda host: self._inner.send(host, peer))[1]
+        return self._submit(tensor, lambda host: self._inner.send(host, peer))[1]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
@@ -60,7 +60,7 @@ class StagedTransport:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        host, begun = self._begun(tensor, lambda host: self._inner.all_reduce(host, ranks, apart=apart))
+        host, begun = self._submit(tensor, lambda host: self._inner.all_reduce(host, ranks, apart=apart))
         return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
@@ -69,7 +69,7 @@ class StagedTransport:
             f"ranks {', '.join(map(str, ranks))} shard, and NCCL does not connect their GPUs; plan with `shard='none'`"
         )
 
-    def _begun(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Pending]) -> tuple[torch.Tensor, Pending]:
+    def _submit(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], Pending]) -> tuple[torch.Tensor, Pending]:
         """Return a tensor's copy in the host's memory, and what begins with it once it is there."""
         copy = self._copies.to_host(tensor) if self._copies.holds(tensor) else None
         host = tensor if copy is None else copy.tensor
@@ -79,10 +79,10 @@ class StagedTransport:
                 copy.wait()
             return begin(host)
 
-        return host, _Begun(self._thread.submit(act))
+        return host, _SubmittedWork(self._thread.submit(act))
 
 
-class _Begun:
+class _SubmittedWork:
     """Something that the thread begins."""
 
     def __init__(self, future: Future[Pending]) -> None:
@@ -113,7 +113,7 @@ def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transp
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)
     grouped = context.nccl or _any_without(context, pairs, channels)
-    transport = GroupTransport(context, reduction_groups(plan), apart, channels, grouped=grouped)
+    transport = GroupTransport(context, reduction_groups(plan), apart, channels, with_message_group=grouped)
     if context.device.type == "cpu":
         return transport
     if not context.nccl:

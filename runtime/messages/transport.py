@@ -98,7 +98,7 @@ class GroupTransport:
         apart: Iterable[tuple[int, ...]],
         channels: Mapping[int, Channel],
         *,
-        grouped: bool,
+        with_message_group: bool,
     ) -> None:
         """Create the process groups of all reductions; every rank must name the same ones in the same order.
 
@@ -114,14 +114,14 @@ class GroupTransport:
         self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
         self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
         everyone = list(range(context.size))
-        group = dist.new_group(everyone, timeout=patience) if grouped else dist.group.WORLD
+        group = dist.new_group(everyone, timeout=patience) if with_message_group else dist.group.WORLD
         assert group is not None
         self._up = self._down = group
         if context.nccl:
             # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
             # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
-        if context.outlived:
+        if context.has_external_group:
             made = dict.fromkeys([*self._groups.values(), self._up, self._down])
             context.on_leaving.extend(partial(_end, each) for each in made if each is not dist.group.WORLD)
         self._rank, self._device_type = context.rank, context.device.type

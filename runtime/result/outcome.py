@@ -29,7 +29,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
 from autopar.formats.report import RankTimes, Report, StepTimes
-from autopar.formats.timeline import OwnTimes, Spent, Timeline, medians, own_times, spent_within
+from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
 from autopar.runtime.result.weights import StoredFile
 from autopar.schedules.order import in_flight
@@ -45,7 +45,7 @@ class StepResults(TypedDict):
     times_s: dict[str, list[tuple[float, float]]]
     """Step -> start and end of every action, for the last steps."""
     gradient_norm: list[float | None]
-    overflowed: list[bool]
+    overflow: list[bool]
     layers_s: dict[str, tuple[float, float]]
     """Layer -> median seconds forward and backward, where layers were timed."""
     forward_flops: int
@@ -67,7 +67,7 @@ class RankResult(StepResults):
     """In the dataset; 0 where this rank does not read it."""
     notes: list[str]
     """What whoever reads the report should know."""
-    saved: list[StoredFile]
+    saved_files: list[StoredFile]
     """Files of trained weights that this rank wrote."""
 
 
@@ -85,7 +85,7 @@ class Steps:
         """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
         self._steady = self.lengths_s[1:] or self.lengths_s
         recorded = [int(step) for step in results[0]["times_s"]]
-        self._recorded = [step for step in recorded if step > 0] or recorded
+        self._recorded_steps = [step for step in recorded if step > 0] or recorded
         self._ends_s = [begin, *ends]
 
     def times(self) -> StepTimes:
@@ -102,16 +102,19 @@ class Steps:
     def typical(self) -> int:
         """The recorded step with one after it whose length is nearest to the median; of equal ones the last."""
         middle = median(self._steady)
-        return min(self._recorded[:-1] or self._recorded, key=lambda step: (abs(self.lengths_s[step] - middle), -step))
+        return min(
+            self._recorded_steps[:-1] or self._recorded_steps,
+            key=lambda step: (abs(self.lengths_s[step] - middle), -step),
+        )
 
     def timeline(self, step: int) -> Timeline:
         """Return when the actions of a recorded step ran, from the beginning of the first."""
         return self._timeline(step, min(result["times_s"][str(step)][0][0] for result in self._results))
 
-    def spent(self, step: int) -> list[Spent]:
+    def time_use(self, step: int) -> list[TimeUse]:
         """Return where the ranks' time went in a recorded step."""
-        steps = [self._timeline(each, 0.0) for each in self._recorded if each in (step, step + 1)]
-        return spent_within(steps, self._ends_s[step], self._ends_s[step + 1])
+        steps = [self._timeline(each, 0.0) for each in self._recorded_steps if each in (step, step + 1)]
+        return time_use_between(steps, self._ends_s[step], self._ends_s[step + 1])
 
     def _timeline(self, step: int, begin: float) -> Timeline:
         times = [result["times_s"][str(step)] for result in self._results]
@@ -123,13 +126,13 @@ class Steps:
 
     def own_times(self) -> OwnTimes:
         """Return the median of every action by itself over the recorded steps."""
-        return medians(own_times(self.timeline(step)) for step in self._recorded)
+        return medians(own_times(self.timeline(step)) for step in self._recorded_steps)
 
     def overhead_s(self) -> float:
         """Return the median, of the rank where it is largest, of what recorded steps take before their first action."""
         found: list[float] = []
         for result in self._results:
-            begun = [result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded]
+            begun = [result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded_steps]
             found.append(median(begun))
         return max(0.0, *found)
 
@@ -184,7 +187,7 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
 def _report(
     plan: Plan, program: Program, results: Sequence[RankResult], steps: Steps, initial: str, notes: Sequence[str]
 ) -> Report:
-    times, where = steps.times(), steps.spent(steps.typical)
+    times, where = steps.times(), steps.time_use(steps.typical)
     model_flops, utilisation = _utilisation(results, times.median)
     return Report(
         model=plan.model.source,
@@ -210,12 +213,12 @@ def _report(
         flops_utilisation=utilisation,
         initial_weights=initial,
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
-        overflows=sum(results[0]["overflowed"]),
+        overflows=sum(results[0]["overflow"]),
         notes=(*plan.caveats, *notes),
     )
 
 
-def _bubble(where: Sequence[Spent]) -> float:
+def _bubble(where: Sequence[TimeUse]) -> float:
     """Return the share of a step in which ranks compute nothing, given where their time went."""
     return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
 
@@ -232,7 +235,7 @@ def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ..
 
 
 def _rank_times(
-    plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[Spent]
+    plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[TimeUse]
 ) -> tuple[RankTimes, ...]:
     found = []
     for result, actions, each in zip(results, program.ranks, where, strict=True):

@@ -119,7 +119,7 @@ def publish(folder: Path, files: Iterable[StoredFile]) -> None:
         FileError: the index cannot be written; the set is that before.
     """
     stored = {file["name"]: file for file in files}
-    before = named(folder)
+    before = indexed_file_names(folder)
     content = {
         "metadata": {"files": {name: {key: file[key] for key in _SAID} for name, file in sorted(stored.items())}},
         "weight_map": dict(sorted((tensor, name) for name, file in stored.items() for tensor in file["tensors"])),
@@ -130,10 +130,10 @@ def publish(folder: Path, files: Iterable[StoredFile]) -> None:
             (folder / name).unlink()
 
 
-def named(folder: Path) -> set[str]:
+def indexed_file_names(folder: Path) -> set[str]:
     """Return the files of weights that a folder's index names; none where there is none that can be read."""
     try:
-        return {file.path.name for file in _listed(folder / INDEX) if file.path.suffix == ".safetensors"}
+        return {file.path.name for file in _read_index(folder / INDEX) if file.path.suffix == ".safetensors"}
     except FileError:
         return set()
 
@@ -149,15 +149,15 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     def tensors(file: _File) -> dict[str, torch.Tensor]:
         if file.tensors is not None and wanted.isdisjoint(file.tensors):
             return {}
-        with _opened(file) as opened:
+        with _open(file) as opened:
             pairs = _pairs(opened, file.path)
             return {name: _read(opened, name, pairs) for name in sorted(wanted.intersection(opened.keys()))}
 
     return _of_all(folder, tensors)
 
 
-def _read(opened: Any, name: str, pairs: set[str]) -> torch.Tensor:  # noqa: ANN401
-    tensor: torch.Tensor = opened.get_tensor(name)
+def _read(handle: Any, name: str, pairs: set[str]) -> torch.Tensor:  # noqa: ANN401
+    tensor: torch.Tensor = handle.get_tensor(name)
     if not tensor.is_complex() and name not in pairs:
         return tensor
     # It lies where the file has it; kernels expect a complex number at a multiple of its size.
@@ -181,9 +181,9 @@ def shapes(folder: Path) -> dict[str, Shape]:
         FileError: as :func:`read`.
     """
 
-    def known(file: _File) -> dict[str, Shape]:
+    def file_shapes(file: _File) -> dict[str, Shape]:
         found: dict[str, Shape] = {}
-        with _opened(file) as opened:
+        with _open(file) as opened:
             pairs = _pairs(opened, file.path)
             for name in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(name)
@@ -191,7 +191,7 @@ def shapes(folder: Path) -> dict[str, Shape]:
                 found[name] = (shape[:-1], "C128") if name in pairs else (shape, part.get_dtype())
         return found
 
-    return _of_all(folder, known)
+    return _of_all(folder, file_shapes)
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
@@ -232,13 +232,13 @@ def _of_all(folder: Path, of_file: Callable[[_File], dict[str, _Value]]) -> dict
 def _files(folder: Path) -> list[_File]:
     index = folder / INDEX
     if os.path.lexists(index):
-        return _listed(index)
+        return _read_index(index)
     if not os.path.lexists(folder / SINGLE):
         raise FileError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
     return [_File(folder / SINGLE, None)]
 
 
-def _listed(index: Path) -> list[_File]:
+def _read_index(index: Path) -> list[_File]:
     """Return the files that an index names, and what it says of them."""
     # A mixture of experts has tens of thousands of tensors.
     content = parse_json(read_text(index, "index of weights"), index, MOST_TENSORS)
@@ -252,7 +252,7 @@ def _listed(index: Path) -> list[_File]:
         held.setdefault(file, []).append(name)
     metadata = content.get("metadata")
     known = metadata.get("files", {}) if isinstance(metadata, dict) else {}
-    return [_described(index, file, names, known) for file, names in held.items()]
+    return [_indexed_file(index, file, names, known) for file, names in held.items()]
 
 
 def _is_plain(name: str) -> bool:
@@ -260,8 +260,8 @@ def _is_plain(name: str) -> bool:
     return 0 < len(name) < LONGEST_NAME and name.isprintable() and Path(name).name == name
 
 
-def _described(index: Path, file: str, names: Sequence[str], known: object) -> _File:
-    said = known.get(file) if isinstance(known, dict) else None
+def _indexed_file(index: Path, file: str, names: Sequence[str], descriptions: object) -> _File:
+    said = descriptions.get(file) if isinstance(descriptions, dict) else None
     size, sha256 = (said.get("bytes"), said.get("sha256")) if isinstance(said, dict) else (None, None)
     sound = size is None or (type(size) is int and 0 <= size < 2**63)
     if not sound or not (sha256 is None or (isinstance(sha256, str) and len(sha256) == 64)):
@@ -270,7 +270,7 @@ def _described(index: Path, file: str, names: Sequence[str], known: object) -> _
 
 
 @contextmanager
-def _opened(file: _File) -> Iterator[Any]:
+def _open(file: _File) -> Iterator[Any]:
     try:
         _check(file)
         with safe_open(file.path, framework="pt") as opened:
@@ -297,9 +297,9 @@ def _digest(path: Path, inode: int, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pairs(opened: Any, path: Path) -> set[str]:  # noqa: ANN401
+def _pairs(handle: Any, path: Path) -> set[str]:  # noqa: ANN401
     """Return the tensors of a file that stand for complex numbers of double precision."""
-    text = (opened.metadata() or {}).get(PAIRS, "[]")
+    text = (handle.metadata() or {}).get(PAIRS, "[]")
     found = parse_json(text, path)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise FileError(f"{path}: __metadata__.{PAIRS}: expected a list of names of tensors")

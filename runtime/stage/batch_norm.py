@@ -76,22 +76,22 @@ def override(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor])
     module.forward = forward
 
 
-def unpacked(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and sums of squared deviations; of rows of moments, columns of them."""
     channels = moments.shape[-1] // 2
     count, means, squares = torch.split(moments, [1, channels, channels], dim=-1)
     return count, means, squares
 
 
-def pooled(parts: torch.Tensor) -> torch.Tensor:
+def pool_moments(parts: torch.Tensor) -> torch.Tensor:
     """Return the moments of all samples together, given those of parts as rows; parts may be empty."""
-    counts, means, squares = unpacked(parts)
+    counts, means, squares = unpack_moments(parts)
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count.clamp(min=1)
     return torch.cat([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
 
 
-def gathered(
+def all_gather(
     own: torch.Tensor, transport: Transport, ranks: tuple[int, ...], rank: int, *, apart: bool = False
 ) -> torch.Tensor:
     """Return every rank's vector as a row, in the order of ``ranks``."""
@@ -103,7 +103,7 @@ def gathered(
 
 def track(running_mean: torch.Tensor, running_var: torch.Tensor, moments: torch.Tensor, momentum: float) -> None:
     """Move running statistics towards new ones, as ``torch.nn.BatchNorm`` does; the variance is the unbiased one."""
-    count, mean, squares = unpacked(moments)
+    count, mean, squares = unpack_moments(moments)
     variance = squares / (count - 1).clamp(min=1)
     running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
     running_var.mul_(1 - momentum).add_(variance.to(running_var.dtype), alpha=momentum)
@@ -126,12 +126,12 @@ def deferred_batch_norm(
     with torch.no_grad():
         squares = variance * (count - 1) if count > 1 else torch.zeros_like(variance)
         parts = [torch.full_like(moments[:1], count), mean.to(moments.dtype), squares.to(moments.dtype)]
-        moments.copy_(pooled(torch.stack([moments, torch.cat(parts)])))
+        moments.copy_(pool_moments(torch.stack([moments, torch.cat(parts)])))
     return output
 
 
 @dataclass
-class _Tracked:
+class _RunningStatistics:
     """Running statistics, and the moments of the present mini-batch: names of buffers of a module."""
 
     module: nn.Module
@@ -170,29 +170,29 @@ class DeferredBatchNorms:
             UsageError: one is out of reach.
         """
         self._transport, self._ranks, self._rank = transport, ranks, rank
-        self._tracked: list[_Tracked] = []
+        self._running_statistics: list[_RunningStatistics] = []
         for layer in layers:
             for graph, node in calls_of(layer.module):
                 if node.args[3] is not None:
-                    self._tracked.append(_deferred_call(layer, graph, node, len(self._tracked)))
+                    self._running_statistics.append(_deferred_call(layer, graph, node, len(self._running_statistics)))
             for module in modules_of(layer.module):
                 if module.running_mean is not None:
-                    self._tracked.append(_deferred_module(module))
+                    self._running_statistics.append(_deferred_module(module))
 
     @torch.no_grad()
     def settle(self) -> None:
         """Update all running statistics by those of the mini-batch that ends; every replica does so at once."""
-        if not self._tracked:
+        if not self._running_statistics:
             return
-        own = torch.cat([each.own() for each in self._tracked])
+        own = torch.cat([each.own() for each in self._running_statistics])
         replicated = len(self._ranks) > 1
-        parts = gathered(own, self._transport, self._ranks, self._rank) if replicated else own[None]
-        sizes = [each.own().numel() for each in self._tracked]
-        for each, columns in zip(self._tracked, torch.split(parts, sizes, dim=1), strict=True):
-            each.settle(pooled(columns))
+        parts = all_gather(own, self._transport, self._ranks, self._rank) if replicated else own[None]
+        sizes = [each.own().numel() for each in self._running_statistics]
+        for each, columns in zip(self._running_statistics, torch.split(parts, sizes, dim=1), strict=True):
+            each.settle(pool_moments(columns))
 
 
-def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: int) -> _Tracked:
+def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: int) -> _RunningStatistics:
     x, weight, bias, mean, variance, _, momentum, eps, cudnn = node.args
     known = isinstance(mean, fx.Node) and isinstance(variance, fx.Node) and mean.op == variance.op == "get_attr"
     if module is not layer.module or not known:
@@ -210,13 +210,13 @@ def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: i
     deferred.meta = dict(node.meta)
     node.replace_all_uses_with(deferred)
     module.graph.erase_node(node)
-    counter = _uncounted(layer, module, attribute)
+    counter = _remove_counter_updates(layer, module, attribute)
     module.recompile()
     assert isinstance(momentum, float)
-    return _Tracked(module, name, attribute, str(variance.target), counter, momentum)
+    return _RunningStatistics(module, name, attribute, str(variance.target), counter, momentum)
 
 
-def _uncounted(layer: Layer, module: fx.GraphModule, mean: str) -> str | None:
+def _remove_counter_updates(layer: Layer, module: fx.GraphModule, mean: str) -> str | None:
     """Take the counting of micro-batches out of a graph; return the attribute of the counter, if there is one."""
     full_name = f"{layer.buffers[mean].rpartition('.')[0]}.num_batches_tracked"
     counter = next((attribute for attribute, name in layer.buffers.items() if name == full_name), None)
@@ -234,7 +234,7 @@ def _counts(node: fx.Node, counter: str) -> bool:
     return isinstance(counted, fx.Node) and (counted.target == counter or _counts(counted, counter))
 
 
-def _deferred_module(module: _BatchNorm) -> _Tracked:
+def _deferred_module(module: _BatchNorm) -> _RunningStatistics:
     assert module.running_mean is not None
     module.register_buffer("moments", _no_moments(module.running_mean), persistent=False)
 
@@ -247,7 +247,7 @@ def _deferred_module(module: _BatchNorm) -> _Tracked:
 
     override(module, forward)
     counter = None if module.num_batches_tracked is None else "num_batches_tracked"
-    return _Tracked(module, "moments", "running_mean", "running_var", counter, module.momentum)
+    return _RunningStatistics(module, "moments", "running_mean", "running_var", counter, module.momentum)
 
 
 def _no_moments(running_mean: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ class SyncedBatchNorm(nn.Module):
 
     def pool(self, moments: torch.Tensor) -> torch.Tensor:
         """Return the moments of all shares together."""
-        return pooled(gathered(moments, self._transport, self._ranks, self._rank, apart=True))
+        return pool_moments(all_gather(moments, self._transport, self._ranks, self._rank, apart=True))
 
     def add(self, sums: torch.Tensor) -> None:
         """Replace sums over a share by those over all."""
@@ -310,7 +310,7 @@ class _Normalize(Function):
         count = x.numel() // x.shape[1]
         own = torch.cat([mean.new_full((1,), count), mean, variance * count])
         moments = replicas.pool(own.double())
-        count_of_all, mean, squares = (each.to(wide.dtype) for each in unpacked(moments))
+        count_of_all, mean, squares = (each.to(wide.dtype) for each in unpack_moments(moments))
         variance = squares / count_of_all
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), count_of_all)
         ctx.replicas, ctx.types = replicas, [None if each is None else each.dtype for each in (weight, bias)]

@@ -22,11 +22,11 @@ Code = Callable[..., Sequence[torch.Tensor]]
 class CompiledLayer(nn.Module):
     """A layer's module, run by compiled code until that is found not to compile."""
 
-    def __init__(self, layer: nn.Module, code: Code, held: Sequence[str]) -> None:
+    def __init__(self, layer: nn.Module, code: Code, tensor_names: Sequence[str]) -> None:
         """Take the module, the code, and the names of the module's tensors that are arguments of the code."""
         super().__init__()
         self.layer = layer
-        self._held = tuple(held)
+        self._tensor_names = tuple(tensor_names)
         # In a list, so that modules and parameters of the code are not taken for this layer's.
         self._code: list[Code] = [code]
 
@@ -44,10 +44,10 @@ class CompiledLayer(nn.Module):
         if not self._code:
             outputs: Sequence[torch.Tensor] = self.layer(rows, *inputs)
             return outputs
-        return self._code[0](rows, *inputs, *(attrgetter(name)(self.layer) for name in self._held))
+        return self._code[0](rows, *inputs, *(attrgetter(name)(self.layer) for name in self._tensor_names))
 
 
-def compiled(layers: Mapping[int, Sequence[Layer]]) -> dict[int, list[Layer]]:
+def compile_layers(layers: Mapping[int, Sequence[Layer]]) -> dict[int, list[Layer]]:
     """Return a rank's layers, by stage, that compile when they first run.
 
     Layers of a kind run the same code, of which their tensors are arguments; listed ones each have their own. Random
@@ -55,17 +55,17 @@ def compiled(layers: Mapping[int, Sequence[Layer]]) -> dict[int, list[Layer]]:
     """
     torch._inductor.config.fallback_random = True
     codes: dict[object, Code] = {}
-    return {index: [_compiled(layer, codes) for layer in each] for index, each in layers.items()}
+    return {index: [_compile_layer(layer, codes) for layer in each] for index, each in layers.items()}
 
 
-def _compiled(layer: Layer, codes: dict[object, Code]) -> Layer:
+def _compile_layer(layer: Layer, codes: dict[object, Code]) -> Layer:
     module = layer.module
     if isinstance(module, fx.GraphModule):
-        reads = [str(node.target) for node in _held(module)]
+        reads = [str(node.target) for node in _tensor_nodes(module)]
         held = list(dict.fromkeys(reads))
         kind = (layer.fingerprint, tuple(held.index(name) for name in reads))
         if kind not in codes:
-            codes[kind] = torch.compile(_lifted(module, held), dynamic=False)
+            codes[kind] = torch.compile(_lift_tensors(module, held), dynamic=False)
         wrapped = CompiledLayer(module, codes[kind], held)
     else:
         wrapped = CompiledLayer(module, torch.compile(module, dynamic=False), ())
@@ -77,21 +77,21 @@ def _compiled(layer: Layer, codes: dict[object, Code]) -> Layer:
     )
 
 
-def _held(module: fx.GraphModule) -> list[fx.Node]:
+def _tensor_nodes(module: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that read tensors of a layer's module."""
     nodes = [node for node in module.graph.nodes if node.op == "get_attr"]
     return [node for node in nodes if isinstance(attrgetter(str(node.target))(module), torch.Tensor)]
 
 
-def _lifted(module: fx.GraphModule, held: Sequence[str]) -> fx.GraphModule:
+def _lift_tensors(module: fx.GraphModule, tensor_names: Sequence[str]) -> fx.GraphModule:
     """Return a layer's graph with the tensors that it holds as further arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             copies[node] = graph.placeholder(str(node.target))
-    arguments = {name: graph.placeholder(f"held_{index}") for index, name in enumerate(held)}
-    copies |= {node: arguments[str(node.target)] for node in _held(module)}
+    arguments = {name: graph.placeholder(f"held_{index}") for index, name in enumerate(tensor_names)}
+    copies |= {node: arguments[str(node.target)] for node in _tensor_nodes(module)}
     for node in module.graph.nodes:
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -127,7 +127,7 @@ def warm_up(
                 if layer.random:
                     seed(layer.name)
                 with autocast():
-                    outputs = _tried(layer, rows, inputs, warnings)
+                    outputs = _run_or_fall_back(layer, rows, inputs, warnings)
                 values.update(zip(layer.outputs, outputs, strict=True))
     finally:
         with torch.no_grad():
@@ -136,7 +136,9 @@ def warm_up(
     return warnings
 
 
-def _tried(layer: Layer, rows: int, inputs: Sequence[torch.Tensor], warnings: list[str]) -> Sequence[torch.Tensor]:
+def _run_or_fall_back(
+    layer: Layer, rows: int, inputs: Sequence[torch.Tensor], warnings: list[str]
+) -> Sequence[torch.Tensor]:
     module: Any = layer.module
     try:
         outputs: Sequence[torch.Tensor] = module(rows, *inputs)

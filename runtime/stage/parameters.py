@@ -24,7 +24,7 @@ Weights = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Reads initial parameters and buffers by name."""
 
 
-class Held:
+class LocalParameters:
     """Parameters, in the order in which layers read them, and buffers."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class Held:
         """Return both together."""
         return {**self.parameters, **self.buffers}
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that have gradients."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
@@ -54,7 +54,7 @@ class Held:
         self.parameters = {name: left[name] if name in left else self.parameters[name] for name in order}
 
 
-def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, device: torch.device) -> Held:
+def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, device: torch.device) -> LocalParameters:
     """Put the parameters and buffers of a rank's layers in place, and return them.
 
     Args:
@@ -77,19 +77,19 @@ def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, de
     missing = [name for name in wanted if name not in values]
     if missing:
         raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")
-    parts = {name for index, each in stages.items() for name in divided(plan, index, each)}
+    parts = {name for index, each in stages.items() for name in sharded_parameter_names(plan, index, each)}
     parameters = {
         # What is divided need not fit the device as a whole.
         name: torch.nn.Parameter(values[name].to("cpu" if name in parts else device), requires_grad=needed)
         for name, needed in trainable.items()
     }
-    held = Held(parameters, {name: values[name].to(device) for name in wanted if name not in trainable})
+    held = LocalParameters(parameters, {name: values[name].to(device) for name in wanted if name not in trainable})
     for layer in layers:
         materialize(layer, held.state(), device)
     return held
 
 
-def divided(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:
+def sharded_parameter_names(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:
     """Return the names of the parameters of a stage's layers of which every replica is to keep a part.
 
     Those that other stages hold, too, stay whole, and so does what has no rows or cannot be reduced in parts: scalars,
@@ -102,38 +102,40 @@ def divided(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:
     return parts - {tied.parameter for tied in plan.tied}
 
 
-class Twins:
+class OptimizerParameters:
     """Stand-ins for whole parameters, of the kind of the divided ones beside them, whose values are theirs.
 
     Torch's kernels for many parameters at once would refuse some of one kind and some of the other.
     """
 
-    def __init__(self, trained: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
+    def __init__(self, trainable_parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh | None) -> None:
         """Make them; without a mesh of replicas that divide parameters, there are none."""
         self._twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._mesh = mesh
-        self.trained = dict(trained)
+        self.trainable_parameters = dict(trainable_parameters)
         """By the model's own names."""
         if mesh is not None:
             from torch.distributed.tensor import DTensor
 
-            from autopar.runtime.stage.sharded import replicated
+            from autopar.runtime.stage.sharded import replicated_dtensor
 
             # Complex numbers are not divided: kernels take them by themselves.
-            found = [each for each in trained.values() if not each.is_complex()]
+            found = [each for each in trainable_parameters.values() if not each.is_complex()]
             whole = [each for each in found if not isinstance(each, DTensor)]
-            self._twins = {each: torch.nn.Parameter(replicated(each.detach(), mesh)) for each in whole}
-        self.stepped = {name: self._twins.get(parameter, parameter) for name, parameter in trained.items()}
+            self._twins = {each: torch.nn.Parameter(replicated_dtensor(each.detach(), mesh)) for each in whole}
+        self.optimizer_parameters = {
+            name: self._twins.get(parameter, parameter) for name, parameter in trainable_parameters.items()
+        }
         """What an optimizer is given, in the order of the trained parameters."""
 
-    def lend(self) -> None:
+    def set_gradients(self) -> None:
         """Give the twins the gradients of their parameters, before the optimizer steps."""
         if self._mesh is None:
             return
-        from autopar.runtime.stage.sharded import replicated
+        from autopar.runtime.stage.sharded import replicated_dtensor
 
         for parameter, twin in self._twins.items():
-            twin.grad = None if parameter.grad is None else replicated(parameter.grad, self._mesh)
+            twin.grad = None if parameter.grad is None else replicated_dtensor(parameter.grad, self._mesh)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ _KINDS = 3
 """Of what a replica may come to next."""
 
 
-class Reached:
+class GatherAgreement:
     """Compares, among the replicas of a stage, what each is about to gather or reduce in a backward."""
 
     def __init__(
@@ -148,7 +148,7 @@ class ShardedStage(Stage):
         Raises:
             UsageError: a layer has trained parameters of several types, which are not reduced together.
         """
-        called = [_wrapped(layer) for layer in layers]
+        called = [_wrap_layer(layer) for layer in layers]
         super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
         self._sharding = sharding
         several = _used_by_several(layers)
@@ -168,12 +168,14 @@ class ShardedStage(Stage):
         for before, after in pairwise(units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-        self._reached: Reached | None = None
+        self._gather_agreement: GatherAgreement | None = None
         if sharding.decides:
             names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
             divided = {each: names[each] for each in self.parts}
             gathers = sharding.level == "parameters" and not sharding.turning
-            self._reached = Reached([*units, self._root], divided, sharding.mesh.get_group(), gathers=gathers)
+            self._gather_agreement = GatherAgreement(
+                [*units, self._root], divided, sharding.mesh.get_group(), gathers=gathers
+            )
         # Left to itself, it would gather what another micro-batch's forward came to.
         units[0].set_modules_to_backward_prefetch([units[0]])
 
@@ -219,8 +221,8 @@ class ShardedStage(Stage):
         self._root.set_reshard_after_backward(True, recurse=False)
         self._root.set_is_last_backward(True)
         self._end_backward()
-        if self._reached is not None:
-            self._reached.end()
+        if self._gather_agreement is not None:
+            self._gather_agreement.end()
 
     def _set(self, *, reduce: bool, let_go: bool) -> None:
         """Say what the backwards from now on do with a layer's gradients and with its parameters.
@@ -251,7 +253,7 @@ class ShardedStage(Stage):
         lent = []
         for layer in layers:
             owned = {attribute: owners[name] for attribute, name in layer.parameters.items()}
-            lent.append(replace(layer, module=_Lent(layer.module, owned, by_layer=by_layer)))
+            lent.append(replace(layer, module=_EvaluationLayer(layer.module, owned, by_layer=by_layer)))
         return lent
 
     @contextmanager
@@ -291,7 +293,7 @@ class ShardedStage(Stage):
         return unit
 
 
-class _Called(nn.Module):
+class _LayerWrapper(nn.Module):
     """A layer's module, whose calls FSDP2 attends to; the module itself stays what it is."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -302,33 +304,33 @@ class _Called(nn.Module):
         return self.module(*arguments)
 
 
-def _wrapped(layer: Layer) -> Layer:
+def _wrap_layer(layer: Layer) -> Layer:
     """Return a layer whose calls FSDP2 attends to."""
     buffers = {f"module.{attribute}": name for attribute, name in layer.buffers.items()}
-    return replace(layer, module=_Called(layer.module), buffers=buffers)
+    return replace(layer, module=_LayerWrapper(layer.module), buffers=buffers)
 
 
-class _Lent(nn.Module):
+class _EvaluationLayer(nn.Module):
     """A layer in another mode, whose parameters are those of layers that FSDP2 attends to."""
 
     def __init__(
-        self, module: nn.Module, owned: Mapping[str, tuple[nn.Module, str, FSDPModule]], *, by_layer: bool
+        self, module: nn.Module, owners: Mapping[str, tuple[nn.Module, str, FSDPModule]], *, by_layer: bool
     ) -> None:
         """Keep apart what the layer computes, and where its parameters are: attribute -> module, attribute, unit."""
         super().__init__()
         self.module = module
-        self._owned = dict(owned)
-        self._gathered = list(dict.fromkeys(unit for _, _, unit in owned.values())) if by_layer else []
+        self._owners = dict(owners)
+        self._units_to_gather = list(dict.fromkeys(unit for _, _, unit in owners.values())) if by_layer else []
 
     def forward(self, *arguments: object) -> Any:  # noqa: ANN401
-        for unit in self._gathered:
+        for unit in self._units_to_gather:
             unit.unshard()
-        for attribute, (module, held, _) in self._owned.items():
+        for attribute, (module, held, _) in self._owners.items():
             place(self.module, attribute, module.get_parameter(held))
         try:
             return self.module(*arguments)
         finally:
-            for unit in self._gathered:
+            for unit in self._units_to_gather:
                 unit.reshard()
 
 
@@ -349,7 +351,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def replicated_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a tensor that is alike on all replicas as one that optimizers can step together with divided ones."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 

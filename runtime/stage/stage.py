@@ -24,11 +24,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.split_backward import Halves
+from autopar.capture.split_backward import SplitBackward
 from autopar.errors import AutoparError, TrainingError
 
 
-class Before(NamedTuple):
+class WrittenTensors(NamedTuple):
     """What a layer is about to write, as it was before its first run."""
 
     inputs: dict[str, torch.Tensor]
@@ -37,23 +37,23 @@ class Before(NamedTuple):
     """By attribute of the layer's module."""
 
 
-def forgetting() -> AbstractContextManager[object]:
+def without_saved_tensors() -> AbstractContextManager[object]:
     """Return a context for a forward that saves nothing for a backward."""
-    return saved_tensors_hooks(lambda tensor: None, _forgotten)
+    return saved_tensors_hooks(lambda tensor: None, _refuse_unpacking)
 
 
-def _forgotten(nothing: None) -> torch.Tensor:
+def _refuse_unpacking(nothing: None) -> torch.Tensor:
     raise AssertionError("a layer that is recomputed has not been")
 
 
-def kept(layer: Layer, values: Mapping[str, torch.Tensor]) -> Before:
+def copy_written_tensors(layer: Layer, values: Mapping[str, torch.Tensor]) -> WrittenTensors:
     """Copy what a layer's forward writes, before it first runs on ``values``."""
     inputs = () if layer.writes is None else layer.writes.inputs
     copies = {attribute: buffer.detach().clone() for attribute, buffer in _written_buffers(layer).items()}
-    return Before({name: values[name].clone() for name in inputs}, copies)
+    return WrittenTensors({name: values[name].clone() for name in inputs}, copies)
 
 
-def called(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a layer's module.
 
     Buffers and parameters that it writes are copies meanwhile, and are given the copies' values at the end: what the
@@ -73,7 +73,9 @@ def called(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[
     return result
 
 
-def called_again(layer: Layer, rows: int, inputs: Sequence[torch.Tensor], before: Before) -> Sequence[torch.Tensor]:
+def call_layer_again(
+    layer: Layer, rows: int, inputs: Sequence[torch.Tensor], before: WrittenTensors
+) -> Sequence[torch.Tensor]:
     """Run a layer's module once more; what it updates in place, as batch statistics, is updated once only."""
     module, arguments = layer.module, (rows, *inputs)
     written = before.buffers
@@ -111,10 +113,10 @@ class Segment:
     def __init__(
         self,
         layers: Sequence[Layer],
-        wanted: Collection[str],
+        needed_names: Collection[str],
         autocast: Callable[[], AbstractContextManager[object]],
         *,
-        recomputed: bool,
+        is_recomputed: bool,
     ) -> None:
         """Work out what flows.
 
@@ -124,7 +126,7 @@ class Segment:
             autocast: makes the context that a forward runs in.
             recomputed: whether they keep their inputs only.
         """
-        self.recomputed = recomputed
+        self.is_recomputed = is_recomputed
         self._layers, self._autocast = list(layers), autocast
         if autocast is nullcontext:
             nothing = nullcontext()
@@ -132,23 +134,23 @@ class Segment:
         made = [name for layer in layers for name in layer.outputs]
         read = [name for layer in layers for name in layer.inputs]
         self.inputs = tuple(dict.fromkeys(name for name in read if name not in made))
-        self.outputs = tuple(name for name in made if name in wanted)
-        self.done = tuple(name for name in self.inputs if name not in wanted)
+        self.outputs = tuple(name for name in made if name in needed_names)
+        self.done = tuple(name for name in self.inputs if name not in needed_names)
         """Names of the inputs that nobody needs after it."""
         self._drop = self._last_uses()
         self.watch: Watch | None = None
 
-    def before(self, values: Mapping[str, torch.Tensor]) -> Before:
+    def before(self, values: Mapping[str, torch.Tensor]) -> WrittenTensors:
         """Return copies of what the one layer of a recomputed segment will write, for its second run."""
-        assert self.recomputed
-        return kept(self._layers[0], values)
+        assert self.is_recomputed
+        return copy_written_tensors(self._layers[0], values)
 
     def run(
         self,
         rows: int,
         values: Mapping[str, torch.Tensor],
         seed: Callable[[str], None],
-        again: Before | None = None,
+        again: WrittenTensors | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run forward, the first time or once more, on what was kept ``before``; return the outputs.
 
@@ -173,11 +175,13 @@ class Segment:
         return {name: known[name] for name in self.outputs}
 
     def _run(
-        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: Before | None
+        self, layer: Layer, rows: int, inputs: Sequence[torch.Tensor], again: WrittenTensors | None
     ) -> Sequence[torch.Tensor]:
         def run() -> Sequence[torch.Tensor]:
             with self._autocast():
-                return called(layer, rows, inputs) if again is None else called_again(layer, rows, inputs, again)
+                return (
+                    call_layer(layer, rows, inputs) if again is None else call_layer_again(layer, rows, inputs, again)
+                )
 
         return run() if self.watch is None else self.watch(layer.name, run, again is not None)
 
@@ -196,13 +200,13 @@ class Segment:
 
 def segments_of(
     layers: Sequence[Layer],
-    wanted: Collection[str],
+    needed_names: Collection[str],
     autocast: Callable[[], AbstractContextManager[object]],
     recompute: Collection[str],
 ) -> list[Segment]:
     """Divide a stage's layers: every recomputed one by itself, and those between together.
 
-    ``wanted`` are the names that other stages or the loss need.
+    ``needed_names`` are the names that other stages or the loss need.
     """
     parts: list[tuple[list[Layer], bool]] = []
     for layer in layers:
@@ -211,9 +215,9 @@ def segments_of(
             parts.append(([], again))
         parts[-1][0].append(layer)
     found: list[Segment] = []
-    needed = set(wanted)
+    needed = set(needed_names)
     for part, again in reversed(parts):
-        found.append(Segment(part, needed, autocast, recomputed=again))
+        found.append(Segment(part, needed, autocast, is_recomputed=again))
         needed |= set(found[-1].inputs)
     return found[::-1]
 
@@ -250,16 +254,16 @@ class Pass:
         self._inputs = {name: values[name] for name in segment.inputs}
         self._outputs: dict[str, torch.Tensor] = {}
         self._edges: dict[str, GradientEdge] | None = None
-        self._halves = Halves() if split else None
-        self._before: Before | None = None
+        self._halves = SplitBackward() if split else None
+        self._before: WrittenTensors | None = None
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run forward; return what it makes."""
-        inputs, recomputed = self._inputs, self._segment.recomputed
+        inputs, recomputed = self._inputs, self._segment.is_recomputed
         if recomputed:
             self._before = self._segment.before(inputs)
             self._inputs = {**inputs, **self._before.inputs}
-        with forgetting() if recomputed else self._recording():
+        with without_saved_tensors() if recomputed else self._recording():
             made = self._segment.run(self._rows, inputs, self._seed)
         if not recomputed:
             self._keep(made)
@@ -273,16 +277,16 @@ class Pass:
             with self._recording():
                 self._keep(self._segment.run(self._rows, self._inputs, self._seed, again=before))
 
-    def backward(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Run the backward; ``given`` are gradients of outputs."""
-        edges, gradients = self._begin(given)
+    def backward(self, output_gradients: Mapping[str, torch.Tensor]) -> None:
+        """Run the backward; ``output_gradients`` are gradients of outputs."""
+        edges, gradients = self._begin(output_gradients)
         if edges:
             torch.autograd.backward(edges, gradients)
 
-    def backward_input(self, given: Mapping[str, torch.Tensor]) -> None:
+    def backward_input(self, output_gradients: Mapping[str, torch.Tensor]) -> None:
         """Run the half of the backward that makes the inputs' gradients."""
         assert self._halves is not None
-        edges, gradients = self._begin(given)
+        edges, gradients = self._begin(output_gradients)
         leaves = list(self._inputs.values())
         for leaf, gradient in zip(leaves, self._halves.input(edges, gradients, leaves), strict=True):
             if gradient is not None:
@@ -297,18 +301,18 @@ class Pass:
     def _recording(self) -> AbstractContextManager[object]:
         return _UNRECORDED if self._halves is None else self._halves.recording()
 
-    def _keep(self, made: Mapping[str, torch.Tensor]) -> None:
+    def _keep(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Keep of a forward what its backward needs."""
-        self._edges = {name: _edge(each) for name, each in made.items() if each.requires_grad}
+        self._edges = {name: _edge(each) for name, each in outputs.items() if each.requires_grad}
         self._inputs = {name: each for name, each in self._inputs.items() if each.requires_grad}
 
-    def _begin(self, given: Mapping[str, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _begin(self, output_gradients: Mapping[str, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return where the backward starts and with which gradients, and let go of the outputs."""
         self.recompute()
         edges, gradients = [], []
         for name, edge in (self._edges or {}).items():
             output = self._outputs[name]
-            for each in (given.get(name), taken(output)):
+            for each in (output_gradients.get(name), pop_gradient(output)):
                 if each is not None:
                     edges.append(edge)
                     gradients.append(each.to(output.dtype))
@@ -316,7 +320,7 @@ class Pass:
         return edges, gradients
 
 
-def taken(leaf: torch.Tensor) -> torch.Tensor | None:
+def pop_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
     """Return a leaf's gradient, and let go of it: the graph of a half that is to come holds the leaf."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
@@ -360,10 +364,12 @@ class Stage:
         made = {name for layer in layers for name in layer.outputs}
         read = {name for layer in layers for name in layer.inputs}
         self.inputs = tuple(name for name in model_inputs if name in read)
-        self.received = tuple(spec for spec in tensors if spec.name in read - made and spec.name not in model_inputs)
-        self.sent = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
+        self.received_specs = tuple(
+            spec for spec in tensors if spec.name in read - made and spec.name not in model_inputs
+        )
+        self.sent_specs = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
         self.loss = tuple(name for name in loss if name in made)
-        wanted = {*(spec.name for spec in self.sent), *self.loss}
+        wanted = {*(spec.name for spec in self.sent_specs), *self.loss}
         self._segments = segments_of(layers, wanted, autocast, recompute)
         self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
 
@@ -405,7 +411,7 @@ class Stage:
             TrainingError: a tensor has another shape than they expect; names it.
         """
         sent = {}
-        for name, dtype, expected in self._expected(rows):
+        for name, dtype, expected in self._sent_shapes(rows):
             tensor = outputs[name]
             if tensor.shape != expected:
                 raise TrainingError(
@@ -427,21 +433,21 @@ class Stage:
         """Return the context that lent layers run in, entered by all replicas together."""
         return nullcontext()
 
-    def _expected(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def _sent_shapes(self, rows: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return the names, types and shapes of what is sent of so many rows, found once."""
         if rows not in self._shapes:
-            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent]
+            self._shapes[rows] = [(spec.name, spec.dtype, spec.shape(rows)) for spec in self.sent_specs]
         return self._shapes[rows]
 
 
-class Flight:
+class InFlightMicroBatch:
     """What a stage's forward of one micro-batch leaves for its backward."""
 
     def __init__(
         self,
         stage: Stage,
         passes: Sequence[Pass],
-        received: Mapping[str, torch.Tensor],
+        received_tensors: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
         weight: float,
     ) -> None:
@@ -455,8 +461,10 @@ class Flight:
             weight: the loss's gradient.
         """
         self._ahead, self._behind = list(passes), list[Pass]()
-        self._leaves = {spec.name: received[spec.name] for spec in stage.received if spec.gradient}
-        self.awaited = [spec.name for spec in stage.sent if spec.gradient and outputs[spec.name].requires_grad]
+        self._leaves = {spec.name: received_tensors[spec.name] for spec in stage.received_specs if spec.gradient}
+        self.awaited_names = [
+            spec.name for spec in stage.sent_specs if spec.gradient and outputs[spec.name].requires_grad
+        ]
         """Names of the tensors whose gradients the backward needs."""
         self._loss = {name: outputs[name] for name in stage.loss[:1]}
         self._weight = weight
@@ -467,31 +475,31 @@ class Flight:
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Run backward from the gradients of ``awaited``; return those of the received tensors by name, if any."""
-        given = self._given(gradients)
+        given = self._output_gradients(gradients)
         while self._ahead:
             self._ahead.pop().backward(given)
-        return self._returned()
+        return self._input_gradients()
 
     def backward_input(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Run the half of the backward that others wait for; return the gradients of the received tensors by name."""
-        given = self._given(gradients)
+        given = self._output_gradients(gradients)
         while self._ahead:
             self._behind.append(self._ahead.pop())
             self._behind[-1].backward_input(given)
-        return self._returned()
+        return self._input_gradients()
 
     def backward_weight(self) -> None:
         """Run the other half, which makes the parameters' gradients."""
         for each in self._behind:
             each.backward_weight()
 
-    def _given(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _output_gradients(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
         loss = {name: torch.full_like(each, self._weight) for name, each in self._loss.items()}
-        sent = zip(self.awaited, gradients, strict=True)
+        sent = zip(self.awaited_names, gradients, strict=True)
         return {**{name: each for name, each in sent if each is not None}, **loss}
 
-    def _returned(self) -> dict[str, torch.Tensor | None]:
+    def _input_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the received tensors, None where the backward did not come to one."""
         leaves, self._leaves = self._leaves, {}
-        return {name: taken(leaf) for name, leaf in leaves.items()}
+        return {name: pop_gradient(leaf) for name, leaf in leaves.items()}

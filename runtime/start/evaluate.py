@@ -86,7 +86,7 @@ class Forwards:
                     # The sends of a forward follow it at once.
                     self._mailbox.send(position, outgoing)
             except Exception as error:
-                raise self._placed(error, action) from error
+                raise self._error_at(error, action) from error
         return results
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ class Forwards:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         received = {
             spec.name: self._mailbox.take(RECEIVE, action.stage, micro_batch, self._producer[spec.name], spec.name)
-            for spec in stage.received
+            for spec in stage.received_specs
         }
 
         def seed(layer: str) -> None:
@@ -113,7 +113,7 @@ class Forwards:
         self._mailbox.pass_on(SEND, action.stage, micro_batch, sent)
         return sent
 
-    def _placed(self, error: Exception, action: Action) -> AutoparError:
+    def _error_at(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
         place = f"rank {self._rank} (stage {action.stage}, evaluation, {action})"
         if isinstance(error, AutoparError):

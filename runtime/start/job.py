@@ -26,9 +26,15 @@ from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
-from autopar.runtime.stage.compile import compiled, warm_up
+from autopar.runtime.stage.compile import compile_layers, warm_up
 from autopar.runtime.stage.layers import autocast_of, crossing_specs, seed_generator
-from autopar.runtime.stage.parameters import Held, Twins, Weights, divided, hold
+from autopar.runtime.stage.parameters import (
+    LocalParameters,
+    OptimizerParameters,
+    Weights,
+    hold,
+    sharded_parameter_names,
+)
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import clock_of
@@ -51,7 +57,7 @@ def build_stages(
     plan: Plan,
     graph: LayerGraph,
     layers: Mapping[int, Sequence[Layer]],
-    held: Held,
+    local_parameters: LocalParameters,
     mesh: DeviceMesh | None,
     device: torch.device,
     *,
@@ -82,13 +88,13 @@ def build_stages(
         # What shards takes most of a second to import.
         from autopar.runtime.stage.sharded import ShardedStage, Sharding
 
-        parts = divided(plan, index, mine)
+        parts = sharded_parameter_names(plan, index, mine)
         names = {name for layer in mine for name in layer.parameters.values()}
         # Of this stage alone: a stage that is built later must find nobody else holding its parameters as a whole.
-        apart = frozenset(held.parameters[name] for name in names - parts)
+        apart = frozenset(local_parameters.parameters[name] for name in names - parts)
         turning = placed.division == "round-robin"
         sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
-        with held.dividing(parts, mine):
+        with local_parameters.dividing(parts, mine):
             built[index] = ShardedStage(sharding, *flow)
     return built
 
@@ -110,7 +116,7 @@ def compile_stages(
     """
     warnings, autocast = list[str](), autocast_of(precision, device)
     for stage in stages:
-        read = [*stage.received, *(specs[name] for name in stage.inputs)]
+        read = [*stage.received_specs, *(specs[name] for name in stage.inputs)]
         values = {
             spec.name: torch.zeros(spec.shape(rows), dtype=spec.dtype, device=device).requires_grad_(spec.gradient)
             for spec in read
@@ -167,25 +173,27 @@ class Job:
         indices, self.replica = stages_of(plan, rank)
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
-        self._held = hold(plan, layers, weights, device)
+        self._local_parameters = hold(plan, layers, weights, device)
         mine = [layer for each in layers.values() for layer in each]
         replicas = replica_ranks(plan, indices)
-        self._alike = ReplicatedBuffers(mine, self._held, plan.replicate_state, transport, replicas, rank)
-        check_shares(graph.layers, plan, synced=settings.sync_batch_norm)
+        self._alike = ReplicatedBuffers(mine, self._local_parameters, plan.replicate_state, transport, replicas, rank)
+        check_shares(graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
         layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
         if settings.compile:
             check_compiling(plan, program)
-            layers = compiled(layers)
+            layers = compile_layers(layers)
         self._mesh = mesh_of(plan, rank, transport)
-        self.stages = build_stages(plan, graph, layers, self._held, self._mesh, device, offload=settings.cpu_offload)
+        self.stages = build_stages(
+            plan, graph, layers, self._local_parameters, self._mesh, device, offload=settings.cpu_offload
+        )
         clock, self._copies = clock_of(device), copies_of(device)
-        reducer = reducer_of(plan, rank, self.stages, self._held, transport, clock.mark)
+        reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(model, graph, reducer, transport, settings, scale, whole)
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
         marked = not graph.portable and self.reads_values
-        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, marked=marked)
+        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
         parts = self._mailbox, reducer, self._tally(), self._complete
         self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
 
@@ -212,16 +220,16 @@ class Job:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's, by the model's own names; of divided ones, its parts."""
-        return self._held.parameters
+        return self._local_parameters.parameters
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """This rank's, by the model's own names."""
-        return self._held.buffers
+        return self._local_parameters.buffers
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by the model's own names."""
-        return self._held.state()
+        return self._local_parameters.state()
 
     def whole(self, name: str) -> torch.Tensor:
         """Return all of a parameter or buffer; replicas that divide parameters ask for it together."""
@@ -244,12 +252,12 @@ class Job:
         """
         if self._mesh is None:
             return
-        from autopar.capture.optimizer import divided_trouble, divider
+        from autopar.capture.optimizer import divider, sharding_problem
         from autopar.runtime.stage.sharded import whole
 
         device = self._mesh.device_type
-        divide, trained = divider(self._mesh), list(self._held.trained().items())
-        trouble = divided_trouble(
+        divide, trained = divider(self._mesh), list(self._local_parameters.trainable_parameters().items())
+        trouble = sharding_problem(
             self._user, trained, lambda tensor: divide(tensor.to(device)), lambda tensor: whole(tensor).cpu()
         )
         if trouble is not None:
@@ -286,7 +294,7 @@ class Job:
         whole: Settings | None,
     ) -> Update:
         """Return what completes the gradients and steps the optimizer."""
-        twins = Twins(self._held.trained(), self._mesh)
+        twins = OptimizerParameters(self._local_parameters.trainable_parameters(), self._mesh)
         counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
         stage_of: dict[str, int] = {}
         for index, stage in self.stages.items():
@@ -295,7 +303,7 @@ class Job:
         parts = self.plan, self.rank, twins, stage_of, model, reducer, transport
         update = self.update_of(*parts, whole=whole, counts=counts, clip_norm=clip_norm, scale=scale)
         if update.optimizer is not None:
-            update.optimizer.register_step_pre_hook(lambda *_: twins.lend())
+            update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:

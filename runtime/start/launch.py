@@ -18,7 +18,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
 from autopar.ranks.board import FINISHED, STEPPING, Note
-from autopar.ranks.context import RankContext, joined_from_environment
+from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import Describe, Doing, RankPool
@@ -167,7 +167,7 @@ def join(
     program = _program(plan, options)
     files = _digests(plan, program, model, options)
     joining = (launch, plan.device_type, options.timeout_s, len(plan.devices), files, options.share_gpus)
-    with joined_from_environment(*joining) as context:
+    with join_from_environment(*joining) as context:
         if options.save is not None and not launch.one_host:
             check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
@@ -222,7 +222,7 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
 
 
-class _Prepared(NamedTuple):
+class _HostPreparation(NamedTuple):
     """What a rank is told of what its host has prepared."""
 
     folder: Path
@@ -234,7 +234,9 @@ class _Prepared(NamedTuple):
     """The name of the set of trained weights, the same on all hosts."""
 
 
-def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions) -> _Prepared:
+def _prepare_host(
+    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
+) -> _HostPreparation:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
     said: dict[str, object] = {}
     if folder is not None:
@@ -252,12 +254,12 @@ def _prepare_host(context: RankContext, folder: Path | None, model: str, plan: P
         if "failure" in item:
             raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
-    return _Prepared(Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"])
+    return _HostPreparation(Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"])
 
 
 def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
     if options.save is not None:
-        publish(options.save, (file for result in results for file in result["saved"]))
+        publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
     notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
     notes += dict.fromkeys(note for result in results for note in result["notes"])
@@ -330,13 +332,13 @@ class _Losses:
 
     def __init__(self, plan: Plan, progress: StepProgress | None) -> None:
         self._parts: dict[int, list[tuple[float, float]]] = {}
-        self._expected, self._progress = plan.stages[-1].replicas, progress
+        self._replica_count, self._progress = plan.stages[-1].replicas, progress
 
     def take(self, rank: int, message: dict[str, object]) -> None:
         step = int(str(message["step"]))
         parts = self._parts.setdefault(step, [])
         parts.append((float(str(message["loss"])), float(str(message["count"]))))
-        if len(parts) == self._expected:
+        if len(parts) == self._replica_count:
             del self._parts[step]
             if self._progress is not None:
                 self._progress(step, loss_of(parts))

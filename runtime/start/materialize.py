@@ -14,7 +14,7 @@ from autopar.capture.batch import check_module
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.ranks.script import joined_in_script
+from autopar.ranks.script import join_in_script
 from autopar.runtime.settings import TrainSettings, check_scope, check_sharing
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
@@ -70,7 +70,7 @@ def materialize(
     joining = ExitStack()
     with ExitStack() as failing:
         failing.callback(joining.close)
-        context = joining.enter_context(joined_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
+        context = joining.enter_context(join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
         _check_same(plan, context)
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)

@@ -21,14 +21,14 @@ from autopar.capture.storages import StorageTracker
 from autopar.ending import unwinding_aborts
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.progress import Progress, untold
+from autopar.progress import Progress, no_progress
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossTally
 from autopar.runtime.messages.transport import Pending, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.start.job import Job
-from autopar.runtime.start.workspace import fitted
+from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, mine, rank_of, stages_of
@@ -45,19 +45,19 @@ class Silence:
         self._meshes = meshes
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _Holding(tensor)
+        return _FakeWork(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _Holding(tensor)
+        return _FakeWork(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        return _Holding(tensor)
+        return _FakeWork(tensor)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         return self._meshes[ranks]
 
 
-class _Holding:
+class _FakeWork:
     """Like a piece of work under way, it keeps its tensor alive until it is let go."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ def rehearse(
     return tuple(peaks)
 
 
-def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = untold) -> tuple[int, ...]:
+def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = no_progress) -> tuple[int, ...]:
     """Capture MODEL and rehearse a plan of it; see :func:`rehearse`.
 
     Raises:
@@ -140,7 +140,7 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress
     user = load(model, data, plan.model)
     progress("capturing the model", 0.0)
     # It may be larger than this machine's memory.
-    graph = fitted(outline(user, plan.seed)[1], plan, user)
+    graph = fit_to_plan(outline(user, plan.seed)[1], plan, user)
     stages = len(plan.stages)
     return rehearse(plan, graph, user, lambda index: progress(f"rehearsing stage {index} of {stages}", 0.0))
 

@@ -39,7 +39,7 @@ def set_of(folder: Path | None, name: str) -> Iterator[None]:
     except BaseException:
         for path in () if folder is None else folder.glob(f"model-*-{name}.safetensors"):
             # An interrupt may come when the set is there already.
-            if path.name not in weights.named(path.parent):
+            if path.name not in weights.indexed_file_names(path.parent):
                 with suppress(OSError):
                     path.unlink()
         raise

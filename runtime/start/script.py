@@ -27,7 +27,7 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.meta import release
-from autopar.capture.model_state import copied
+from autopar.capture.model_state import deep_copy
 from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
@@ -42,7 +42,7 @@ from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
-from autopar.runtime.start.workspace import fitted
+from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
@@ -153,7 +153,7 @@ class _NoLoader:
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
+class BuiltJob:
     """What a job has once it knows what a batch looks like."""
 
     user: UserModel
@@ -174,7 +174,7 @@ def build_given(
     settings: TrainSettings,
     *,
     accept_loss: bool = False,
-) -> Built:
+) -> BuiltJob:
     """Build a rank's stages; what one rank refuses, all refuse. Rank 0 checks the loss, unless ``accept_loss``.
 
     Raises:
@@ -188,13 +188,13 @@ def build_given(
             raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
         # Other ranks' models may have no values.
         accepted = accept_loss or context.rank > 0
-        found = _captured(model, plan, batch, functions, accept_loss=accepted)
+        found = _capture_model(model, plan, batch, functions, accept_loss=accepted)
     except AutoparError as caught:
         error = caught
     agreement.refuse(error)
     assert found is not None
     user, graph = found
-    read = _spread(model, context, _wanted(plan, context.rank, graph))
+    read = _spread(model, context, _state_names(plan, context.rank, graph))
     place = (context.rank, graph, user, read, transport, context.device)
     whole = _whole_settings(user, model, graph, plan, context)
     job: Job | None = None
@@ -205,10 +205,10 @@ def build_given(
         error = caught
     agreement.refuse(error)
     assert job is not None
-    return Built(user, graph, job, transport, agreement, batch)
+    return BuiltJob(user, graph, job, transport, agreement, batch)
 
 
-def _captured(
+def _capture_model(
     model: nn.Module, plan: Plan, batch: object, functions: Functions, *, accept_loss: bool
 ) -> tuple[UserModel, LayerGraph]:
     if plan.counts_labels and functions.get("loss") is None:
@@ -217,16 +217,16 @@ def _captured(
     user = replace(given_model(model, batch, **functions), ignored_state=plan.ignored_state)
     graph = capture(user, model)
     if plan.divides and plan.loss_difference is None and not accept_loss and not graph.hollow:
-        check_loss(user, model, graph, accepted=False)
+        check_loss(user, model, graph, accept_loss=False)
     if not graph.portable:
         # Its layers are the model's own modules, whose parameters are about to be replaced.
-        graph = capture(user, copied(model))
+        graph = capture(user, deep_copy(model))
         for layer in graph.layers:
             # Those of its stage a rank is given, and the others it need not hold.
             release(layer)
     for module, mode in modes:
         module.training = mode
-    return user, fitted(graph, plan, user)
+    return user, fit_to_plan(graph, plan, user)
 
 
 def _whole_settings(
@@ -251,14 +251,14 @@ def _whole_settings(
     return settings
 
 
-def _wanted(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
+def _state_names(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
     stages, _ = stages_of(plan, rank)
     layers = [graph.layer(name) for stage in stages for name in plan.stages[stage].layers]
     return {name for layer in layers for name in (*layer.parameters.values(), *layer.buffers.values())}
 
 
 def _spread(
-    model: nn.Module, context: RankContext, wanted: set[str]
+    model: nn.Module, context: RankContext, state_names: set[str]
 ) -> Callable[[Iterable[str]], Mapping[str, torch.Tensor]]:
     """Give every rank rank 0's values of what it wants, tensor by tensor; other ranks' models may have none."""
     kept: dict[str, torch.Tensor] = {}
@@ -269,7 +269,7 @@ def _spread(
             tensor = torch.empty(value.shape, dtype=value.dtype)
         if tensor.numel():
             context.broadcast(tensor.reshape(-1).view(torch.uint8))
-        if name in wanted:
+        if name in state_names:
             kept[name] = tensor
     return lambda names: {name: kept[name] for name in names if name in kept}
 
@@ -284,7 +284,7 @@ class Metrics:
     """Of the whole mini-batch."""
     gradient_norm: float | None
     """Of all gradients of the model before clipping, where it was asked for."""
-    overflowed: bool
+    overflow: bool
     """Whether scaled gradients were not finite: nothing was updated."""
 
 
@@ -319,10 +319,10 @@ class ScriptJob:
         """
         self._model, self.plan, self._context, self._leave = model, plan, context, leave
         self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
-        self._built: Built | None = None
+        self._built_job: BuiltJob | None = None
         self._evaluations: dict[str, Evaluation] = {}
-        self._compared: set[str] = set()
-        self._step, self._failed = 0, False
+        self._compared_kinds: set[str] = set()
+        self._step, self._has_failed = 0, False
 
     @property
     def rank(self) -> int:
@@ -338,7 +338,7 @@ class ScriptJob:
         """
         built = self._ready(batch)
         specs = [built.graph.tensor(name) for name in built.job.inputs]
-        values, _ = self._agreed(built, batch, "step", specs)
+        values, _ = self._agree_on_batch(built, batch, "step", specs)
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
         with self._failing():
             record = built.job.train(self._step, inputs)
@@ -347,7 +347,7 @@ class ScriptJob:
                 total, count = built.agreement.sum([record.loss, record.count])
                 loss = total / count if count else total
         self._step += 1
-        return Metrics(self._step - 1, loss, record.gradient_norm, record.overflowed)
+        return Metrics(self._step - 1, loss, record.gradient_norm, record.overflow)
 
     def evaluate(self, batch: object) -> float:
         """Return the loss of a batch of any size in evaluation mode, on every rank.
@@ -356,7 +356,7 @@ class ScriptJob:
             CaptureError: the model cannot be cut in evaluation mode as it is in training.
             AutoparError: as :meth:`step`.
         """
-        built, evaluation, values, rows = self._prepared(batch, "evaluate")
+        built, evaluation, values, rows = self._prepare_evaluation(batch, "evaluate")
         with self._failing():
             total, count = built.agreement.sum(evaluation.loss(self._step, rows, values))
         if not count:
@@ -372,7 +372,7 @@ class ScriptJob:
             CaptureError: as :meth:`evaluate`.
             AutoparError: as :meth:`step`.
         """
-        _, evaluation, values, rows = self._prepared(batch, "predict")
+        _, evaluation, values, rows = self._prepare_evaluation(batch, "predict")
         with self._failing():
             return evaluation.predict(self._step, rows, values)
 
@@ -381,7 +381,7 @@ class ScriptJob:
 
         ``model.load_state_dict`` takes it.
         """
-        built = self._known()
+        built = self._require_built_job()
         first = holders(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found: dict[str, torch.Tensor] = {}
@@ -389,7 +389,7 @@ class ScriptJob:
             sender = rank_of(self.plan, stage, 0)
             for name in (name for name, holder in first.items() if holder == stage):
                 mine = built.job.whole(name) if stage in built.job.stages else None
-                value = self._brought(built, mine, known[name], sender)
+                value = self._collect_tensor(built, mine, known[name], sender)
                 if value is not None:
                     found[name] = value
         if self.rank != 0:
@@ -402,7 +402,7 @@ class ScriptJob:
 
     def save(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
-        built, path = self._known(), Path(folder)
+        built, path = self._require_built_job(), Path(folder)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
         def unread(read: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -427,8 +427,8 @@ class ScriptJob:
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
-        if self._built is not None:
-            self._built.job.finish()
+        if self._built_job is not None:
+            self._built_job.job.finish()
         self._leave()
 
     def __enter__(self) -> Self:
@@ -446,7 +446,7 @@ class ScriptJob:
     def prepare(self, batch: object) -> None:
         """Build the rank's stages, given an example of a mini-batch on every rank."""
         given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
-        self._built = build_given(*given, accept_loss=self._accept_loss)
+        self._built_job = build_given(*given, accept_loss=self._accept_loss)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -454,22 +454,24 @@ class ScriptJob:
         try:
             yield
         except BaseException:
-            self._failed = True
+            self._has_failed = True
             raise
 
-    def _ready(self, batch: object) -> Built:
-        if self._built is None:
+    def _ready(self, batch: object) -> BuiltJob:
+        if self._built_job is None:
             self.prepare(batch)
-        return self._known()
+        return self._require_built_job()
 
-    def _known(self) -> Built:
-        if self._built is None:
+    def _require_built_job(self) -> BuiltJob:
+        if self._built_job is None:
             raise UsageError("the job has seen no batch yet; give materialize() one, or train a step")
-        if self._failed:
+        if self._has_failed:
             raise TrainingError("the job has failed, and cannot go on")
-        return self._built
+        return self._built_job
 
-    def _prepared(self, batch: object, what: str) -> tuple[Built, Evaluation, dict[str, torch.Tensor], int]:
+    def _prepare_evaluation(
+        self, batch: object, what: str
+    ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
         if what not in self._evaluations:
             captured = capture_evaluation if what == "evaluate" else capture_prediction
@@ -484,11 +486,11 @@ class ScriptJob:
             self._evaluations[what] = evaluation
         evaluation = self._evaluations[what]
         known = {tensor.name: tensor for tensor in evaluation.graph.tensors}
-        values, rows = self._agreed(built, batch, what, [known[name] for name in evaluation.inputs])
+        values, rows = self._agree_on_batch(built, batch, what, [known[name] for name in evaluation.inputs])
         return built, evaluation, values, rows
 
-    def _agreed(
-        self, built: Built, batch: object, what: str, specs: list[TensorSpec]
+    def _agree_on_batch(
+        self, built_job: BuiltJob, batch: object, what: str, specs: list[TensorSpec]
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Return the tensors of a batch and its number of samples, all ranks having found it sound.
 
@@ -500,37 +502,39 @@ class ScriptJob:
             if batch is not None:
                 values = named_tensors(batch)
                 rows = row_count(values)
-                digest = digest_of(values) if what not in self._compared else 0.0
+                digest = digest_of(values) if what not in self._compared_kinds else 0.0
             _check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
         except AutoparError as caught:
             error = caught
-        rows = built.agreement.rows(rows, digest, error)
-        self._compared.add(what)
+        rows = built_job.agreement.rows(rows, digest, error)
+        self._compared_kinds.add(what)
         return values, rows
 
-    def _brought(self, built: Built, mine: torch.Tensor | None, like: torch.Tensor, sender: int) -> torch.Tensor | None:
+    def _collect_tensor(
+        self, built_job: BuiltJob, mine: torch.Tensor | None, like: torch.Tensor, sender: int
+    ) -> torch.Tensor | None:
         """Bring one tensor from the rank that holds it to rank 0."""
         if sender == self.rank and mine is not None:
             if self.rank == 0:
                 return mine.detach().cpu().clone()
-            built.transport.send(sendable(mine.detach()), 0).wait()
+            built_job.transport.send(sendable(mine.detach()), 0).wait()
         elif self.rank == 0:
             buffer = torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
-            built.transport.receive(buffer, sender).wait()
+            built_job.transport.receive(buffer, sender).wait()
             return buffer.cpu()
         return None
 
 
 def _check_given(
-    rank: int, values: Mapping[str, torch.Tensor], rows: int | None, specs: list[TensorSpec], expected: int | None
+    rank: int, values: Mapping[str, torch.Tensor], rows: int | None, specs: list[TensorSpec], expected_rows: int | None
 ) -> None:
     if rows is None:
         if specs:
             raise UsageError(f"was given no batch, and its stages read {', '.join(spec.name for spec in specs)}")
         return
-    if expected is not None and rows != expected:
+    if expected_rows is not None and rows != expected_rows:
         raise UsageError(
-            f"a batch of {rows} samples, the plan is for {expected}; drop or fill up what is incomplete "
+            f"a batch of {rows} samples, the plan is for {expected_rows}; drop or fill up what is incomplete "
             "(DataLoader(drop_last=True)), or plan for another batch"
         )
     if rows == 0:

@@ -25,8 +25,8 @@ from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan
-from autopar.formats.report import Difference, Verified
-from autopar.progress import Progress, untold
+from autopar.formats.report import Difference, Verification
+from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.result import weights
@@ -54,7 +54,7 @@ class Holder(NamedTuple):
     buffers: Tensors
 
 
-class _Kept(Mapping[str, torch.Tensor]):
+class _FolderTensors(Mapping[str, torch.Tensor]):
     """The tensors of a folder, each read when it is asked for."""
 
     def __init__(self, folder: Path, *of: Mapping[str, object]) -> None:
@@ -80,20 +80,20 @@ def holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
     found = []
     for rank in range(len(plan.devices)):
         gradients, parameters, buffers = (
-            _Kept(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
+            _FolderTensors(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
         )
         first = stages_of(plan, rank)[1] == 0
         found.append(Holder(f" on rank {rank}", gradients, parameters, buffers if first else {}))
     unread = kept_folder(folder, 0, UNREAD)
-    parameters, buffers = _Kept(unread, truth.parameters), _Kept(unread, truth.buffers)
+    parameters, buffers = _FolderTensors(unread, truth.parameters), _FolderTensors(unread, truth.buffers)
     return [*found, Holder(", which no layer reads", {}, parameters, buffers)]
 
 
 def compare(
-    losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, allowed: Allowed
+    losses: Sequence[float], holders: Sequence[Holder], truth: PlainRun, tolerances: Allowed
 ) -> tuple[Difference, ...]:
     """Return the largest difference of every kind; what one side alone has differs without end."""
-    found = {what: _Worst() for what in PROMISED}
+    found = {what: _LargestDifference() for what in PROMISED}
     loss_size = 1 + max(map(abs, truth.losses), default=0.0)
     for step, (loss, expected) in enumerate(zip(losses, truth.losses, strict=True)):
         found["losses"].take(abs(loss - expected) / loss_size, f"step {step}")
@@ -114,7 +114,8 @@ def compare(
             found[what].take(math.inf, f"{name}, which no rank holds")
     units = {"losses": "the largest loss + 1", "gradients": "the model's largest gradient"}
     return tuple(
-        each.told(what, allowed[what], units.get(what, "their largest element + 1")) for what, each in found.items()
+        each.to_difference(what, tolerances[what], units.get(what, "their largest element + 1"))
+        for what, each in found.items()
     )
 
 
@@ -158,21 +159,21 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 @dataclass
-class _Worst:
+class _LargestDifference:
     """The largest difference so far."""
 
     largest: float = -1.0
     where: str = ""
-    compared: int = 0
+    count: int = 0
 
     def take(self, difference: float, where: str) -> None:
-        self.compared += 1
+        self.count += 1
         if difference > self.largest or math.isnan(difference):
             self.largest, self.where = (math.inf if math.isnan(difference) else difference), where
 
-    def told(self, what: str, allowed: float, unit: str) -> Difference:
+    def to_difference(self, what: str, tolerance: float, unit: str) -> Difference:
         largest = None if math.isinf(self.largest) else max(0.0, self.largest)
-        return Difference(what, self.compared, largest, self.where, allowed, unit)
+        return Difference(what, self.count, largest, self.where, tolerance, unit)
 
 
 RANK_BYTES = 200 * 2**20
@@ -192,7 +193,7 @@ def available_bytes() -> int:
     return int(kibibytes[0]) * 1024 if kibibytes else host_memory_bytes()
 
 
-def check_room(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> None:
+def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> None:
     """Refuse to start what this host's memory does not hold.
 
     Args:
@@ -236,9 +237,9 @@ def verify(
     data: Path | None,
     steps: int,
     timeout_s: float,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     pool: RankPool | None = None,
-) -> Verified:
+) -> Verification:
     """Train some steps by the plan's ranks, as processes of this host, and plainly; compare both.
 
     Args:
@@ -275,20 +276,20 @@ class _Attempt:
     """A verification in one type."""
 
     def __init__(self, plan: Plan, model: str, data: Path | None, steps: int, timeout_s: float, double: bool) -> None:
-        self._asked, self._model, self._data = plan, model, data
+        self._requested_plan, self._model, self._data = plan, model, data
         self._steps, self._timeout_s, self._double = steps, timeout_s, double
         self._plan = plan
 
     def check(self, user: UserModel) -> None:
         """Find the plan that is run, and refuse it where this host has too little memory."""
-        shapes = _shapes(user, self._asked.seed)
+        shapes = _shapes(user, self._requested_plan.seed)
         held = {**dict(shapes.named_parameters()), **dict(shapes.named_buffers())}
         sizes = {name: value.numel() * self._type(value.dtype).itemsize for name, value in held.items()}
         usual = sum(value.nbytes for value in held.values())
-        self._plan = self._computed(sizes)
-        check_room(self._asked, sizes, sum(sizes.values()) / usual if usual else 1.0)
+        self._plan = self._plan_to_run(sizes)
+        check_memory(self._requested_plan, sizes, sum(sizes.values()) / usual if usual else 1.0)
 
-    def perform(self, progress: Progress, pool: RankPool | None) -> Verified:
+    def perform(self, progress: Progress, pool: RankPool | None) -> Verification:
         """Train both ways, and compare.
 
         Raises:
@@ -296,7 +297,7 @@ class _Attempt:
         """
         progress("training plainly", 0.0)
         truth = self._train()
-        allowed, rounding = (PROMISED, _PROMISE) if self._double else self._found(truth, progress)
+        allowed, rounding = (PROMISED, _PROMISE) if self._double else self._rounding_tolerances(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks", 0.0)
             settings = TrainSettings(double=self._double)
@@ -306,25 +307,25 @@ class _Attempt:
             holders = holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
             if self._double and _beyond_a_promise(differences):
-                allowed, rounding = self._found(truth, progress)
+                allowed, rounding = self._rounding_tolerances(truth, progress)
                 differences = compare(outcome.report.loss, holders, truth, allowed)
         computed = "float64" if self._double else "the types of the model"
-        return Verified(
+        return Verification(
             self._steps,
             len(self._plan.devices),
             computed,
             rounding,
             differences,
-            by_choice=self._asked.caveats,
+            by_choice=self._requested_plan.caveats,
             notes=tuple(self._notes()),
         )
 
     def _type(self, dtype: torch.dtype) -> torch.dtype:
         return in_double(dtype) if self._double else dtype
 
-    def _computed(self, sizes: dict[str, int]) -> Plan:
+    def _plan_to_run(self, sizes: dict[str, int]) -> Plan:
         """Return the plan as it is run: on CPUs, without autocast, with tensors of the types that are computed in."""
-        plan = self._asked
+        plan = self._requested_plan
         return plan.model_copy(
             update={
                 "device_type": "cpu",
@@ -342,16 +343,20 @@ class _Attempt:
             # Said to be wrong where the plan is held against the model.
             return crossing
         # Autocast halved what is float32 without it.
-        plain = torch.float32 if self._asked.precision in ("bf16", "fp16") and planned.is_floating_point else planned
+        plain = (
+            torch.float32
+            if self._requested_plan.precision in ("bf16", "fp16") and planned.is_floating_point
+            else planned
+        )
         computed = self._type(plain)
         size = crossing.bytes_per_sample // planned.itemsize * computed.itemsize
         return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
 
-    def _train(self, moved: torch.dtype | None = None) -> PlainRun:
-        user = load_for(TrainSettings(double=self._double), self._model, self._data, self._asked)
+    def _train(self, bits: torch.dtype | None = None) -> PlainRun:
+        user = load_for(TrainSettings(double=self._double), self._model, self._data, self._requested_plan)
         built = user.factory
-        if moved is not None:
-            user = replace(user, factory=lambda: _moved(built(), moved))
+        if bits is not None:
+            user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
             return train_plainly(user, self._plan, self._steps)
         except (AutoparError, MemoryError):
@@ -360,11 +365,11 @@ class _Attempt:
             said = (str(error).strip().splitlines() or ["(no message)"])[0]
             raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
 
-    def _found(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
+    def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
         progress("finding what rounding changes", 0.0)
         bits = torch.float64 if self._double else torch.float32
-        with _Narrowing() as narrowing:
+        with _CastRecorder() as narrowing:
             moved = self._train(bits)
         least, at_least = (PROMISED, _PROMISE) if self._double else (SINGLE, "1e-5")
         if self._double and narrowing.narrowest is not None:
@@ -382,7 +387,7 @@ class _Attempt:
         return allowed, f"{rounding}, and {at_least} at least"
 
     def _notes(self) -> list[str]:
-        plan, notes = self._asked, []
+        plan, notes = self._requested_plan, []
         if plan.device_type != "cpu":
             notes.append("the plan is for GPUs; its ranks computed on CPUs here, and GPUs round differently")
         if plan.precision in ("bf16", "fp16"):
@@ -405,7 +410,7 @@ def _shapes(user: UserModel, seed: int) -> nn.Module:
         return user.build(seed)
 
 
-def _moved(model: object, bits: torch.dtype) -> object:
+def _perturb_weights(model: object, bits: torch.dtype) -> object:
     """Move every weight up or down by its last bit in a type."""
     if isinstance(model, nn.Module):
         generator = torch.Generator().manual_seed(0)
@@ -417,7 +422,7 @@ def _moved(model: object, bits: torch.dtype) -> object:
     return model
 
 
-class _Narrowing(TorchDispatchMode):
+class _CastRecorder(TorchDispatchMode):
     """Notes to how few bits float64 is cast, as some models do whatever their type."""
 
     def __init__(self) -> None:

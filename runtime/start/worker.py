@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.plain import doubled
+from autopar.capture.plain import float64_model
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
@@ -50,7 +50,7 @@ def kept_folder(folder: Path, rank: int, what: str) -> Path:
     return folder / f"rank-{rank}" / what
 
 
-class Kept:
+class ComparisonFiles:
     """A rank's gradients of the first step, which the optimizer is given, and its parameters and buffers."""
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -96,7 +96,7 @@ TIMED_STEPS = range(1, 5)
 """Those in which layers are timed; the first step warms up."""
 
 
-class Watches:
+class LayerMonitor:
     """Counts a rank's operations in the first step, where its device's peak is known, and then times its layers."""
 
     def __init__(self, job: Job, device: torch.device, steps: int, time_layers: bool) -> None:
@@ -106,11 +106,11 @@ class Watches:
         layers = {index: [layer.name for layer in stage.layers] for index, stage in job.stages.items()}
         self._times = LayerTimes(job.actions, layers, clock_of(device))
         timed = range(1) if steps == 1 and self.peak_flops_per_s is None else TIMED_STEPS
-        self._timed: Sequence[int] = timed if time_layers else ()
+        self._timed_steps: Sequence[int] = timed if time_layers else ()
 
     def begin_step(self, step: int) -> None:
         """Set the watch of a step, before it runs."""
-        timed, counted = step in self._timed, step == 0 and self.peak_flops_per_s is not None
+        timed, counted = step in self._timed_steps, step == 0 and self.peak_flops_per_s is not None
         if timed:
             self._times.begin_step()
         for stage in self._job.stages.values():
@@ -118,7 +118,7 @@ class Watches:
 
     def end_step(self, step: int, record: StepRecord) -> None:
         """Take in when the actions of a step ran."""
-        if step in self._timed:
+        if step in self._timed_steps:
             self._times.end_step(record.times_s)
 
     def layers_s(self) -> dict[str, tuple[float, float]]:
@@ -130,7 +130,7 @@ class Watches:
         return self._flops.total
 
 
-class Laps:
+class StepClock:
     """Begins and ends of steps, in seconds from a moment that all ranks agree on.
 
     Where the device is behind the host, a step ends when the device is done with it; the host asks for that when it has
@@ -170,7 +170,7 @@ RECORDED_STEPS = 32
 """Of how many last steps the times of all actions are kept."""
 
 
-class Run:
+class TrainingRun:
     """Steps a rank's job, tells whoever started the rank of every loss, and keeps what the report is made of."""
 
     def __init__(self, job: Job, context: RankContext, steps: int, *, time_layers: bool) -> None:
@@ -183,9 +183,9 @@ class Run:
             time_layers: whether layers are timed in the first steps.
         """
         self._job, self._context, self._steps = job, context, steps
-        self._watches = Watches(job, context.device, steps, time_layers)
+        self._watches = LayerMonitor(job, context.device, steps, time_layers)
         self._origin_s = _common_origin(context)
-        self._laps = Laps(self._origin_s, lags=clock_of(context.device).lags)
+        self._laps = StepClock(self._origin_s, lags=clock_of(context.device).lags)
         self._records: list[StepRecord] = []
 
     def perform(self) -> None:
@@ -212,7 +212,7 @@ class Run:
                 if record.times_s
             },
             gradient_norm=[record.gradient_norm for record in self._records],
-            overflowed=[record.overflowed for record in self._records],
+            overflow=[record.overflow for record in self._records],
             layers_s=self._watches.layers_s(),
             forward_flops=self._watches.forward_flops(),
             peak_flops_per_s=self._watches.peak_flops_per_s,
@@ -282,8 +282,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     job = build(context, plan, model, graph, workspace, settings, program)
     notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
-    run = Run(job, context, arguments["steps"], time_layers=settings.time_layers)
-    kept = None if arguments["keep"] is None else Kept(job, Path(arguments["keep"]))
+    run = TrainingRun(job, context, arguments["steps"], time_layers=settings.time_layers)
+    kept = None if arguments["keep"] is None else ComparisonFiles(job, Path(arguments["keep"]))
     run.perform()
     _await_all(context)
     if kept is not None:
@@ -298,7 +298,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_kind=peak.kind,
         samples=job.samples,
         notes=[*notes, *job.notes, *_of_staging(context), *_of_settings(workspace)],
-        saved=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
+        saved_files=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
     )
 
 
@@ -309,7 +309,7 @@ def load_for(settings: TrainSettings, model: str, data: Path | None, plan: Plan)
         AutoparError: as :func:`autopar.capture.source.load`; it is not the model that was planned for.
     """
     found = load(model, data, plan.model)
-    return doubled(found) if settings.double else found
+    return float64_model(found) if settings.double else found
 
 
 def build(

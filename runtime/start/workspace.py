@@ -23,7 +23,7 @@ from autopar.capture.export import capture, outline
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel, check_code
-from autopar.capture.store import load_graph, merged, save_graph
+from autopar.capture.store import load_graph, merge_layers, save_graph
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.result import weights
@@ -93,12 +93,12 @@ def made_by_module(module: nn.Module, seed: int) -> Iterator[dict[str, torch.Ten
         new = {name: value for name, value in shapes.items() if id(value) not in seen}
         seen |= {id(value) for value in new.values()}
         if new:
-            made = _made(module, path, part, shapes, seed)
+            made = _initial_values(module, path, part, shapes, seed)
             yield {names[id(value)]: made[name] for name, value in new.items()}
             del made
 
 
-def _made(
+def _initial_values(
     model: nn.Module, path: str, part: nn.Module, shapes: Mapping[str, nn.Parameter], seed: int
 ) -> dict[str, torch.Tensor]:
     """Return values for the parameters of one module."""
@@ -131,7 +131,7 @@ def _made(
 REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
 
 
-def uncovered(model: UserModel, plan: Plan) -> list[str]:
+def missing_hash_notes(model: UserModel, plan: Plan) -> list[str]:
     """Say which files of a model the plan, made by an earlier autopar, has no hashes of."""
     if plan.model.imports is not None or not model.imports:
         return []
@@ -140,7 +140,7 @@ def uncovered(model: UserModel, plan: Plan) -> list[str]:
     return [f"the plan has no hash of {first}{more}, which the model is made of: profile and plan again to have them"]
 
 
-def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
+def fit_to_plan(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     """Return a captured model with the layers of a plan, which may be fewer if an earlier autopar made it.
 
     A tied parameter that an edited plan leaves out would be trained apart by its stages, without any error.
@@ -148,7 +148,7 @@ def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     Raises:
         FileError: the plan's layers, tensors or tied parameters are not the model's; names what differs, and how.
     """
-    graph = merged(graph, [name for stage in plan.stages for name in stage.layers])
+    graph = merge_layers(graph, [name for stage in plan.stages for name in stage.layers])
     _check_layers(graph, plan, model)
     _check_writes(graph, plan)
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
@@ -159,7 +159,7 @@ def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     )
     _compare("tensor", "producer, consumers, bytes per sample, dtype, gradient", planned, crossing, model)
     held = {}
-    for name, layers in graph.tied().items():
+    for name, layers in graph.tied_parameters().items():
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
         parameter = graph.parameter(name)
         if len(stages) > 1 and parameter.requires_grad:
@@ -169,7 +169,7 @@ def fitted(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     return graph
 
 
-def check_shares(layers: Iterable[Layer], plan: Plan, *, synced: bool = False) -> None:
+def check_shares(layers: Iterable[Layer], plan: Plan, *, sync_batch_norm: bool = False) -> None:
     """Refuse shares of fewer or more samples than a layer takes at once; its operators might go on.
 
     Args:
@@ -183,7 +183,7 @@ def check_shares(layers: Iterable[Layer], plan: Plan, *, synced: bool = False) -
     stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
     for layer in layers:
         index = stage_of[layer.name]
-        shares = [plan.micro_batch_size] if synced else plan.stages[index].rows
+        shares = [plan.micro_batch_size] if sync_batch_norm else plan.stages[index].rows
         few, many = min(shares) < layer.least_rows, layer.most_rows is not None and max(shares) > layer.most_rows
         if few or many:
             limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
@@ -229,11 +229,11 @@ def _layer(name: str | None) -> str:
 
 
 def _compare(
-    what: str, meaning: str, planned: Mapping[str, object], found: Mapping[str, object], model: UserModel
+    what: str, meaning: str, plan_entries: Mapping[str, object], model_entries: Mapping[str, object], model: UserModel
 ) -> None:
-    for name in sorted(planned.keys() | found.keys()):
-        if planned.get(name) != found.get(name):
-            sides = f"{planned.get(name, 'absent')} in the plan, {found.get(name, 'absent')} in the model"
+    for name in sorted(plan_entries.keys() | model_entries.keys()):
+        if plan_entries.get(name) != model_entries.get(name):
+            sides = f"{plan_entries.get(name, 'absent')} in the plan, {model_entries.get(name, 'absent')} in the model"
             raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {REPLAN}")
 
 
@@ -252,7 +252,7 @@ class Workspace:
 
     folder: Path
 
-    def prepare(self, model: UserModel, plan: Plan, given: Path | None) -> str:
+    def prepare(self, model: UserModel, plan: Plan, weights_folder: Path | None) -> str:
         """Capture the model, and write its graph and initial weights, or where ranks find them.
 
         The model is built with values only if its own are asked for, and the host's memory holds them.
@@ -271,10 +271,10 @@ class Workspace:
         """
         check_code(model.path, model.sha256, model.imports, plan.model)
         (self.folder / WEIGHTS).mkdir()
-        if given is not None:
+        if weights_folder is not None:
             module, graph = outline(model, plan.seed)
-            self._link(module, given)
-            source = f"files in {given}"
+            self._link(module, weights_folder)
+            source = f"files in {weights_folder}"
         elif _too_large(model, plan.seed):
             module, graph = outline(model, plan.seed)
             write_made(module, plan.seed, self.folder / WEIGHTS)
@@ -284,8 +284,8 @@ class Workspace:
             graph = capture(model, module)
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             source = f"model(), seed {plan.seed}"
-        (self.folder / NOTES).write_text(json.dumps([*graph.notes, *uncovered(model, plan)]), encoding="utf-8")
-        graph = fitted(graph, plan, model)
+        (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
+        graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
         self._write_settings(whole_settings(model, module))
         if graph.portable:
@@ -306,8 +306,8 @@ class Workspace:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""
         wanted = set(names)
-        there = {self._given[name]: name for name in wanted & self._given.keys()}
-        found = weights.read(self.folder / WEIGHTS, wanted - self._given.keys())
+        there = {self._given_names[name]: name for name in wanted & self._given_names.keys()}
+        found = weights.read(self.folder / WEIGHTS, wanted - self._given_names.keys())
         if there:
             given = weights.read(self.folder / GIVEN, there)
             found |= {there[name]: tensor for name, tensor in given.items()}
@@ -319,10 +319,10 @@ class Workspace:
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
-        return weights.names(self.folder / WEIGHTS) | self._given.keys()
+        return weights.names(self.folder / WEIGHTS) | self._given_names.keys()
 
     @cached_property
-    def _given(self) -> dict[str, str]:
+    def _given_names(self) -> dict[str, str]:
         """Names in the folder of given weights, by the model's own."""
         path = self.folder / NAMES
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -331,9 +331,9 @@ class Workspace:
         if settings is not None:
             (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
 
-    def _link(self, module: nn.Module, given: Path) -> None:
-        names = given_names(module, given)
-        (self.folder / GIVEN).symlink_to(given.resolve(), target_is_directory=True)
+    def _link(self, module: nn.Module, weights_folder: Path) -> None:
+        names = given_names(module, weights_folder)
+        (self.folder / GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
         (self.folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
         self._write({name: buffer for name, buffer in module.named_buffers() if name not in names})
 

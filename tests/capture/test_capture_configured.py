@@ -185,15 +185,15 @@ ROBERTA |= {"architectures": ["RobertaForMaskedLM"]}
 def test_sequences_are_as_long_as_asked_and_up_to_the_positions(tmp_path, content, usual):
     path = write(tmp_path, content)
     plain = load(f"hf:{path}")
-    assert (plain.sequence, plain.recorded.sequence) == (usual, usual)
+    assert (plain.sequence, plain.model_source.sequence) == (usual, usual)
     assert len(plain.dataset()[0]["input_ids"]) == usual
     for length in (2, 5, usual):
         user = load(f"hf:{path}", sequence=length)
-        assert user.recorded.sequence == length
+        assert user.model_source.sequence == length
         sample = user.dataset()[0]
         assert {name: len(value) for name, value in sample.items()} == dict.fromkeys(sample, length)
         # What a profile or plan records is what its run is fed with.
-        assert load(f"hf:{path}", recorded=user.recorded).sequence == length
+        assert load(f"hf:{path}", expected_source=user.model_source).sequence == length
     user.build()(**{name: value[None] for name, value in sample.items()})
     for length in (usual + 1, 4096):
         with pytest.raises(UsageError, match=f"`sequence={length}`: .* up to {usual}; use `sequence={usual}`"):

@@ -13,7 +13,7 @@ from autopar.capture.batch import model_arguments, named_tensors, row_count
 from autopar.capture.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
 from autopar.capture.export import capture_module
 from autopar.capture.graph import Layer
-from autopar.capture.segment import Segment, segment_like
+from autopar.capture.segment import LayerNodes, segment_like
 from autopar.errors import CaptureError, ModelError
 
 NAMES = ["language with dropout", "norms", "recurrent", "norm twice", "integers", "flattened", "skips"]
@@ -106,10 +106,10 @@ def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) ->
 def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:
     model, batch, loss = build("norm twice")
     graph = capture_module(model, batch, loss)
-    exported = graph.exported
+    exported = graph.segmented_program
     layers = [[name] for layer in graph.layers for name in layer.modules]
     with pytest.raises(CaptureError, match=r"cannot be cut before .* in evaluation as it is in training"):
         segment_like(exported.program.graph, exported.inputs, model, layers)
     same = segment_like(exported.program.graph, exported.inputs, model, [layer.modules for layer in graph.layers])
-    assert all(isinstance(part, Segment) for part in same)
+    assert all(isinstance(part, LayerNodes) for part in same)
     assert [part.nodes for part in same] == [part.nodes for part in exported.segments]

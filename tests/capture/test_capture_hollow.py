@@ -73,7 +73,7 @@ def test_constants_and_buffers_of_a_hollow_model_keep_their_values(tmp_path):
     assert torch.equal(real.table, hollow.table)
     assert hollow.first.weight is hollow.second.weight
     graph = capture(user, hollow)
-    assert graph.tied() == {"first.weight": ("first", "second")}
+    assert graph.tied_parameters() == {"first.weight": ("first", "second")}
     assert_equal_to_plain(real, graph, user.load_batch(user.dataset(), range(3)), user.loss, (1, 2))
 
 

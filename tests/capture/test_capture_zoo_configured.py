@@ -97,5 +97,5 @@ def test_blocks_of_a_configured_model_are_alike(tmp_path):
     blocks = [layer for layer in graph.layers if layer.name.startswith("transformer.h.")]
     assert len(blocks) == 4
     assert len({layer.fingerprint for layer in blocks}) == 1
-    assert graph.tied() == {"transformer.wte.weight": ("transformer.wte", "transformer.ln_f+lm_head")}
+    assert graph.tied_parameters() == {"transformer.wte.weight": ("transformer.wte", "transformer.ln_f+lm_head")}
     assert graph.loss == "sum_count"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.capture.split_backward import Halves
+from autopar.capture.split_backward import SplitBackward
 from autopar.capture.storages import StorageTracker
 
 
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str,
             torch.autograd.backward(outputs, starts(outputs))
         expected.append([each.grad for each in x[:leaves]])
     for micro_batch in range(3):
-        x, halves = inputs(dtype, micro_batch, leaves), Halves()
+        x, halves = inputs(dtype, micro_batch, leaves), SplitBackward()
         with halves.recording():
             outputs = forward(run, split, x, kind == "cast")
         gradients = starts(outputs)
@@ -198,7 +198,7 @@ def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str,
 
 def test_between_the_halves_nothing_is_alive_but_what_the_second_needs() -> None:
     model, x = Parts(torch.float64), torch.randn(64, 4, dtype=torch.float64, requires_grad=True)
-    halves = Halves()
+    halves = SplitBackward()
     with StorageTracker() as tracker:
         with halves.recording():
             y = model.two(F.gelu(torch.tanh(model.one(x))))
@@ -221,7 +221,7 @@ def test_between_the_halves_nothing_is_alive_but_what_the_second_needs() -> None
 
 def test_of_a_parameter_that_is_used_twice_the_second_half_only_adds_the_gradient() -> None:
     model, x = Parts(torch.float64), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    halves = Halves()
+    halves = SplitBackward()
     with halves.recording():
         y = model.one(model.two(model.one(x)))
     halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
@@ -246,15 +246,15 @@ class ReadTwice(torch.autograd.Function):
 
 def test_the_first_half_lets_go_as_it_runs_of_what_it_alone_reads() -> None:
     x, layers = torch.randn(4, 3, requires_grad=True), [nn.Linear(3, 3) for _ in range(3)]
-    halves, alive = Halves(), list[int]()
+    halves, alive = SplitBackward(), list[int]()
     squared = []
     with halves.recording():
         y = x
         for layer in layers:
             squared.append(layer(y))
-            squared[-1].register_hook(lambda _: alive.append(sum(1 for _ in halves._saved.kept())))
+            squared[-1].register_hook(lambda _: alive.append(sum(1 for _ in halves._saved_tensors.remaining_tensors())))
             y = ReadTwice.apply(squared[-1])
-    before = sum(1 for _ in halves._saved.kept())
+    before = sum(1 for _ in halves._saved_tensors.remaining_tensors())
     (found,) = halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
     # Each hook runs when the squares of one more layer were read, and those before were let go.
     assert [before - count for count in alive] == [0, 1, 2]

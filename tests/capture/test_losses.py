@@ -168,7 +168,7 @@ def prepared(batch, loss):
     [(None, usual), (None, masked), (None, counted), (-100, counted), (-100, counted_by_samples)],
 )
 def test_a_loss_that_adds_up_is_taken(padding, loss):
-    assert check_loss(*prepared(texts(padding), loss), accepted=False) == LossCheck()
+    assert check_loss(*prepared(texts(padding), loss), accept_loss=False) == LossCheck()
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_a_loss_that_adds_up_is_taken(padding, loss):
 def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(padding, loss, said):
     given = prepared(texts(padding), loss)
     with pytest.raises(ModelError, match=said) as refusal:
-        check_loss(*given, accepted=False)
+        check_loss(*given, accept_loss=False)
     assert "`accept_loss=True`" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert check_loss(*given, accepted=True).difference > 1e-3
+    assert check_loss(*given, accept_loss=True).difference > 1e-3
 
 
 def test_the_formula_that_is_named_is_taken():
@@ -205,7 +205,7 @@ def test_the_formula_that_is_named_is_taken():
         scores, labels = output.flatten(0, 1), batch["labels"].flatten()
         return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
 
-    assert check_loss(*prepared(texts(-100), named), accepted=False) == LossCheck()
+    assert check_loss(*prepared(texts(-100), named), accept_loss=False) == LossCheck()
 
 
 def test_python_state_does_not_count():
@@ -217,7 +217,7 @@ def test_python_state_does_not_count():
 
     user, model, graph = prepared(texts(None), usual)
     user = replace(user, functions={**user.functions, "loss": logged})
-    assert check_loss(user, model, graph, accepted=False) == LossCheck()
+    assert check_loss(user, model, graph, accept_loss=False) == LossCheck()
 
 
 class Locked(Words):
@@ -256,6 +256,6 @@ def test_what_cannot_be_compared_is_noted(batch, model, why):
     model = model().train()
     user = given_model(model, batch, loss=usual)
     graph = capture(given_model(Words(), texts(None, rows=6), loss=usual), Words())
-    found = check_loss(user, model, graph, accepted=False)
+    found = check_loss(user, model, graph, accept_loss=False)
     assert found.difference is None
     assert re.search(f"not known: .*{why}", found.note)

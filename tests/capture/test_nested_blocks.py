@@ -15,7 +15,7 @@ from autopar.capture import segment as cutting
 from autopar.capture.check import check_gradients
 from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
-from autopar.capture.store import merged
+from autopar.capture.store import merge_layers
 from autopar.capture.units import Units
 
 WIDTH = 6
@@ -216,7 +216,7 @@ def test_finer_layers_cut_every_layer_of_before_and_join_again_to_the_same(
     before, graph = as_before(model, monkeypatch), captured(model)
     assert len(graph.layers) >= len(before.layers)
     check_gradients(model, graph, batch(), loss)
-    joined = merged(graph, [layer.name for layer in before.layers])
+    joined = merge_layers(graph, [layer.name for layer in before.layers])
     for one, other in zip(joined.layers, before.layers, strict=True):
         assert (one.name, one.inputs, one.outputs) == (other.name, other.inputs, other.outputs)
         assert set(one.parameters.values()) == set(other.parameters.values())
@@ -227,5 +227,5 @@ def test_finer_layers_cut_every_layer_of_before_and_join_again_to_the_same(
 
 def test_layers_of_no_such_names_are_not_joined() -> None:
     graph = captured(Net(Stage(2), Block()))
-    assert merged(graph, ["stages.0", "other", "head"]) is graph
-    assert merged(graph, ["stages.1", "head"]) is graph
+    assert merge_layers(graph, ["stages.0", "other", "head"]) is graph
+    assert merge_layers(graph, ["stages.1", "head"]) is graph

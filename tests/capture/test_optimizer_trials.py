@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.capture.optimizer import needs_all, tried_divided
+from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.capture.source import UserModel
 
 Parameters = Iterable[nn.Parameter]
@@ -120,7 +120,7 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
 ) -> None:
     assert needs_all(_user(TORCHS[name]), named) is None
     real = [(name, each) for name, each in named if not each.is_complex()] if name == "fused" else named
-    assert tried_divided(_user(TORCHS[name]), real) is None
+    assert try_sharding(_user(TORCHS[name]), real) is None
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
@@ -128,7 +128,7 @@ def test_those_that_look_at_a_whole_matrix_cannot_step_parts(name: str, named: l
     make = getattr(optim, name)
     user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
     assert needs_all(user, named) is None
-    assert "where replicas hold parts of parameters" in (tried_divided(user, named) or "")
+    assert "where replicas hold parts of parameters" in (try_sharding(user, named) or "")
 
 
 @pytest.mark.parametrize(("kind", "together"), [(Clipping, True), (Estimating, True), (Trusting, False)])
@@ -141,12 +141,12 @@ def test_a_statistic_over_all_parameters_is_found(
 
 
 def test_one_that_steps_each_parameter_by_its_norm_can_step_parts(named: list[tuple[str, nn.Parameter]]) -> None:
-    assert tried_divided(_user(Trusting), named) is None
+    assert try_sharding(_user(Trusting), named) is None
 
 
 def test_one_that_takes_parts_for_wholes_is_found_by_what_it_does(named: list[tuple[str, nn.Parameter]]) -> None:
     many = [(name, each) for name, each in named if len(each.shape) and 1 not in each.shape]
-    found = tried_divided(_user(lambda parameters: Ranking(parameters, lr=0.1)), many)
+    found = try_sharding(_user(lambda parameters: Ranking(parameters, lr=0.1)), many)
     assert found == "its step does something else where replicas hold parts of parameters"
 
 
@@ -163,7 +163,7 @@ def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(
         raise ValueError("these are too small")
 
     assert needs_all(_user(fails), named) is None
-    assert tried_divided(_user(fails), named) is None
+    assert try_sharding(_user(fails), named) is None
 
 
 def test_groups_that_go_by_place_are_no_statistic(named: list[tuple[str, nn.Parameter]]) -> None:

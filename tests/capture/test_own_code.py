@@ -76,13 +76,13 @@ def test_of_a_factory_the_packages_above_are_covered_and_nothing_runs(here: Path
 @pytest.mark.parametrize("spec", ["model.py", "zoo.deep.inner:small"])
 @pytest.mark.parametrize("change", ["changed", "gone", "new"])
 def test_what_has_changed_is_named_before_anything_runs(spec: str, change: str, here: Path) -> None:
-    recorded = load(spec).recorded
+    recorded = load(spec).model_source
     for path in here.rglob("*.ran"):
         path.unlink()
     for name in [name for name in sys.modules if name.split(".")[0] in ("helper", "zoo")]:
         del sys.modules[name]
     assert recorded.imports is not None
-    load(spec, recorded=recorded)
+    load(spec, expected_source=recorded)
     for path in here.rglob("*.ran"):
         path.unlink()
     if change == "gone":
@@ -94,21 +94,21 @@ def test_what_has_changed_is_named_before_anything_runs(spec: str, change: str, 
         (here / "zoo" / "other.py").write_text("import os")
     said = {"changed": "has changed", "gone": "is gone", "new": "is new"}[change]
     with pytest.raises(FileError, match=rf"zoo/other\.py, which .* is made of, {said} since it was profiled"):
-        load(spec, recorded=recorded)
+        load(spec, expected_source=recorded)
     assert not _ran(here)
 
 
 def test_the_file_itself_is_compared_before_it_runs(here: Path) -> None:
     recorded = ModelSource(source="model.py", sha256="0" * 64)
     with pytest.raises(FileError, match=r"model\.py has changed since it was profiled"):
-        load("model.py", recorded=recorded)
+        load("model.py", expected_source=recorded)
     assert not _ran(here)
 
 
 def test_what_an_older_profile_does_not_cover_runs(here: Path) -> None:
-    recorded = load("model.py").recorded.model_copy(update={"imports": None})
+    recorded = load("model.py").model_source.model_copy(update={"imports": None})
     (here / "helper.py").write_text("changed = True")
-    assert load("model.py", recorded=recorded).imports.keys() == set(COVERED)
+    assert load("model.py", expected_source=recorded).imports.keys() == set(COVERED)
 
 
 def test_a_file_that_cannot_be_parsed_is_told_where_it_runs(here: Path) -> None:

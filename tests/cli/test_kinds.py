@@ -14,7 +14,7 @@ from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind, Noise, Profile
 from autopar.hardware.gpus import Gpu, find
-from autopar.interop.kinds import Origin, joined
+from autopar.interop.kinds import NamedProfile, join_profiles
 from autopar.planner import PlanOptions
 from instances import gpt_profile, local_cluster
 from oracles.exhaustive import fastest_s
@@ -82,8 +82,8 @@ def test_joining_goes_on_and_keeps_what_is_worst() -> None:
     kinds = [on(name) for name in ("a", "b", "c")]
     kinds[1] = kinds[1].model_copy(update={"step_overhead_s": 9.0, "noise": Noise(median_spread=0.5, max_spread=0.6)})
     kinds[2] = kinds[2].model_copy(update={"notes": ("slowed", "c: seen")})
-    first = joined([Origin("a.json", kinds[0]), Origin("b.json", kinds[1])])
-    every = joined([Origin("ab.json", first), Origin("c.json", kinds[2])])
+    first = join_profiles([NamedProfile("a.json", kinds[0]), NamedProfile("b.json", kinds[1])])
+    every = join_profiles([NamedProfile("ab.json", first), NamedProfile("c.json", kinds[2])])
     assert [other.device.name for other in every.others] == ["b", "c"]
     assert (every.step_overhead_s, every.noise.median_spread, every.noise.max_spread) == (9.0, 0.5, 0.6)
     assert every.notes == ("c: slowed", "c: seen")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.plan import Alternative, Crossing, Plan, Predicted, SharedParameter, Stage
+from autopar.formats.plan import Alternative, Crossing, Plan, Prediction, SharedParameter, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Timeline
@@ -174,7 +174,7 @@ def _plan(**changes: object) -> Plan:
         "micro_batch_size": 3,
         "stages": stages,
         "tensors": (tensor,),
-        "predicted": Predicted(step_s=1.0, lower_bound_s=1.0, bubble=0.0, peak_bytes=(1, 1)),
+        "predicted": Prediction(step_s=1.0, lower_bound_s=1.0, bubble=0.0, peak_bytes=(1, 1)),
     }
     return Plan(**(content | changes))  # type: ignore[arg-type]
 
@@ -190,9 +190,9 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"batch": 7}, "must be the batch 7, found 2 x 3"),
-        ({"predicted": Predicted(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
+        ({"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
         (
-            {"predicted": Predicted(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},
+            {"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},
             "1 numbers for 2 stages",
         ),
         ({"stages": (Stage(layers=("a",), devices=(0,), shares=(2,), warmup=1),)}, "shares must sum"),

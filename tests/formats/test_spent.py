@@ -7,7 +7,16 @@ import random
 import pytest
 
 from autopar.formats.program import Action
-from autopar.formats.timeline import Origin, Spent, Timeline, compared, medians, own_times, spent, spent_within
+from autopar.formats.timeline import (
+    Origin,
+    Timeline,
+    TimeUse,
+    compare_times,
+    medians,
+    own_times,
+    time_use,
+    time_use_between,
+)
 
 
 def timeline(origin: Origin, *rows: str) -> Timeline:
@@ -28,25 +37,25 @@ DRAWN = (
 
 
 def test_a_measured_step_is_parted_as_it_was_drawn() -> None:
-    first, second = spent_within([timeline("measured", *DRAWN)], 0, 13)
-    assert first == Spent(compute_s=6, update_s=1, reduce_s=0, waiting_s=2, transfer_s=2, idle_s=2)
+    first, second = time_use_between([timeline("measured", *DRAWN)], 0, 13)
+    assert first == TimeUse(compute_s=6, update_s=1, reduce_s=0, waiting_s=2, transfer_s=2, idle_s=2)
     # The reduction's first second is hidden by the backward; sending counts as reducing while both go on.
-    assert second == Spent(compute_s=3, update_s=0.5, reduce_s=2, waiting_s=3, transfer_s=2, idle_s=2.5)
+    assert second == TimeUse(compute_s=3, update_s=0.5, reduce_s=2, waiting_s=3, transfer_s=2, idle_s=2.5)
 
 
 def test_a_simulated_send_occupies_no_rank() -> None:
     rows = ("F0@0 0 2  S0@0>1@1 2 5  U@0 2 2", "R0@1<0@0 0 5  F0@1 5 6  U@1 6 7")
-    first, second = spent(timeline("simulated", *rows))
-    assert first == Spent(compute_s=2, idle_s=5)
-    assert second == Spent(compute_s=1, update_s=1, waiting_s=2, transfer_s=3)
+    first, second = time_use(timeline("simulated", *rows))
+    assert first == TimeUse(compute_s=2, idle_s=5)
+    assert second == TimeUse(compute_s=1, update_s=1, waiting_s=2, transfer_s=3)
 
 
 def test_what_a_rank_that_is_ahead_does_of_the_next_step_counts_in_the_one_that_others_end() -> None:
     this = timeline("measured", "F0@0 0 2  S0@0>1@1 2 3", "R0@1<0@0 0 4  F0@1 4 8")
     after = timeline("measured", "F0@0 3 5  S0@0>1@1 5 6", "R0@1<0@0 8 8  F0@1 8 12")
-    first, second = spent_within([this, after], 1, 8)
-    assert first == Spent(compute_s=3, transfer_s=2, idle_s=2)
-    assert second == Spent(compute_s=4, waiting_s=1, transfer_s=2)
+    first, second = time_use_between([this, after], 1, 8)
+    assert first == TimeUse(compute_s=3, transfer_s=2, idle_s=2)
+    assert second == TimeUse(compute_s=4, waiting_s=1, transfer_s=2)
 
 
 def test_a_message_counts_where_its_receiver_was_waiting_for_it_alone() -> None:
@@ -83,7 +92,7 @@ def test_measured_over_predicted_is_the_median_of_the_actions_that_both_know() -
     )
     assert [measured[0, action] for action in actions] == [2, 4, 6]
     predicted = {(0, action): 2.0 for action in actions} | {(0, Action("U", 0)): 0.0, (0, Action("B", 0, 0)): 1.0}
-    (row,) = compared(measured, predicted)
+    (row,) = compare_times(measured, predicted)
     assert (row.kind, row.actions, row.measured_s, row.predicted_s, row.ratio) == ("F", 3, 4, 2, 2)
 
 
@@ -98,13 +107,13 @@ def test_parts_sum_to_the_step_and_agree_with_a_count_instant_by_instant(seed: i
         start = draw.randrange(40)
         spans.append((action.stage, action, start, start + draw.randrange(20)))
         made.add(*spans[-1])
-    where = spent_within([made], 0, 70)
+    where = time_use_between([made], 0, 70)
     sent = {Action.parse("S0@0>1@1"): 0, Action.parse("SG0@1>0@0"): 0}
     sent |= {action: start for _, action, start, _ in spans if action in sent}
     begun = {Action.parse("R0@1<0@0"): sent[Action.parse("S0@0>1@1")]}
     begun |= {Action.parse("RG0@0<1@1"): sent[Action.parse("SG0@1>0@0")]}
     for rank in range(2):
-        counted = dict.fromkeys(Spent._fields, 0)
+        counted = dict.fromkeys(TimeUse._fields, 0)
         for instant in range(70):
             here = [each for each in spans if each[0] == rank and each[2] <= instant < each[3]]
             kinds = {each[1].kind for each in here}
@@ -121,5 +130,5 @@ def test_parts_sum_to_the_step_and_agree_with_a_count_instant_by_instant(seed: i
                 counted["transfer_s"] += 1
             else:
                 counted["idle_s"] += 1
-        assert where[rank] == Spent(**counted)
+        assert where[rank] == TimeUse(**counted)
         assert sum(where[rank]) == pytest.approx(70)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autopar.ranks.channel import Channel, new_way
+from autopar.ranks.channel import Channel, new_channel_ends
 from autopar.ranks.failure import PeerLostError
 from harness.in_process import Exchange, InProcessTransport
 
@@ -16,7 +16,7 @@ Carry = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def _between_processes(sent: torch.Tensor, received: torch.Tensor) -> None:
-    (one_sends, other_receives), (other_sends, one_receives) = new_way(), new_way()
+    (one_sends, other_receives), (other_sends, one_receives) = new_channel_ends(), new_channel_ends()
     one, other = Channel(one_sends, one_receives, 5.0), Channel(other_sends, other_receives, 5.0)
     one.send(sent)
     other.receive(received).wait()

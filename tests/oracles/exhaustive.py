@@ -15,13 +15,13 @@ import numpy as np
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Shard, shards_of
 from autopar.formats.profile import Profile
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Placed, divisors, within
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.placement.places import groups_of
-from autopar.planner.placement.pool import Group
+from autopar.planner.placement.pool import DeviceGroup
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
@@ -40,7 +40,7 @@ class Exhausted(NamedTuple):
 class _Free(NamedTuple):
     """The devices that are left while stages take theirs."""
 
-    groups: tuple[tuple[int, Group], ...]
+    groups: tuple[tuple[int, DeviceGroup], ...]
     """Kind and devices of all groups of :func:`autopar.planner.placement.places.groups_of`."""
     left: tuple[int, ...]
     """By group."""
@@ -88,7 +88,7 @@ def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted
     least_s = float("inf")
     for candidate in everything(simulator.costs, options):
         if best.judge(simulator, candidate) is not None:
-            least_s = min(least_s, bound(simulator.costs, candidate))
+            least_s = min(least_s, candidate_bound_s(simulator.costs, candidate))
     return Exhausted(best.step_s, least_s)
 
 
@@ -122,7 +122,7 @@ def _frames(costs: CostModel, options: PlanOptions) -> Iterator[_Frame]:
 
 def _stages(
     costs: CostModel, options: PlanOptions, frame: _Frame, index: int, free: _Free
-) -> Iterator[tuple[Placed, ...]]:
+) -> Iterator[tuple[CandidateStage, ...]]:
     """Yield every way to place the stages from ``index`` on."""
     if index == len(frame.edges) - 1:
         if not options.use_all or not any(free.left):
@@ -137,7 +137,7 @@ def _stages(
 
 def _placed(
     costs: CostModel, options: PlanOptions, frame: _Frame, index: int, devices: tuple[int, ...]
-) -> Iterator[Placed]:
+) -> Iterator[CandidateStage]:
     first, stop, width = frame.edges[index], frame.edges[index + 1], len(devices)
     for division in _divisions(costs, frame, width):
         shares = costs.shares(frame.rows, width, division)
@@ -145,7 +145,7 @@ def _placed(
             continue
         for shard in shards_of(division, _shards(options, width)):
             for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
-                yield Placed(first, stop, devices, shares, 1, recompute, shard, division)
+                yield CandidateStage(first, stop, devices, shares, 1, recompute, shard, division)
 
 
 def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division]:
@@ -170,7 +170,7 @@ def _recomputed(
     return sorted({within(levels[level], first, stop) for level in asked})
 
 
-def _deep(frame: _Frame, stages: tuple[Placed, ...]) -> Iterator[tuple[Placed, ...]]:
+def _deep(frame: _Frame, stages: tuple[CandidateStage, ...]) -> Iterator[tuple[CandidateStage, ...]]:
     """Every choice of depths, none with more in flight than the stage before."""
     if not stages:
         yield ()

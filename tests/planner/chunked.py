@@ -6,7 +6,7 @@ import random
 
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
-from autopar.planner.candidate import Candidate, Placed, chunk_counts, plain
+from autopar.planner.candidate import Candidate, CandidateStage, chunk_counts, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
@@ -78,5 +78,7 @@ def random_chunked(rng: random.Random, costs: CostModel, schedule: str) -> Candi
         group = group_of(layout_of(schedule), index, groups)
         recompute = tuple(layer for layer in range(cuts[index], cuts[index + 1]) if rng.random() < 0.2)
         shard = rng.choice(["none", "none", "optimizer", "gradients", "parameters"]) if widths[group] > 1 else "none"
-        stages.append(Placed(cuts[index], cuts[index + 1], taken[group], shares[group], depth, recompute, shard))
+        stages.append(
+            CandidateStage(cuts[index], cuts[index + 1], taken[group], shares[group], depth, recompute, shard)
+        )
     return Candidate(micro_batches, rows, schedule, tuple(stages))

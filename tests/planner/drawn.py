@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from autopar.formats.plan import shards_of
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import even_shares, routes
@@ -43,12 +43,12 @@ def random_candidate(rng: random.Random, costs: CostModel) -> Candidate:
     for index in range(count):
         mine, order = order[: widths[index]], order[widths[index] :]
         depth = depths[index] if schedule == "1f1b" else micro_batches
-        stage = Placed(cuts[index], cuts[index + 1], tuple(mine), shares_of(rng, rows, widths[index]), depth)
+        stage = CandidateStage(cuts[index], cuts[index + 1], tuple(mine), shares_of(rng, rows, widths[index]), depth)
         stages.append(_varied(rng, stage, rows, micro_batches))
     return Candidate(micro_batches, rows, schedule, tuple(stages))
 
 
-def _varied(rng: random.Random, stage: Placed, rows: int, micro_batches: int) -> Placed:
+def _varied(rng: random.Random, stage: CandidateStage, rows: int, micro_batches: int) -> CandidateStage:
     """Recompute some layers; let replicas shard something, or take turns with as much in flight among them."""
     chosen = [layer for layer in range(stage.first, stage.stop) if rng.random() < 0.2]
     stage = stage._replace(recompute=tuple(chosen))
@@ -103,12 +103,12 @@ def long_candidate(seed: int, turns: float = 0.3, skips: float = 0.05) -> tuple[
 
 def _long_stage(
     rng: random.Random, index: int, first: int, rows: int, micro_batches: int, allowed: int, turns: float
-) -> Placed:
+) -> CandidateStage:
     """A stage that keeps no more in flight than the stage before."""
     width = rng.randint(1, min(4, rows))
     devices = tuple(range(first, first + width))
     in_flight = max(1, allowed - rng.choice([0, 0, 1, 2, 7]))
     if 1 < width <= min(micro_batches, in_flight) and rng.random() < turns:
         depth = min(in_flight // width, -(-micro_batches // width))
-        return Placed(index, index + 1, devices, (rows,) * width, depth, division="round-robin")
-    return Placed(index, index + 1, devices, shares_of(rng, rows, width), in_flight)
+        return CandidateStage(index, index + 1, devices, (rows,) * width, depth, division="round-robin")
+    return CandidateStage(index, index + 1, devices, shares_of(rng, rows, width), in_flight)

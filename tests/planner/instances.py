@@ -14,9 +14,9 @@ from autopar.formats.profile import (
     ModelSource,
     Noise,
     Profile,
-    Saved,
+    SavedStorage,
     Tensor,
-    Tied,
+    TiedParameter,
 )
 
 MIB = 2**20
@@ -27,14 +27,18 @@ def cost(rows: int, forward_s: float, backward_s: float, saved: dict[str, int], 
         micro_batch=rows,
         forward_s=forward_s,
         backward_s=backward_s,
-        saved=tuple(Saved(storage=name, bytes=size) for name, size in saved.items()),
+        saved=tuple(SavedStorage(storage=name, bytes=size) for name, size in saved.items()),
         peak_bytes=peak,
         output_bytes=output,
     )
 
 
 def profile_of(
-    layers: list[Layer], tensors: list[Tensor], batch: int, tied: tuple[Tied, ...] = (), overhead_s: float = 0.0
+    layers: list[Layer],
+    tensors: list[Tensor],
+    batch: int,
+    tied: tuple[TiedParameter, ...] = (),
+    overhead_s: float = 0.0,
 ) -> Profile:
     return Profile(
         model=ModelSource(source="model.py", sha256="0" * 64),
@@ -75,11 +79,11 @@ def random_profile(
                 )
             )
     layers = [_random_layer(rng, names, index, tensors, batch) for index in range(count)]
-    tied: tuple[Tied, ...] = ()
+    tied: tuple[TiedParameter, ...] = ()
     if count > 1 and rng.random() < 0.3:
         holders = sorted(rng.sample(range(count), 2))
         size = rng.choice([1000, 200_000])
-        tied = (Tied(parameter="w", layers=tuple(names[holder] for holder in holders), bytes=size),)
+        tied = (TiedParameter(parameter="w", layers=tuple(names[holder] for holder in holders), bytes=size),)
         for holder in holders:
             layer = layers[holder]
             layers[holder] = layer.model_copy(
@@ -197,7 +201,7 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
                 name=name, modules=(name,), **sizes, optimizer_bytes=2 * parameters, update_s=update, costs=tuple(costs)
             )
         )
-    tied = (Tied(parameter="wte.weight", layers=("wte", "head"), bytes=4 * 256 * width),)
+    tied = (TiedParameter(parameter="wte.weight", layers=("wte", "head"), bytes=4 * 256 * width),)
     return profile_of(layers, tensors, batch, tied, 0.001)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -28,7 +28,7 @@ def test_no_simulated_step_is_shorter_than_its_bound() -> None:
         simulator = Simulator(costs)
         for _ in range(15):
             candidate = random_candidate(rng, costs)
-            step_s, least_s = simulator.step_s(candidate), bound(costs, candidate)
+            step_s, least_s = simulator.step_s(candidate), candidate_bound_s(costs, candidate)
             assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
             tight += least_s >= step_s * (1 - 1e-9)
     assert tight >= 1000
@@ -46,7 +46,7 @@ def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
             stages = place(Family(4, costs.batch // 4, schedule), cuts, (1,) * count)
             deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
             candidate = Candidate(4, costs.batch // 4, schedule, deep)
-            assert bound(costs, candidate) <= Simulator(costs).step_s(candidate) * (1 + 1e-9)
+            assert candidate_bound_s(costs, candidate) <= Simulator(costs).step_s(candidate) * (1 + 1e-9)
 
 
 def test_a_single_device_meets_its_bound_exactly() -> None:
@@ -54,4 +54,4 @@ def test_a_single_device_meets_its_bound_exactly() -> None:
         costs = CostModel(random_profile(seed), random_cluster(seed, 1), PlanOptions(gpus=1))
         stages = place(Family(1, costs.batch, "1f1b"), (costs.layer_count,), (1,))
         candidate = Candidate(1, costs.batch, "1f1b", stages)
-        assert bound(costs, candidate) == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)
+        assert candidate_bound_s(costs, candidate) == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)

@@ -20,7 +20,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
-from autopar.planner.search.local import climbed
+from autopar.planner.search.local import search_locally
 from autopar.planner.simulator.simulate import Simulator
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust
@@ -104,8 +104,8 @@ def test_both_solvers_find_the_best_of_all_plans_that_obey_and_fit() -> None:
         exhaust(simulator, options, oracle)
         assert best.step_s == pytest.approx(least.step_s, rel=1e-9), f"seed {seed}: {asked}"
         assert oracle.step_s == least.step_s, f"seed {seed}: {asked}"
-        assert best.found is None or _obeys(best.found.candidate, cluster, options)
-        compared += least.found is not None
+        assert best.fastest is None or _obeys(best.fastest.candidate, cluster, options)
+        compared += least.fastest is not None
         changed += unconstrained.step_s < least.step_s < float("inf")
     assert compared >= 100
     assert changed >= 40
@@ -215,13 +215,15 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
             continue
         every, simulator, best = families(costs.batch, options), Simulator(costs), Best()
         search(simulator, every, options, best)
-        if best.found is None:
+        if best.fastest is None:
             continue
-        climbed(simulator, options, best, 0.0)
-        for each in neighbours(simulator, best, best.found.candidate):
-            assert each.found is None or _obeys(each.found.candidate, cluster, options), f"seed {seed}: {each.name}"
-            near += each.found is not None
-        assert _obeys(best.found.candidate, cluster, options), f"seed {seed}"
+        search_locally(simulator, options, best, 0.0)
+        for each in neighbours(simulator, best, best.fastest.candidate):
+            assert each.simulated_plan is None or _obeys(each.simulated_plan.candidate, cluster, options), (
+                f"seed {seed}: {each.name}"
+            )
+            near += each.simulated_plan is not None
+        assert _obeys(best.fastest.candidate, cluster, options), f"seed {seed}"
         predicted = plan(profile, cluster, options).predicted
         assert predicted.bounds is not None
         assert predicted.bounds.linked_s <= predicted.lower_bound_s <= best.step_s * (1 + 1e-9), f"seed {seed}"

@@ -15,7 +15,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.links import Sharing, Traffic
 from autopar.planner.costs.model import CostModel
-from autopar.planner.simulator.contention import Contended
+from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand
@@ -91,7 +91,7 @@ def test_where_nothing_is_shared_the_step_is_the_plain_one() -> None:
         )
         nothing = Sharing.of(alone, case.costs.devices)
         assert not nothing
-        step_s = Contended(case.rows, case.times, Traffic(nothing, case.devices)).go()
+        step_s = ContentionSimulation(case.rows, case.times, Traffic(nothing, case.devices)).go()
         assert step_s == pytest.approx(run(case.rows, case.times), rel=1e-12)
 
 

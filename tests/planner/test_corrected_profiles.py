@@ -11,7 +11,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
 from autopar.formats.timeline import own_times
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.profiler.recalibrate import corrected, regathered, relinked, ungathered
+from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 from instances import cost, profile_of
 
 LAYERS = 8
@@ -103,8 +103,8 @@ def test_a_run_with_timed_layers_corrects_the_prediction_of_every_other_cut(seed
     wrong, wrong_links = like(truth, draw), cluster(3e-4, 2e7)
     run = planned(wrong, wrong_links, stages)
     measured, predicted = own_times(simulate(run, truth, true_links)), own_times(simulate(run, wrong, wrong_links))
-    update = corrected(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
-    links = relinked(wrong_links, run, measured, predicted)
+    update = correct_profile(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    links = correct_links(wrong_links, run, measured, predicted)
     if stages == CUTS[1]:
         # Messages of two sizes tell latency from bandwidth.
         (link,) = links.links
@@ -126,7 +126,7 @@ def test_without_timed_layers_the_plan_that_was_run_is_predicted_as_it_ran() -> 
     wrong = like(truth, draw)
     run = planned(wrong, links, CUTS[1])
     measured, predicted = own_times(simulate(run, truth, links)), own_times(simulate(run, wrong, links))
-    update = corrected(wrong, run, measured, predicted, [], truth.step_overhead_s)
+    update = correct_profile(wrong, run, measured, predicted, [], truth.step_overhead_s)
     assert simulate(run, update, links).end_s == pytest.approx(simulate(run, truth, links).end_s)
     for stage in run.stages:
         ratios = {
@@ -145,12 +145,12 @@ def test_layers_measured_as_one_stay_alike_and_sizes_that_ran_are_measured() -> 
     measured = {
         key: seconds * draw.uniform(0.9, 1.1) for key, seconds in own_times(simulate(run, truth, links)).items()
     }
-    update = corrected(wrong, run, measured, own_times(simulate(run, wrong, links)), layers_of(truth, run), 0.0)
+    update = correct_profile(wrong, run, measured, own_times(simulate(run, wrong, links)), layers_of(truth, run), 0.0)
     assert len({layer.costs for layer in update.layers}) == 1
     known = {each.micro_batch: each.provenance for each in update.layers[0].costs}
     assert known == {1: "estimated", 2: "estimated", 4: "measured"}
     assert Profile.model_validate_json(update.dumps()) == update
-    assert corrected(update, run, measured, measured, [], 0.0).notes == update.notes
+    assert correct_profile(update, run, measured, measured, [], 0.0).notes == update.notes
 
 
 def test_a_curve_of_messages_and_its_link_are_slowed_alike() -> None:
@@ -159,7 +159,7 @@ def test_a_curve_of_messages_and_its_link_are_slowed_alike() -> None:
     before, after = cluster(1e-4, 1e8, curve=True), cluster(3e-4, 1e8 / 3, curve=True)
     run = planned(known, before, CUTS[0])
     measured, predicted = own_times(simulate(run, known, after)), own_times(simulate(run, known, before))
-    found = relinked(before, run, measured, predicted)
+    found = correct_links(before, run, measured, predicted)
     assert found.curves[0].seconds == pytest.approx(after.curves[0].seconds)
     assert found.links[0].latency_s == pytest.approx(3e-4)
     assert found.links[0].bytes_per_s == pytest.approx(1e8 / 3)
@@ -169,8 +169,8 @@ def test_a_run_that_measured_no_message_leaves_the_cluster_as_it_is() -> None:
     known, links = profile(random.Random(1)), cluster(1e-4, 1e8)
     run = planned(known, links, "0-7:2")
     times = own_times(simulate(run, known, links))
-    assert relinked(links, run, times, times) is not None
-    assert relinked(links, run, times, times) == links
+    assert correct_links(links, run, times, times) is not None
+    assert correct_links(links, run, times, times) == links
 
 
 def gathering(factor: float, overlap: float | None = None) -> Cluster:
@@ -196,13 +196,13 @@ def test_what_a_stage_that_gathers_takes_beyond_computing_is_taken_for_its_gathe
     assert [stage.shard for stage in run.stages] == ["parameters", "none"]
     measured = own_times(simulate(run, truth, gathering(2.5)))
     predicted = own_times(simulate(run, wrong, gathering(1.0)))
-    made = corrected(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    made = correct_profile(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
     assert made.layers[:5] == wrong.layers[:5]
     assert [layer.costs[0].forward_s for layer in made.layers[5:]] == pytest.approx(
         [layer.costs[0].forward_s for layer in truth.layers[5:]]
     )
-    both = (own_times(simulate(run, made, each)) for each in (gathering(1.0), ungathered(gathering(1.0))))
-    links = regathered(gathering(1.0), run, measured, *both)
+    both = (own_times(simulate(run, made, each)) for each in (gathering(1.0), without_gathering(gathering(1.0))))
+    links = correct_gathering(gathering(1.0), run, measured, *both)
     for found, right in zip(links.curves, gathering(2.5).curves, strict=True):
         assert found.seconds == pytest.approx(right.seconds)
         assert found.provenance == "measured"
@@ -214,11 +214,11 @@ def test_devices_beyond_those_that_a_cluster_lists_are_corrected_like_them() -> 
     one = links.model_copy(update={"devices": links.devices[:1]})
     options = PlanOptions(gpus=3, stages="0-4:2,5-7:1", micro_batches=3, schedule="1f1b", shard="parameters")
     run = plan(known, one, options)
-    predicted, alone = (own_times(simulate(run, known, each)) for each in (one, ungathered(one)))
+    predicted, alone = (own_times(simulate(run, known, each)) for each in (one, without_gathering(one)))
     measured = {key: 2 * seconds for key, seconds in predicted.items()}
-    few = regathered(relinked(one, run, measured, predicted), run, measured, predicted, alone)
+    few = correct_gathering(correct_links(one, run, measured, predicted), run, measured, predicted, alone)
     assert few.links[0].latency_s == pytest.approx(2 * links.links[0].latency_s)
-    all_listed = regathered(relinked(links, run, measured, predicted), run, measured, predicted, alone)
+    all_listed = correct_gathering(correct_links(links, run, measured, predicted), run, measured, predicted, alone)
     assert (few.links, few.curves) == (all_listed.links, all_listed.curves)
 
 
@@ -228,7 +228,10 @@ def test_gathers_that_computing_hides_and_those_without_curves_stay_as_they_are(
     run = sharding(known, links)
     predicted = own_times(simulate(run, known, links))
     measured = {key: 1.2 * seconds for key, seconds in predicted.items()}
-    assert regathered(links, run, measured, predicted, own_times(simulate(run, known, ungathered(links)))) == links
+    assert (
+        correct_gathering(links, run, measured, predicted, own_times(simulate(run, known, without_gathering(links))))
+        == links
+    )
 
 
 def test_a_run_that_was_all_sharded_corrects_no_layer() -> None:
@@ -237,7 +240,9 @@ def test_a_run_that_was_all_sharded_corrects_no_layer() -> None:
     run = plan(known, links, options)
     predicted = own_times(simulate(run, known, links))
     measured = {key: 2 * seconds for key, seconds in predicted.items()}
-    assert corrected(known, run, measured, predicted, [], 0.0) == known.model_copy(update={"step_overhead_s": 0.0})
+    assert correct_profile(known, run, measured, predicted, [], 0.0) == known.model_copy(
+        update={"step_overhead_s": 0.0}
+    )
 
 
 def test_updates_of_stages_that_divide_the_optimizer_correct_no_layer() -> None:
@@ -247,6 +252,6 @@ def test_updates_of_stages_that_divide_the_optimizer_correct_no_layer() -> None:
     predicted = own_times(simulate(run, known, links))
     # The gather that is predicted behind an update is in the next step's first forward.
     measured = {key: seconds / 9 if key[1].kind == "U" else 2 * seconds for key, seconds in predicted.items()}
-    made = corrected(known, run, measured, predicted, layers_of(known, run), 0.0)
+    made = correct_profile(known, run, measured, predicted, layers_of(known, run), 0.0)
     assert [layer.update_s for layer in made.layers] == [layer.update_s for layer in known.layers]
     assert made.layers[0].costs[0].forward_s == pytest.approx(2 * known.layers[0].costs[0].forward_s)

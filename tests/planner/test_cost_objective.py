@@ -16,9 +16,9 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.cost import Cheapest, cheapest
+from autopar.planner.objectives.cost import CheapestPlan, cheapest
 from autopar.planner.simulator.simulate import Simulator
-from autopar.report.plan import explained
+from autopar.report.plan import plan_text
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything
 
@@ -81,7 +81,7 @@ def _least(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
     )
 
 
-def _cheapest(profile: Profile, cluster: Cluster, options: PlanOptions) -> Cheapest | None:
+def _cheapest(profile: Profile, cluster: Cluster, options: PlanOptions) -> CheapestPlan | None:
     costs = CostModel(profile, cluster, options)
     return cheapest(costs, families(costs.batch, options), options)
 
@@ -92,7 +92,7 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     free = _cheapest(profile, cluster, options)
     assert free is not None
     if seed % 3:
-        peak = max(CostModel(profile, cluster, options).peak_bytes(free.found.candidate))
+        peak = max(CostModel(profile, cluster, options).peak_bytes(free.simulated_plan.candidate))
         options = replace(options, memory_bytes=max(1, int(peak * (1.0, 0.95, 0.75)[seed % 3])))
     return profile, cluster, options
 
@@ -107,8 +107,8 @@ def test_no_plan_is_cheaper() -> None:
             continue
         assert found.cost == pytest.approx(least, rel=1e-9), seed
         assert found.lower_bound == pytest.approx(least, rel=1e-9), seed
-        candidate = found.found.candidate
-        assert found.cost == pytest.approx(found.found.step_s * _price(cluster, candidate), rel=1e-12)
+        candidate = found.simulated_plan.candidate
+        assert found.cost == pytest.approx(found.simulated_plan.step_s * _price(cluster, candidate), rel=1e-12)
         used = [device for stage in candidate.stages for device in stage.devices]
         compared += 1
         several += len(used) > 1
@@ -284,10 +284,10 @@ def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> No
         devices = sum(int(stage.rpartition(":")[2]) for stage in each.stages.split(","))
         per_hour = devices * (cluster.devices[0].price_per_hour or 0.0)
         assert each.price_per_step == pytest.approx(each.step_s * per_hour / 3600)
-    assert "cost of" in explained(made)
+    assert "cost of" in plan_text(made)
     fastest = plan(gpt_profile(), cluster, PlanOptions())
     assert {each.price_per_step for each in fastest.alternatives} == {None}
-    assert "cost of" not in explained(fastest)
+    assert "cost of" not in plan_text(fastest)
 
 
 @pytest.mark.parametrize("objective", ["step", "throughput"])

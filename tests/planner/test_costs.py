@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
-from autopar.formats.profile import Layer, Line, Profile, Tensor, Tied
+from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
 from autopar.planner import plan
-from autopar.planner.bounds.chain import bound
-from autopar.planner.candidate import Candidate, Placed, families
-from autopar.planner.costs.in_flight import held_of
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import Candidate, CandidateStage, families
+from autopar.planner.costs.in_flight import peak_terms_of
 from autopar.planner.costs.layers import LayerCosts, at_rows
 from autopar.planner.costs.links import LinkModel
-from autopar.planner.costs.memory import Held
+from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
@@ -113,7 +113,7 @@ def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
     costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
     # c is ready at 1 and reduced at 7; b at 8 and 14; a at 13, reduced from 14 to 20: 7 after the backward's 13.
     assert costs.exposed_s(0, 3, 1, 2, "node") == pytest.approx(7.0, rel=1e-5)
-    whole = Placed(0, 3, (0, 1), (1, 1), 1)
+    whole = CandidateStage(0, 3, (0, 1), (1, 1), 1)
     assert costs.reduce_s(whole) == pytest.approx(18.0, rel=1e-5)
     assert costs.replica_exposed_s(whole, 0) == costs.exposed_s(0, 3, 1, 2, "node")
     assert costs.exposed_s(0, 3, 1, 1, "node") == 0.0
@@ -121,14 +121,14 @@ def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
 
 def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apart() -> None:
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 1000)]
-    tied = (Tied(parameter="w", layers=("a", "c"), bytes=1000),)
+    tied = (TiedParameter(parameter="w", layers=("a", "c"), bytes=1000),)
     costs = CostModel(profile_of(layers, [], 1, tied), _cluster(), PlanOptions())
     ring = 2e-3
-    assert costs.reduce_s(Placed(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
-    assert costs.reduce_s(Placed(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
-    stages = (Placed(0, 2, (0,), (1,), 1), Placed(2, 3, (1,), (1,), 1))
+    assert costs.reduce_s(CandidateStage(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
+    assert costs.reduce_s(CandidateStage(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
+    stages = (CandidateStage(0, 2, (0,), (1,), 1), CandidateStage(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
-    assert costs.tied_between((Placed(0, 3, (0,), (1,), 1),)) == []
+    assert costs.tied_between((CandidateStage(0, 3, (0,), (1,), 1),)) == []
     whole = costs.memory[0].parts(0, 3, 1)
     assert whole.parameters + whole.optimizer + whole.gradients == 1500 * 4 + 3 * 10
     assert whole.gradients == 1500
@@ -139,10 +139,10 @@ def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_laye
     profile = gpt_profile()
     costs = CostModel(profile, local_cluster(), PlanOptions())
     head = costs.layer_count - 1
-    stage = Placed(head, head + 1, (0,), (1,), 1)
+    stage = CandidateStage(head, head + 1, (0,), (1,), 1)
     assert costs.update_s(stage) == pytest.approx(2 * profile.layers[0].update_s)
     quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
-    assert costs.retimed(LayerCosts(tuple(quick))).update_s(stage) == 0.0
+    assert costs.with_layer_costs(LayerCosts(tuple(quick))).update_s(stage) == 0.0
 
 
 def test_memory_is_the_sum_the_docstring_says() -> None:
@@ -153,7 +153,7 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
     ]
     costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions(gpus=3))
-    stages = tuple(Placed(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
+    stages = tuple(CandidateStage(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
     # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
     # while, `ab` and its gradient are all. Three gradients of `ab` are on their way from stage 1, and two from stage 2.
@@ -171,7 +171,7 @@ def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> Non
         memory, count = costs.memory[0], costs.layer_count
         for first in range(count):
             for stop in range(first + 1, count + 1):
-                peaks = [memory.peak(first, stop, Held(2, depth, 8, replicas=2)) for depth in range(1, 8)]
+                peaks = [memory.peak(first, stop, PeakTerms(2, depth, 8, replicas=2)) for depth in range(1, 8)]
                 grown = {after - before for before, after in pairwise(peaks)}
                 parts = memory.parts(first, stop, 2)
                 assert grown == {parts.activations}
@@ -219,8 +219,10 @@ def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
     fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
     layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
     costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
-    assert costs.forward_s(Placed(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
-    assert costs.forward_s(Placed(0, 1, (0,), (8,), 1), 0) == pytest.approx(profile.layers[0].costs[3].forward_s)
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(
+        profile.layers[0].costs[3].forward_s
+    )
 
 
 def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
@@ -230,8 +232,8 @@ def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
     assert costs.limits_bytes == [7 * 2**30]
 
 
-def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> Placed:
-    return Placed(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
+def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
+    return CandidateStage(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
 
 
 def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
@@ -241,7 +243,7 @@ def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
     ]
     costs = CostModel(profile_of(layers, tensors, 4), _cluster(), PlanOptions())
-    plain, again = Placed(0, 3, (0,), (1,), 1), Placed(0, 3, (0,), (1,), 1, (0, 1, 2))
+    plain, again = CandidateStage(0, 3, (0,), (1,), 1), CandidateStage(0, 3, (0,), (1,), 1, (0, 1, 2))
     assert costs.backward_s(again, 0, 4) == pytest.approx(costs.backward_s(plain, 0, 4) + 3 * 1.0)
     # Nothing of a layer's own is kept: 100 + x's 8 each; what they hand on is, and x is no tensor of this profile.
     assert costs.memory[0].parts(0, 3, 1).activations == 3 * 100 + 8
@@ -256,7 +258,7 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
     alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
-    held = [costs.memory[0].peak(0, 3, held_of(each, 0, 1)) for each in alone]
+    held = [costs.memory[0].peak(0, 3, peak_terms_of(each, 0, 1)) for each in alone]
     # Every replica also has its half of the parameters, from which they are gathered.
     assert held[0] - held[1] == (3000 - 1530) // 2
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
@@ -302,7 +304,7 @@ def test_replicas_add_up_the_parts_of_sharded_gradients_only() -> None:
     layers = [each.model_copy(update={"accumulate_s": 0.5}) for each in (_layer("a", 1.0, 8), _layer("b", 1.0, 8))]
     for known in (profile_of(layers, [], 4), _gpu(profile_of(layers, [], 4))):
         costs = CostModel(known, _cluster(), PlanOptions()).without(links=True)
-        placed = [Placed(0, 2, (0, 1), (1, 1), 1, (), shard) for shard in ("none", "optimizer", "gradients")]
+        placed = [CandidateStage(0, 2, (0, 1), (1, 1), 1, (), shard) for shard in ("none", "optimizer", "gradients")]
         assert [costs.backward_s(each, 0, 4) for each in placed] == pytest.approx([3.0, 3.0, 2.5])
 
 
@@ -334,10 +336,10 @@ def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() ->
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
     tensors = [Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True)]
     costs = CostModel(profile_of(layers, tensors, 10), _cluster(), PlanOptions(gpus=3))
-    stages = (Placed(0, 1, (0, 1), (2, 2), 2, division="round-robin"), Placed(1, 2, (2,), (2,), 3))
+    stages = (CandidateStage(0, 1, (0, 1), (2, 2), 2, division="round-robin"), CandidateStage(1, 2, (2,), (2,), 3))
     candidate = Candidate(5, 2, "1f1b", stages)
     assert [stages[0].turns(replica, 5) for replica in (0, 1)] == [3, 2]
     simulator = Simulator(costs)
     kinds = [sum(code == 0 for code, *_ in rank) for rank in simulator.rows_of(candidate)]
     assert kinds == [3, 2, 5]
-    assert bound(costs, candidate) <= simulator.step_s(candidate)
+    assert candidate_bound_s(costs, candidate) <= simulator.step_s(candidate)

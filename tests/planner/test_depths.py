@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Family, Placed
+from autopar.planner.candidate import CandidateStage, Family
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.depths import depth_choices
@@ -28,7 +28,7 @@ def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> 
             width = rng.choice([1, 2, 3])
             turns = 1 < width <= micro_batches
             shares = (rows,) * (width if turns else 1)
-            stage = Placed(first, first + 1, tuple(range(len(shares))), shares, 1)
+            stage = CandidateStage(first, first + 1, tuple(range(len(shares))), shares, 1)
             stage = stage._replace(division="round-robin" if turns else "split")
             stages.append(stage._replace(warmup=rng.randint(1, stage.turns(0, micro_batches))))
             turning += turns

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.placement.pool import Chain, Group, Pool, by_policies, every_way, listed
+from autopar.planner.placement.pool import DeviceGroup, Pool, TakenCounts, by_policies, enumerate_states, every_way
 
 
-def _groups(sizes: tuple[int, ...]) -> list[Group]:
+def _groups(sizes: tuple[int, ...]) -> list[DeviceGroup]:
     """Nodes of some sizes; those of one size that are neighbours are alike."""
-    found: list[Group] = []
+    found: list[DeviceGroup] = []
     for size in sizes:
         start = sum(len(group.devices) for group in found)
         same = found and len(found[-1].devices) == size
-        found.append(Group(tuple(range(start, start + size)), found[-1].alike if same else len(found)))
+        found.append(DeviceGroup(tuple(range(start, start + size)), found[-1].alike if same else len(found)))
     return found
 
 
@@ -21,7 +21,7 @@ NODES = (((2, 2), (1,)), ((3, 1), ()), ((2, 2, 2), ()), ((1, 1, 1), (2, 1)), ((4
 """Of devices of two kinds."""
 
 
-def _pools() -> list[tuple[list[Group], list[Group], Pool]]:
+def _pools() -> list[tuple[list[DeviceGroup], list[DeviceGroup], Pool]]:
     found = []
     for first, second in (
         ((2, 2), (1,)),
@@ -33,7 +33,9 @@ def _pools() -> list[tuple[list[Group], list[Group], Pool]]:
     ):
         groups = _groups(first)
         start = sum(first)
-        others = [Group(tuple(start + device for device in group.devices), group.alike) for group in _groups(second)]
+        others = [
+            DeviceGroup(tuple(start + device for device in group.devices), group.alike) for group in _groups(second)
+        ]
         kinds = {0: groups, 1: others} if others else {0: groups}
         found += [(groups, others, Pool(kinds, most)) for most in (0, 5, 60, 10_000)]
     return found
@@ -48,7 +50,7 @@ def test_states_ascend_as_devices_are_taken_and_the_first_variant_is_cluster_ord
         for state in range(pool.states):
             for kind, own in every.items():
                 left = [device for device in own if device in pool.remaining(state)]
-                assert pool.left(state, kind) == len(left)
+                assert pool.kind_devices_left(state, kind) == len(left)
                 for width in range(1, len(left) + 1):
                     variants = pool.variants(state, kind, width)
                     assert pool.devices(state, kind, width) == tuple(left[:width])
@@ -66,14 +68,14 @@ def test_states_ascend_as_devices_are_taken_and_the_first_variant_is_cluster_ord
 def test_moves_are_the_variants_of_all_states() -> None:
     for groups, others, pool in _pools():
         for kind in pool.kinds:
-            count = pool.left(0, kind)
+            count = pool.kind_devices_left(0, kind)
             assert count == sum(len(group.devices) for group in (groups, others)[kind])
             for width in range(1, count + 1):
                 moves = pool.moves(kind, width)
                 assert [move[:2] for move in moves] == [(width, variant) for variant in range(len(moves))]
                 for state in range(pool.states):
                     there = [(move.variant, int(move.after[state])) for move in moves if move.after[state] >= 0]
-                    found = pool.variants(state, kind, width) if width <= pool.left(state, kind) else []
+                    found = pool.variants(state, kind, width) if width <= pool.kind_devices_left(state, kind) else []
                     assert there == found
 
 
@@ -91,7 +93,7 @@ def test_of_nodes_that_are_alike_every_way_is_gone_through_once() -> None:
 History = tuple[tuple[int, ...], ...]
 
 
-def _histories(groups: list[Group], free: tuple[int, ...], *, restricted: bool) -> list[History]:
+def _histories(groups: list[DeviceGroup], free: tuple[int, ...], *, restricted: bool) -> list[History]:
     found: list[History] = [()]
     some = every_way(groups, free) if restricted else np.ndindex(*(count + 1 for count in free))
     for taken in some:
@@ -101,7 +103,7 @@ def _histories(groups: list[Group], free: tuple[int, ...], *, restricted: bool) 
     return found
 
 
-def _unnamed(groups: list[Group], history: History) -> object:
+def _unnamed(groups: list[DeviceGroup], history: History) -> object:
     """What each node gave to the stages, nodes of a run in the order in which stages came to use them."""
     columns = [tuple(taken[at] for taken in history) for at in range(len(groups))]
 
@@ -113,7 +115,7 @@ def _unnamed(groups: list[Group], history: History) -> object:
 
 
 def test_a_stage_may_begin_with_the_next_node_where_it_would_stand_in_fewer() -> None:
-    chain = Chain(_groups((3, 3, 2)), skip=True)
+    chain = TakenCounts(_groups((3, 3, 2)), skip=True)
     assert chain.devices(1, 3, 0) == (1, 2, 3)
     assert chain.devices(1, 3, 1) == (3, 4, 5)
     assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
@@ -122,12 +124,12 @@ def test_a_stage_may_begin_with_the_next_node_where_it_would_stand_in_fewer() ->
 def test_policies_lead_to_some_of_all_states() -> None:
     for sizes in ((2, 2), (3, 1, 2), (4, 4)):
         groups = _groups(sizes)
-        some, every = listed(groups, by_policies, 10_000), listed(groups, every_way, 10_000)
+        some, every = enumerate_states(groups, by_policies, 10_000), enumerate_states(groups, every_way, 10_000)
         assert some is not None
         assert every is not None
         assert some.moves <= every.moves
         assert some.states <= every.states
-    assert listed(_groups((4, 4)), every_way, 100) is None
+    assert enumerate_states(_groups((4, 4)), every_way, 100) is None
 
 
 def test_where_all_devices_are_to_be_used_none_is_skipped() -> None:

@@ -7,7 +7,7 @@ import random
 from autopar.planner import PlanOptions
 from autopar.planner.costs.flows import Exchange
 from autopar.planner.costs.model import CostModel
-from autopar.schedules.route import Divide, routes
+from autopar.schedules.route import FixedStageShares, routes
 from drawn import random_candidate, shares_of
 from instances import random_cluster, random_profile
 
@@ -37,7 +37,11 @@ def test_routes_carry_every_row_of_a_micro_batch_from_its_sender_to_its_receiver
         for _ in range(2):
             width = rng.randint(1, min(5, rows))
             turning = rng.random() < 0.4
-            ends.append(Divide((rows,) * width, "round-robin") if turning else Divide(shares_of(rng, rows, width)))
+            ends.append(
+                FixedStageShares((rows,) * width, "round-robin")
+                if turning
+                else FixedStageShares(shares_of(rng, rows, width))
+            )
         for micro_batch in range(8):
             owners = [_owners(end, rows, micro_batch) for end in ends]
             expected: dict[tuple[int, int], list[int]] = {}
@@ -51,7 +55,7 @@ def test_routes_carry_every_row_of_a_micro_batch_from_its_sender_to_its_receiver
             assert found == expected
 
 
-def _owners(stage: Divide, rows: int, micro_batch: int) -> list[int]:
+def _owners(stage: FixedStageShares, rows: int, micro_batch: int) -> list[int]:
     """The replica of every row."""
     if stage.division == "round-robin":
         return [micro_batch % len(stage.shares)] * rows

@@ -9,22 +9,22 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import pool_of
-from autopar.planner.search.best_first import Searched, search
+from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import Capped, SuffixTables
+from autopar.planner.search.tables import CappedStages, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust
 
 
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
+def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
     costs = CostModel(profile, cluster, options)
     best = Best()
     return best, search(Simulator(costs), families(costs.batch, options), options, best)
@@ -46,13 +46,13 @@ def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
         exact = Best()
         exhaust(Simulator(CostModel(profile, cluster, options)), options, exact)
         best, searched = _search(profile, cluster, options)
-        if exact.found is None:
-            assert best.found is None, f"seed {seed}"
+        if exact.fastest is None:
+            assert best.fastest is None, f"seed {seed}"
             continue
         assert searched.lower_bound_s <= exact.step_s * (1 + 1e-9), f"seed {seed}"
-        if best.found is not None:
+        if best.fastest is not None:
             assert best.step_s >= exact.step_s * (1 - 1e-9)
-            assert max(CostModel(profile, cluster, options).shortfalls(best.found.candidate)) <= 0
+            assert max(CostModel(profile, cluster, options).shortfalls(best.fastest.candidate)) <= 0
         ratios.append(best.step_s / exact.step_s)
     ratios.sort()
     assert len(ratios) >= 33
@@ -69,14 +69,16 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(f
         bounds: dict[int, list[float]] = {}
         for candidate in everything(costs, options):
             if max(costs.shortfalls(candidate)) <= 0:
-                bounds.setdefault(candidate.micro_batches, []).append(bound(costs, candidate))
+                bounds.setdefault(candidate.micro_batches, []).append(candidate_bound_s(costs, candidate))
         for family in families(costs.batch, options):
             least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
             stages = StageTables(costs, pool, family, options, fineness=fineness)
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
-                capped = SuffixTables(stages, options, Capped(stages, cap_s)).least_s + costs.profile.step_overhead_s
+                capped = (
+                    SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s + costs.profile.step_overhead_s
+                )
                 assert min(cap_s, capped) <= least * (1 + 1e-9), f"seed {seed}"
                 compared += 1
     assert compared >= 60
@@ -92,7 +94,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
             stages = StageTables(costs, pool, family, options, fineness=None if seed % 2 else FINE)
             alone = np.concatenate([stages.alone_s(first).min(axis=0) for first in range(stages.layers)])
             for cap_s in np.quantile(alone, [0.2, 0.6]) if len(alone) else ():
-                capped = Capped(stages, float(cap_s) + costs.profile.step_overhead_s)
+                capped = CappedStages(stages, float(cap_s) + costs.profile.step_overhead_s)
                 before, behind = [0.0] + [math.inf] * stages.layers, [math.inf] * stages.layers + [0.0]
                 for first in range(stages.layers):
                     for way, shortest, longest in zip(*capped.next(first)[:3], strict=True):

@@ -9,9 +9,9 @@ import pytest
 
 from autopar.errors import FileError
 from autopar.formats.plan import SHARDS
-from autopar.formats.profile import Profile, Tied
+from autopar.formats.profile import Profile, TiedParameter
 from autopar.planner import PlanOptions, plan
-from autopar.planner.costs.memory import Held, peak_of, state_of
+from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel
 from instances import gpt_profile, local_cluster, random_profile
 
@@ -29,7 +29,7 @@ def tied_by(profile: Profile, size: int, optimizer: int) -> Profile:
     for at in (0, len(layers) - 1):
         values = dict(zip(SIZES, (size, size, size, optimizer), strict=True))
         layers[at] = layers[at].model_copy(update=values)
-    tied = Tied(parameter="table", layers=(layers[0].name, layers[-1].name), bytes=size)
+    tied = TiedParameter(parameter="table", layers=(layers[0].name, layers[-1].name), bytes=size)
     return profile.model_copy(update={"layers": tuple(layers), "tied": (tied,)})
 
 
@@ -52,7 +52,7 @@ def test_sums_of_arrays_are_those_of_single_stages_and_of_whole_numbers(seed: in
     costs = CostModel(profile, local_cluster(4), PlanOptions(gpus=4))
     memory, layers = costs.memory[0], costs.layer_count
     for shard in SHARDS:
-        held = Held(1, 1, 2, 1 if shard == "none" else 3, 0, frozenset(), shard)
+        held = PeakTerms(1, 1, 2, 1 if shard == "none" else 3, 0, frozenset(), shard)
         every = memory.arrays(1, frozenset(), layers)
         peaks = np.asarray(peak_of(every, held))
         for first in range(layers):

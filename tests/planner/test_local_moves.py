@@ -16,15 +16,15 @@ from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import Best, equal_widths
-from autopar.planner.search.local import Climb, climbed, started, widths_by_time
+from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
 from autopar.planner.search.moves import (
     SINGLE,
     Layout,
     cuts_moved,
     devices_moved,
-    divided,
-    joined,
     layers_passed,
+    stages_divided,
+    stages_joined,
     stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
@@ -50,7 +50,7 @@ def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
         sums = [float(at) for at in range(layers + 1)]
         near = [layout._replace(cuts=cuts) for cuts in cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
         near += [layout._replace(cuts=cuts) for cuts in layers_passed(layout.cuts, range(layers + 1), stages)]
-        near += [*joined(layout, stages[:-1]), *divided(layout, stages, sums, idle)]
+        near += [*stages_joined(layout, stages[:-1]), *stages_divided(layout, stages, sums, idle)]
         for widths in devices_moved(layout.widths, idle, stages, all_used=False):
             near.append(layout._replace(widths=widths))
         for other in near:
@@ -87,9 +87,9 @@ def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
         except UsageError:
             continue
         simulator, every, best = Simulator(costs), families(costs.batch, options), Best()
-        started(simulator, every, options, best)
+        judge_even_splits(simulator, every, options, best)
         before = best.step_s
-        climbed(simulator, options, best, 0.0)
+        search_locally(simulator, options, best, 0.0)
         assert best.step_s <= before
         for found in (*best.by_stages.values(), *best.by_trait.values()):
             stages = found.candidate.stages
@@ -109,12 +109,12 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     options = PlanOptions(gpus=4, memory_bytes=60 * 2**20)
     costs = CostModel(gpt_profile(), local_cluster(4), options)
     simulator, best = Simulator(costs), Best()
-    started(simulator, families(costs.batch, options), options, best)
+    judge_even_splits(simulator, families(costs.batch, options), options, best)
     assert best.equal is not None
     own = Best()
-    Climb(simulator, options, own, 1e6, equal=True).climb(best.equal)
+    LocalSearch(simulator, options, own, 1e6, equal=True).climb(best.equal)
     assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
-    climb = Climb(simulator, options, Best(), 1e6)
+    climb = LocalSearch(simulator, options, Best(), 1e6)
     family, order = families(costs.batch, options)[2], tuple(range(4))
     layout = Layout.of(best.equal.candidate)
     assert climb.judge(family, layout, order, float("inf")) is not None
@@ -155,7 +155,7 @@ def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_
             profile, cluster = random_profile(seed, most_layers=9), random_cluster(seed, 6)
             options = PlanOptions(gpus=6, shard="none", bytes_per_s=bytes_per_s)
             simulator = Simulator(CostModel(profile, cluster, options))
-            climb = Climb(simulator, options, Best(), float("inf"))
+            climb = LocalSearch(simulator, options, Best(), float("inf"))
             family = max(families(simulator.costs.batch, options))
             known = []
             for layout in {_layout(rng, len(profile.layers), 6) for _ in range(8)}:

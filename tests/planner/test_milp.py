@@ -14,12 +14,12 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import Linear
-from autopar.planner.milp.solve import SOLVERS, Failed, Programmed, Solution, Solver, programmed
+from autopar.planner.milp.solve import SOLVERS, MilpResult, Solution, Solver, SolverFailure, search_by_milp
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
@@ -27,7 +27,7 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 from oracles.exhaustive import Exhausted, exhaust
 
 HIGHS, CBC = SOLVERS
-Answer = Callable[[Linear, float], Solution | Failed]
+Answer = Callable[[Linear, float], Solution | SolverFailure]
 
 
 def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
@@ -66,8 +66,8 @@ def _limited(seed: int) -> tuple[CostModel, PlanOptions] | None:
     except UsageError:
         return None
     free, _ = _searched(costs, options)
-    if free.found is not None and seed % 3:
-        limit = max(1, int(max(costs.peak_bytes(free.found.candidate)) * (0.999, 0.95, 0.9, 0.8)[seed % 4]))
+    if free.fastest is not None and seed % 3:
+        limit = max(1, int(max(costs.peak_bytes(free.fastest.candidate)) * (0.999, 0.95, 0.9, 0.8)[seed % 4]))
         options = replace(options, memory_bytes=limit)
     return CostModel(profile, cluster, options), options
 
@@ -81,9 +81,9 @@ def _exhausted(costs: CostModel, options: PlanOptions) -> Exhausted:
     return exhaust(Simulator(costs), options, Best())
 
 
-def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver]) -> tuple[Best, Programmed]:
+def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver]) -> tuple[Best, MilpResult]:
     best = Best()
-    return best, programmed(Simulator(costs), families(costs.batch, options), options, best, solvers)
+    return best, search_by_milp(Simulator(costs), families(costs.batch, options), options, best, solvers)
 
 
 def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound() -> None:
@@ -98,10 +98,10 @@ def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound() 
         assert found.notes == (), f"seed {seed}"
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
         assert found.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-6), f"seed {seed}"
-        if best.found is None:
+        if best.fastest is None:
             continue
         compared += 1
-        recomputed = [stage.recompute for stage in best.found.candidate.stages]
+        recomputed = [stage.recompute for stage in best.fastest.candidate.stages]
         assert options.recompute != "none" or not any(recomputed)
         # Where a first candidate is no worse than any bound, no bound is met.
         if found.least_bound_s < best.step_s * (1 - 1e-6):
@@ -110,7 +110,7 @@ def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound() 
             assert _searched(costs, options)[1] == pytest.approx(oracle.least_bound_s, rel=1e-6), f"seed {seed}"
         constrained += bool(options.pin)
         recomputing += options.recompute == "auto" and any(recomputed)
-        sharding += any(stage.shard != "none" for stage in best.found.candidate.stages)
+        sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
     assert compared >= 90
     assert bounds >= 15
     assert min(constrained, sharding) >= 15
@@ -138,9 +138,9 @@ def test_a_program_proves_no_less_than_the_search_where_memory_binds() -> None:
     searched = Best()
     proved = search(Simulator(costs), families(costs.batch, options), options, searched)
     assert found.notes == ()
-    assert best.found is not None
-    assert searched.found is not None
-    assert any(stage.recompute for stage in best.found.candidate.stages)
+    assert best.fastest is not None
+    assert searched.fastest is not None
+    assert any(stage.recompute for stage in best.fastest.candidate.stages)
     assert proved.lower_bound_s <= found.lower_bound_s * (1 + 1e-6)
     assert found.lower_bound_s <= min(best.step_s, searched.step_s)
 
@@ -155,11 +155,11 @@ def test_a_plan_made_by_programs_is_as_fast_and_the_same_each_time() -> None:
     assert made.dumps() == plan(profile, cluster, replace(asked, solver="milp")).dumps()
 
 
-def _crashes(linear: Linear, seconds: float) -> Solution | Failed:
+def _crashes(linear: Linear, seconds: float) -> Solution | SolverFailure:
     raise RuntimeError("out of\nmemory")
 
 
-def _dawdles(linear: Linear, seconds: float) -> Solution | Failed:
+def _dawdles(linear: Linear, seconds: float) -> Solution | SolverFailure:
     return Solution("time", (), 0.0, seconds)
 
 
@@ -169,36 +169,36 @@ def _honest(linear: Linear) -> Solution:
     return answer
 
 
-def _boasts(linear: Linear, seconds: float) -> Solution | Failed:
+def _boasts(linear: Linear, seconds: float) -> Solution | SolverFailure:
     """Call a plan faster than it is."""
     answer = _honest(linear)
     return answer._replace(values=(*answer.values[:-1], answer.values[-1] * 0.9))
 
 
-def _overrates(linear: Linear, seconds: float) -> Solution | Failed:
+def _overrates(linear: Linear, seconds: float) -> Solution | SolverFailure:
     """Claim a bound above the plan's own."""
     answer = _honest(linear)
     return answer._replace(least=answer.least * 1.1)
 
 
-def _denies(linear: Linear, seconds: float) -> Solution | Failed:
+def _denies(linear: Linear, seconds: float) -> Solution | SolverFailure:
     return Solution("none", (), math.inf, 0.0)
 
 
-def _mumbles(linear: Linear, seconds: float) -> Solution | Failed:
+def _mumbles(linear: Linear, seconds: float) -> Solution | SolverFailure:
     return Solution("least", (0.0,) * linear.columns, 0.0, 0.0)
 
 
-def _halves(linear: Linear, seconds: float) -> Solution | Failed:
+def _halves(linear: Linear, seconds: float) -> Solution | SolverFailure:
     answer = _honest(linear)
     return answer._replace(values=tuple(value / 1.5 for value in answer.values))
 
 
-def _errs(linear: Linear, seconds: float) -> Solution | Failed:
+def _errs(linear: Linear, seconds: float) -> Solution | SolverFailure:
     return Solution("least", (math.nan,) * linear.columns, math.nan, 0.0)
 
 
-def _misreads(linear: Linear, seconds: float) -> Solution | Failed:
+def _misreads(linear: Linear, seconds: float) -> Solution | SolverFailure:
     return Solution("least", (1.0,), 1.0, 0.0)
 
 
@@ -206,7 +206,7 @@ def _settles() -> Answer:
     """Call the second-best path the least one."""
     hidden: list[int] = []
 
-    def solve(linear: Linear, seconds: float) -> Solution | Failed:
+    def solve(linear: Linear, seconds: float) -> Solution | SolverFailure:
         if not hidden:
             values = _honest(linear).values
             hidden.extend(index for index in range(linear.whole) if values[index] > 0.5)
@@ -220,7 +220,7 @@ def _repeats() -> Answer:
     """Answer what was answered before."""
     said: list[Solution] = []
 
-    def solve(linear: Linear, seconds: float) -> Solution | Failed:
+    def solve(linear: Linear, seconds: float) -> Solution | SolverFailure:
         said.append(_honest(linear) if not said else said[0])
         return said[0]
 
@@ -248,7 +248,7 @@ def test_a_solver_that_fails_leaves_the_plan_to_the_search(fault: Answer, note: 
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
     expected, _ = _searched(costs, options)
     best, found = _programmed(costs, options, [Solver("Odd", fault)])
-    assert best.found == expected.found
+    assert best.fastest == expected.fastest
     assert note in found.notes[0]
     assert found.notes[0].startswith("`solver='milp'`: Odd ")
     assert found.notes[0].endswith("the plan is that of `solver='dp'`, 0.0% above its lower bound")
@@ -273,9 +273,9 @@ def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
     options = PlanOptions(gpus=2, micro_batches=4, min_stages=2, bytes_per_s=1e8, gap=0.0)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
     best, _ = _searched(costs, options)
-    assert best.found is not None
-    assert bound(costs, best.found.candidate) < 0.995 * best.step_s
-    found = programmed(Simulator(costs), families(costs.batch, options), options, best, [Solver("Odd", _denies)])
+    assert best.fastest is not None
+    assert candidate_bound_s(costs, best.fastest.candidate) < 0.995 * best.step_s
+    found = search_by_milp(Simulator(costs), families(costs.batch, options), options, best, [Solver("Odd", _denies)])
     assert "but a known plan's is" in found.notes[0]
 
 

@@ -10,13 +10,13 @@ import pytest
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import plan
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.compare import compare
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import groups_of
-from autopar.planner.search.best_first import Searched, search
+from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_candidate
@@ -44,9 +44,9 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
 def _uneven(profile: Profile, cluster: Cluster, options: PlanOptions, seed: int) -> Cluster:
     """Give some devices too little memory for the best plan without a limit."""
     best, _ = _search(profile, cluster, options)
-    if best.found is None:
+    if best.fastest is None:
         return cluster
-    peak = max(CostModel(profile, cluster, options).peak_bytes(best.found.candidate))
+    peak = max(CostModel(profile, cluster, options).peak_bytes(best.fastest.candidate))
     rng = random.Random(seed)
     devices = [
         device.model_copy(update={"memory_bytes": int(peak * rng.choice([0.7, 0.95, 1.0, 2.0]))})
@@ -55,7 +55,7 @@ def _uneven(profile: Profile, cluster: Cluster, options: PlanOptions, seed: int)
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
+def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
     costs = CostModel(profile, cluster, options)
     best = Best()
     return best, search(Simulator(costs), families(costs.batch, options), options, best)
@@ -74,16 +74,16 @@ def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
             cluster = _uneven(profile, cluster, options, seed)
         best, searched = _search(profile, cluster, options)
         oracle, exhausted = _exhaust(profile, cluster, options)
-        if oracle.found is None:
-            assert best.found is None, f"seed {seed}"
+        if oracle.fastest is None:
+            assert best.fastest is None, f"seed {seed}"
             continue
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
         assert searched.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
         if searched.least_bound_s < best.step_s:
             assert searched.least_bound_s == pytest.approx(exhausted.least_bound_s, rel=1e-9), f"seed {seed}"
         compared += 1
-        assert best.found is not None
-        devices = [device for stage in best.found.candidate.stages for device in stage.devices]
+        assert best.fastest is not None
+        devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
         moved += devices != list(range(len(devices)))
     assert compared >= 63
     assert moved >= 20
@@ -101,7 +101,7 @@ def test_no_simulated_step_is_shorter_than_its_bound_wherever_stages_stand() -> 
         simulator = Simulator(costs)
         for _ in range(15):
             candidate = random_candidate(rng, costs)
-            step_s, least_s = simulator.step_s(candidate), bound(costs, candidate)
+            step_s, least_s = simulator.step_s(candidate), candidate_bound_s(costs, candidate)
             assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
             tight += least_s >= step_s * (1 - 1e-9)
     assert tight >= 300
@@ -119,14 +119,14 @@ def test_a_search_of_fewer_placements_finds_a_plan_of_theirs_and_never_less_than
         with monkeypatch.context() as patch:
             patch.setattr("autopar.planner.placement.places._MOST_WORK_WHEN_EXACT", most * len(profile.layers) ** 2)
             best, searched = _search(profile, cluster, options)
-        if exact.found is None or best.found is None:
-            assert best.found is None
+        if exact.fastest is None or best.fastest is None:
+            assert best.fastest is None
             continue
         assert exact.step_s * (1 - 1e-9) <= best.step_s
         assert searched.lower_bound_s == pytest.approx(best.step_s, rel=1e-9)
         costs = CostModel(profile, cluster, options)
-        assert bound(costs, best.found.candidate) <= best.step_s * (1 + 1e-9)
-        assert Simulator(costs).step_s(best.found.candidate) == pytest.approx(best.step_s, rel=1e-12)
+        assert candidate_bound_s(costs, best.fastest.candidate) <= best.step_s * (1 + 1e-9)
+        assert Simulator(costs).step_s(best.fastest.candidate) == pytest.approx(best.step_s, rel=1e-12)
         slower += best.step_s > exact.step_s * (1 + 1e-9)
     assert most or slower > 0
 

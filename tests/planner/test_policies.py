@@ -45,7 +45,7 @@ def test_policies_take_exactly_what_is_asked_of_what_is_there() -> None:
 
 
 def test_one_node_leaves_no_choice_but_the_number() -> None:
-    assert choose((5,), (8,), 8).left == [(4,), (3,), (2,), (1,)]
+    assert choose((5,), (8,), 8).free_after == [(4,), (3,), (2,), (1,)]
     assert reachable((8,), 1000) == 8
 
 

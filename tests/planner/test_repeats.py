@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.formats.profile import Layer, Profile, Tensor, Tied
+from autopar.formats.profile import Layer, Profile, Tensor, TiedParameter
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs import activations
 from autopar.planner.costs.activations import Repeats
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.memory import Held, MemoryModel
+from autopar.planner.costs.memory import MemoryModel, PeakTerms
 from instances import random_cluster, random_profile
 
 
@@ -70,7 +70,7 @@ def repeated(seed: int) -> Profile:
         tensors.append(_handed("far", names[0], tuple(names[at] for at in sorted({len(names) // 2, len(names) - 1}))))
     if rng.random() < 0.4:
         layers[-1] = layers[-1].model_copy(update={"parameters_bytes": layers[-1].parameters_bytes + 4096})
-    tied = (Tied(parameter="w", layers=(names[0], names[-1]), bytes=1000),) if rng.random() < 0.3 else ()
+    tied = (TiedParameter(parameter="w", layers=(names[0], names[-1]), bytes=1000),) if rng.random() < 0.3 else ()
     if tied:
         sizes = ("parameters_bytes", "trainable_bytes", "gradient_bytes")
         for at in (0, -1):
@@ -132,7 +132,7 @@ def test_stages_hold_what_they_hold_by_themselves(seed: int, monkeypatch: pytest
             for first in range(layers):
                 for stop in range(first + 1, layers + 1):
                     own = frozenset(at for at in recompute if first <= at < stop)
-                    held = Held(rows, rng.randint(1, 3), 3, rng.randint(1, 3), rng.randint(0, 1), own)
+                    held = PeakTerms(rows, rng.randint(1, 3), 3, rng.randint(1, 3), rng.randint(0, 1), own)
                     cuts = sorted(rng.sample(range(stop + 1, layers + 1), rng.randint(0, layers - stop)))
                     assert apart.peak(first, stop, held, cuts) == together.peak(first, stop, held, cuts)
 

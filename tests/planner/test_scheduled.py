@@ -9,18 +9,18 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+from has_chunks import OTHERS, halved, random_chunked, random_costs
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.candidate import chunked, families
+from autopar.planner.candidate import families, has_chunks
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.moves import Shape
 from autopar.planner.search.other_schedules import Trials, bounds_of
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
-from chunked import OTHERS, halved, random_chunked, random_costs
 from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
@@ -36,7 +36,7 @@ def test_a_plan_is_sound_and_above_its_bounds(schedule: str) -> None:
             made = plan(profile, cluster, PlanOptions(gpus=devices, schedule=schedule))
         except InfeasibleError as error:
             assert len(profile.layers) < 2, error  # noqa: PT017
-            assert chunked(schedule)
+            assert has_chunks(schedule)
             continue
         assert Plan.parse(made.dumps(), Path("plan.json")) == made
         assert made.schedule == schedule
@@ -72,7 +72,7 @@ def test_what_is_found_by_trying_is_near_the_best_of_all(schedule: str) -> None:
             gpus=3, schedule=schedule, recompute="none", chunks=2 if schedule == "interleaved" else None
         )
         costs = CostModel(profile, cluster, options)
-        chunks = 2 if chunked(schedule) else 1
+        chunks = 2 if has_chunks(schedule) else 1
         if costs.layer_count < 2 * chunks:
             continue
         trials = Trials(Simulator(costs), schedule, options, range(3))

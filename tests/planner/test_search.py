@@ -9,11 +9,11 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.best_first import Searched, search
+from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
@@ -22,7 +22,7 @@ from oracles.exhaustive import Exhausted, exhaust
 INSTANCES = 1000
 
 
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Searched]:
+def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
     costs = CostModel(profile, cluster, options)
     best = Best()
     return best, search(Simulator(costs), families(costs.batch, options), options, best)
@@ -56,10 +56,10 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     """An instance whose memory the best plan without a limit mostly does not fit, and that plan's step time."""
     profile, cluster, options = _instance(seed)
     free, _ = _search(profile, cluster, options)
-    assert free.found is not None
+    assert free.fastest is not None
     if seed % 5 == 0:
         return profile, cluster, options, free.step_s
-    peak = max(CostModel(profile, cluster, options).peak_bytes(free.found.candidate))
+    peak = max(CostModel(profile, cluster, options).peak_bytes(free.fastest.candidate))
     limit = max(1, int(peak * (0.999, 0.95, 0.9, 0.8)[seed % 4]))
     return profile, cluster, replace(options, memory_bytes=limit), free.step_s
 
@@ -70,10 +70,10 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
         profile, cluster, options, free_s = _limited(seed)
         best, searched = _search(profile, cluster, options)
         oracle, exhausted = _exhaust(profile, cluster, options)
-        if oracle.found is None:
-            assert best.found is None, f"seed {seed}"
+        if oracle.fastest is None:
+            assert best.fastest is None, f"seed {seed}"
             continue
-        assert best.found is not None, f"seed {seed}"
+        assert best.fastest is not None, f"seed {seed}"
         compared += 1
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
         assert searched.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
@@ -81,9 +81,9 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
         if searched.least_bound_s < best.step_s:
             assert searched.least_bound_s == pytest.approx(exhausted.least_bound_s, rel=1e-9), f"seed {seed}"
         binding += oracle.step_s > free_s * (1 + 1e-9)
-        recomputing += any(stage.recompute for stage in best.found.candidate.stages)
-        sharding += any(stage.shard != "none" for stage in best.found.candidate.stages)
-        devices = [device for stage in best.found.candidate.stages for device in stage.devices]
+        recomputing += any(stage.recompute for stage in best.fastest.candidate.stages)
+        sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
+        devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
         mixed += len({cluster.devices[device].type for device in devices}) > 1
     assert compared > 0.65 * INSTANCES
     assert binding >= compared / 3
@@ -110,7 +110,7 @@ def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: di
         options = PlanOptions(gpus=devices, gap=0.0, shard="auto", **asked)  # type: ignore[arg-type]
         best, _ = _search(profile, random_cluster(seed, devices), options)
         oracle, _ = _exhaust(profile, random_cluster(seed, devices), options)
-        compared += oracle.found is not None
+        compared += oracle.fastest is not None
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
     assert compared >= 30
 
@@ -133,9 +133,9 @@ def test_the_plan_with_the_least_bound_is_not_always_the_fastest() -> None:
         profile, cluster = random_profile(seed, most_layers=5), random_cluster(seed, 3)
         options = PlanOptions(gpus=3, gap=0.0)
         best, searched = _search(profile, cluster, options)
-        assert best.found is not None
+        assert best.fastest is not None
         costs = CostModel(profile, cluster, options)
-        differing += bound(costs, best.found.candidate) > searched.least_bound_s * (1 + 1e-6)
+        differing += candidate_bound_s(costs, best.fastest.candidate) > searched.least_bound_s * (1 + 1e-6)
     assert differing > 0
 
 

@@ -74,12 +74,12 @@ def test_an_exact_search_finds_the_oracles_step_where_layers_have_limits() -> No
             if every:
                 search(Simulator(costs), every, options, best)
             exhaust(Simulator(costs), options, oracle)
-            assert (best.found is None) == (oracle.found is None), f"seed {seed}"
-            if best.found is not None and oracle.found is not None:
+            assert (best.fastest is None) == (oracle.fastest is None), f"seed {seed}"
+            if best.fastest is not None and oracle.fastest is not None:
                 assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-                assert crossed_limit(costs, best.found.candidate.stages) is None
-            empty += oracle.found is None
-            found.append(best.found.candidate if best.found is not None else None)
+                assert crossed_limit(costs, best.fastest.candidate.stages) is None
+            empty += oracle.fastest is None
+            found.append(best.fastest.candidate if best.fastest is not None else None)
         differing += found[0] != found[1]
     assert differing >= INSTANCES / 4
     assert empty >= 1

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner import PlanOptions, plan
-from autopar.planner.bounds.chain import bound
+from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.best_first import least_bound_s, stacked
+from autopar.planner.search.best_first import bounds_of_families, least_bound_s
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_candidate
@@ -32,13 +32,13 @@ def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_belo
         options = PlanOptions(gpus=devices, gap=0.0, **ASKED[seed % len(ASKED)])  # type: ignore[arg-type]
         costs = CostModel(profile, cluster, options)
         every = families(costs.batch, options)
-        bounds = stacked(costs, every, least_bound_s(options), float("inf"))
+        bounds = bounds_of_families(costs, every, least_bound_s(options), float("inf"))
         best = Best()
         step_s = exhaust(Simulator(costs), options, best).step_s
         assert bounds.work_s <= bounds.contiguous_s <= bounds.linked_s <= step_s * (1 + 1e-9), f"seed {seed}"
         rising += bounds.work_s * 1.001 < bounds.contiguous_s * 1.0001 < bounds.linked_s
-        if best.found is not None:
-            clipped = stacked(costs, every, least_bound_s(options), step_s / 2)
+        if best.fastest is not None:
+            clipped = bounds_of_families(costs, every, least_bound_s(options), step_s / 2)
             assert max(clipped.work_s, clipped.contiguous_s, clipped.linked_s) <= step_s / 2
     assert rising >= 30
 
@@ -48,13 +48,15 @@ def test_each_bound_of_the_stack_is_below_the_bounds_of_all_plans_without_what_i
         profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, 2)
         options = PlanOptions(gpus=2, shard="auto" if seed % 2 else "none")
         costs = CostModel(profile, cluster, options)
-        bounds = stacked(costs, families(costs.batch, options), least_bound_s(options), float("inf"))
+        bounds = bounds_of_families(costs, families(costs.batch, options), least_bound_s(options), float("inf"))
         plans = list(everything(costs, replace(options, recompute="none")))
         for expected, model in (
             (bounds.contiguous_s, costs.without(links=True, memory=True)),
             (bounds.linked_s, costs.without(memory=True)),
         ):
-            assert expected <= min(bound(model, candidate) for candidate in plans) * (1 + 1e-9), f"seed {seed}"
+            assert expected <= min(candidate_bound_s(model, candidate) for candidate in plans) * (1 + 1e-9), (
+                f"seed {seed}"
+            )
 
 
 def test_without_links_nothing_that_is_communicated_takes_time_and_all_else_stays() -> None:
@@ -70,7 +72,7 @@ def test_without_links_nothing_that_is_communicated_takes_time_and_all_else_stay
                 if stage.shard == "none":
                     assert free.forward_s(stage, 0) == costs.forward_s(stage, 0)
             assert free.peak_bytes(candidate) == costs.peak_bytes(candidate)
-            assert bound(free, candidate) <= bound(costs, candidate) * (1 + 1e-12)
+            assert candidate_bound_s(free, candidate) <= candidate_bound_s(costs, candidate) * (1 + 1e-12)
             assert max(costs.without(memory=True).shortfalls(candidate)) < 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.bounds.chain import bound, work_s
+from autopar.planner.bounds.chain import candidate_bound_s, work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -25,7 +25,7 @@ def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
             first = candidate.stages[0]
             level = costs.links.level(first.devices)
             key = (candidate.micro_batches, len(first.devices), level, first.stop, first.division, first.shard)
-            least[key] = min(least.get(key, np.inf), bound(costs, candidate))
+            least[key] = min(least.get(key, np.inf), candidate_bound_s(costs, candidate))
     return least
 
 
@@ -76,7 +76,7 @@ def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     slow = Candidate(2, 3, "1f1b", (uneven,))
     busiest = costs.forward_s(uneven, 1) + costs.backward_s(uneven, 1, 2)
     assert busiest > 1e-3
-    assert bound(costs, slow) >= 2 * busiest
+    assert candidate_bound_s(costs, slow) >= 2 * busiest
 
 
 def test_a_suffix_that_cannot_be_has_no_terms_at_all() -> None:

@@ -15,7 +15,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan
 from autopar.formats.profile import Profile
 from autopar.planner import plan, simulate
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.throughput import StashCosts, depths, quickest
 from autopar.planner.options import PlanOptions
@@ -26,7 +26,7 @@ from instances import gpt_profile, local_cluster, random_cluster, random_profile
 
 def _everything(
     costs: CostModel, options: PlanOptions, first: int, free: tuple[int, ...]
-) -> Iterator[tuple[Placed, ...]]:
+) -> Iterator[tuple[CandidateStage, ...]]:
     """All ways to place the layers from the first one on; of a kind, devices in cluster order."""
     if first == costs.layer_count:
         if not options.use_all or not free:
@@ -47,11 +47,11 @@ def _everything(
                         for level in asked:
                             shares = costs.shares(costs.batch, width, division)
                             recompute = tuple(sorted(layer for layer in level if first <= layer < stop))
-                            stage = Placed(first, stop, devices, shares, 1, recompute, division=division)
+                            stage = CandidateStage(first, stop, devices, shares, 1, recompute, division=division)
                             yield (stage, *behind)
 
 
-def _lanes(stage: Placed) -> int:
+def _lanes(stage: CandidateStage) -> int:
     return len(stage.devices) if stage.division == "round-robin" else 1
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.bounds.chain import bound, round_trips
+from autopar.planner.bounds.chain import candidate_bound_s, round_trips
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import pool_of
-from autopar.planner.search.round_trips import Trips
+from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import States
 from autopar.planner.search.variants import FINE
@@ -40,8 +40,8 @@ def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
             stages = StageTables(costs, pool, family, options, fineness=None if apart else FINE)
             if not mine or not stages.chain:
                 continue
-            trips = Trips(stages, States(stages), options)
-            steps = [bound(costs, each) - overhead_s for each in mine]
+            trips = RoundTrips(stages, States(stages), options)
+            steps = [candidate_bound_s(costs, each) - overhead_s for each in mine]
             whole = [round_trips(costs, each)[0] for each in mine]
             for cap_s in (0.9 * min(steps), 1.2 * min(steps)):
                 assert trips.bound_s(cap_s, 9) <= min(steps) * (1 + 1e-9), f"seed {seed}"

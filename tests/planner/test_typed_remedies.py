@@ -61,7 +61,7 @@ def _question(seed: int, run: Run) -> list[str] | None:
     cluster = random_cluster(seed, rng.randint(1, 4))
     if rng.random() < 0.25:
         profile, cluster = two_kinds(profile, cluster, seed)
-    if profile.apart():
+    if profile.disconnected_layers():
         return None
     objective = rng.choice(["step"] * 6 + ["cost"] * 2 + ["throughput"])
     typed = [] if objective == "step" else ["--objective", objective]

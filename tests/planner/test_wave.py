@@ -10,13 +10,13 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.planner import PlanOptions
-from autopar.planner.candidate import Candidate, Placed
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator import wave as waving
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run, skeleton
-from autopar.planner.simulator.wave import ABSENT_S, Wave, applies, ride, wave_of
+from autopar.planner.simulator.wave import ABSENT_S, ChainTimes, applies, chain_times, simulate_chain
 from drawn import long_candidate, random_candidate
 from instances import random_cluster, random_profile
 
@@ -36,17 +36,17 @@ def test_a_wave_takes_as_long_as_its_program() -> None:
     for seed in range(600):
         simulator, candidate, times = _drawn(seed)
         holders = [stages for _, stages in simulator.costs.tied_between(candidate.stages)]
-        wave = wave_of(candidate, times, holders)
+        wave = chain_times(candidate, times, holders)
         assert applies(candidate, times) == (wave is not None)
         if wave is not None:
             applied += 1
             replicated += len(times.stage) > len(candidate.stages)
             tied += bool(holders)
-            assert ride(wave) == pytest.approx(run(simulator.rows_of(candidate), times), rel=1e-12)
+            assert simulate_chain(wave) == pytest.approx(run(simulator.rows_of(candidate), times), rel=1e-12)
     assert min(applied, replicated, tied) > 30
 
 
-def _long(rng: np.random.Generator, stages: int, micro_batches: int) -> Wave:
+def _long(rng: np.random.Generator, stages: int, micro_batches: int) -> ChainTimes:
     """A chain of any depths; some of its messages are never sent, and some stages take no time."""
     depths = np.sort(rng.integers(1, micro_batches + 1, stages))[::-1]
     if rng.random() < 0.3:
@@ -58,10 +58,10 @@ def _long(rng: np.random.Generator, stages: int, micro_batches: int) -> Wave:
     tied = (((0, stages - 1), 0.7), ((1, 2), 0.1)) if stages > 2 else ()
     depth = tuple(int(each) for each in depths)
     columns = (seconds[0], seconds[1], activation_s, gradient_s, seconds[4], seconds[5])
-    return Wave(micro_batches, 0.01, depth, *columns, tied)
+    return ChainTimes(micro_batches, 0.01, depth, *columns, tied)
 
 
-def _played(wave: Wave) -> float:
+def _played(wave: ChainTimes) -> float:
     """The same recurrences, one forward and one backward at a time."""
     stages, count = len(wave.depths), wave.micro_batches
     clock = [wave.overhead_s] * stages
@@ -90,7 +90,7 @@ def _played(wave: Wave) -> float:
                 came[after][m + 1] = max(clock[stage], came[after][m]) + length
     for stage in range(stages):
         clock[stage] += wave.exposed_s[stage]
-    for holders, seconds_s in wave.tied:
+    for holders, seconds_s in wave.tied_reductions:
         end = max(clock[stage] for stage in holders) + seconds_s
         for stage in holders:
             clock[stage] = end
@@ -101,7 +101,7 @@ def test_long_chains_of_any_depths_take_as_long_as_one_action_after_the_other() 
     rng = np.random.default_rng(3)
     for _ in range(150):
         wave = _long(rng, int(rng.integers(1, 40)), int(rng.integers(1, 24)))
-        assert ride(wave) == pytest.approx(_played(wave), rel=1e-12)
+        assert simulate_chain(wave) == pytest.approx(_played(wave), rel=1e-12)
 
 
 def test_short_chains_take_exactly_as_long_number_by_number_as_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_short_chains_take_exactly_as_long_number_by_number_as_in_arrays(monkeyp
         found = []
         for few in (0, 40):
             monkeypatch.setattr(waving, "FEW_STAGES", few)
-            found.append(ride(wave))
+            found.append(simulate_chain(wave))
         assert found[0] == found[1]
 
 
@@ -119,15 +119,15 @@ def test_an_even_chain_without_messages_takes_the_textbook_time_at_any_length() 
     stages, count = 300, 64
     even, free, none = np.ones(stages), np.zeros(stages - 1), np.zeros(stages)
     for depths in ((count,) * stages, tuple(min(stages - stage, count) for stage in range(stages))):
-        wave = Wave(count, 0.0, depths, even, 2 * even, free, free, none, none)
-        assert ride(wave) == pytest.approx((count + stages - 1) * 3.0, rel=1e-12)
+        wave = ChainTimes(count, 0.0, depths, even, 2 * even, free, free, none, none)
+        assert simulate_chain(wave) == pytest.approx((count + stages - 1) * 3.0, rel=1e-12)
 
 
 def _two_stages(shares: tuple[tuple[int, ...], tuple[int, ...]], rows: int) -> tuple[Candidate, Durations]:
     stages, rank = [], 0
     times = Durations(0.0)
     for index, each in enumerate(shares):
-        stages.append(Placed(index, index + 1, tuple(range(rank, rank + len(each))), each, 2 - index))
+        stages.append(CandidateStage(index, index + 1, tuple(range(rank, rank + len(each))), each, 2 - index))
         rank += len(each)
         for column in (times.forward_s, times.backward_s, times.exposed_s, times.reduce_s, times.update_s):
             column.extend([1.0] * len(each))
@@ -146,9 +146,9 @@ def test_replicas_are_a_wave_where_the_slowest_messages_pass_between_the_slowest
         (forth | back, {"exposed_s": [0.5, 0.25, 1.0, 1.0, 1.0], "backward_s": [0.5, 1.0, 1.0, 1.0, 1.0]}),
     ):
         played = replace(times, message_s=message_s, **column)
-        wave = wave_of(candidate, played, ())
+        wave = chain_times(candidate, played, ())
         assert wave is not None
-        assert ride(wave) == pytest.approx(run(rows, played), rel=1e-12)
+        assert simulate_chain(wave) == pytest.approx(run(rows, played), rel=1e-12)
 
 
 def test_what_may_drift_apart_is_no_wave() -> None:
@@ -175,18 +175,18 @@ def test_long_chains_of_unequal_shares_take_as_long_as_their_programs() -> None:
     applied = unequal = 0
     for seed in range(200):
         candidate, times, flows = long_candidate(seed, turns=0.0, skips=0.0)
-        wave = wave_of(candidate, times, ())
+        wave = chain_times(candidate, times, ())
         if wave is not None:
             applied += 1
             unequal += any(len(set(stage.shares)) > 1 for stage in candidate.stages)
             expected = run(rows_of(skeleton(candidate, flows, ())), times)
-            assert ride(wave) == pytest.approx(expected, rel=1e-12)
+            assert simulate_chain(wave) == pytest.approx(expected, rel=1e-12)
     assert min(applied, unequal) > 30
 
 
 def test_a_message_that_skips_a_stage_is_no_wave() -> None:
     candidate, times = _two_stages(((4,), (4,)), 4)
-    third = Placed(2, 3, (2,), (4,), 1)
+    third = CandidateStage(2, 3, (2,), (4,), 1)
     columns = {name: [1.0] * 3 for name in ("forward_s", "backward_s", "exposed_s", "reduce_s", "update_s")}
     chain = replace(times, stage=[0, 1, 2], message_s={(0, 1): 0.1, (1, 2): 0.1}, **columns)
     longer = candidate._replace(stages=(*candidate.stages, third))

@@ -67,10 +67,10 @@ def test_an_exact_search_finds_the_oracles_step_where_layers_have_one_replica() 
             best, oracle = Best(), Best()
             search(Simulator(costs), families(costs.batch, asked), asked, best)
             exhaust(Simulator(costs), asked, oracle)
-            assert (best.found is None) == (oracle.found is None), f"seed {seed}"
-            if best.found is not None and oracle.found is not None:
+            assert (best.fastest is None) == (oracle.fastest is None), f"seed {seed}"
+            if best.fastest is not None and oracle.fastest is not None:
                 assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-                found.append(best.found.candidate)
+                found.append(best.fastest.candidate)
         for candidate in found:
             for stage in candidate.stages:
                 held = [writes[at] for at in range(stage.first, stage.stop) if at in writes]

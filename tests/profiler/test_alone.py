@@ -12,7 +12,7 @@ from autopar.capture import load
 from autopar.errors import UsageError
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler import device as devices
-from autopar.profiler.profile import _Survey, measured
+from autopar.profiler.profile import _ModelMeasurement, measure_layers
 
 MODEL = """
 import torch
@@ -48,11 +48,11 @@ def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
-    real = measured(prepare(load(str(path)), options), options)
+    real = measure_layers(prepare(load(str(path)), options), options)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 3000)
     subject = prepare(load(str(path)), options)
     assert subject.graph.hollow
-    hollow = measured(subject, options)
+    hollow = measure_layers(subject, options)
     assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
     assert "larger than memory" in hollow.notes[0]
     assert hollow.noise.caches == "warm"
@@ -93,9 +93,9 @@ def test_a_hollow_models_layers_read_what_the_layers_before_them_make(
     path = tmp_path / "model.py"
     path.write_text(CHAIN)
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.2, precision="bf16")
-    real = measured(prepare(load(str(path)), options), options)
+    real = measure_layers(prepare(load(str(path)), options), options)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
-    hollow = measured(prepare(load(str(path)), options), options)
+    hollow = measure_layers(prepare(load(str(path)), options), options)
     assert "bfloat16" in {tensor.dtype for tensor in real.tensors}
     assert hollow.tensors == real.tensors
     for one, other in zip(hollow.layers, real.layers, strict=True):
@@ -127,11 +127,11 @@ def test_the_listed_layers_of_a_hollow_model_are_measured_one_at_a_time(
     path = tmp_path / "model.py"
     path.write_text(LISTED)
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
-    real = measured(prepare(load(str(path)), options), options)
+    real = measure_layers(prepare(load(str(path)), options), options)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
     subject = prepare(load(str(path)), options)
     assert subject.graph.hollow
-    hollow = measured(subject, options)
+    hollow = measure_layers(subject, options)
     assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
     assert hollow.tensors == real.tensors
     for one, other in zip(hollow.layers, real.layers, strict=True):
@@ -149,8 +149,10 @@ def test_a_size_that_one_kind_of_layer_is_too_slow_for_is_left_out_of_all(
     path.write_text(CHAIN)
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
     options = ProfileOptions(batch=16, device="cpu", budget_s=0.1)
-    monkeypatch.setattr(_Survey, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5)
-    found = measured(prepare(load(str(path)), options), options)
+    monkeypatch.setattr(
+        _ModelMeasurement, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5
+    )
+    found = measure_layers(prepare(load(str(path)), options), options)
     assert {tuple(cost.micro_batch for cost in layer.costs) for layer in found.layers} == {(1, 2, 4)}
 
 
@@ -162,14 +164,14 @@ def test_layers_that_are_measured_one_at_a_time_are_not_compiled(
     monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
     options = ProfileOptions(batch=2, device="cpu", compile=True)
     with pytest.raises(UsageError, match=r"^`compile`: .*model\.py is larger than memory, .*leave the option out$"):
-        measured(prepare(load(str(path)), options), options)
+        measure_layers(prepare(load(str(path)), options), options)
 
 
 def test_a_tied_parameter_is_updated_once(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     options = ProfileOptions(batch=2, device="cpu", budget_s=0.1, precision="bf16")
-    found = measured(prepare(load(str(path)), options), options)
+    found = measure_layers(prepare(load(str(path)), options), options)
     assert found.layers[0].update_s > 0
     # The head shares its only parameter with the embedding.
     assert found.layers[-1].update_s == 0 or found.layers[-1].update_s < found.layers[0].update_s
@@ -187,9 +189,9 @@ def test_a_device_without_room_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     path.write_text(MODEL)
     options = ProfileOptions(batch=2, device="cpu")
     subject = prepare(load(str(path)), options)
-    monkeypatch.setitem(inspect.unwrap(measured).__globals__, "measure", full)
+    monkeypatch.setitem(inspect.unwrap(measure_layers).__globals__, "measure", full)
     with pytest.raises(UsageError, match=r"^`batch=2`: .* more memory than the device has; give less.*$"):
-        measured(subject, options)
+        measure_layers(subject, options)
 
 
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from autopar.capture import load
 from autopar.errors import FileError
-from autopar.estimates import calibrated, estimated
+from autopar.estimates import calibrate_gpu, estimate_profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner.costs.model import CostModel
@@ -176,12 +176,12 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(setting:
         '0.05,32,3,"0-5:1,6-13:2",4',
     )
     usual = estimate(subject, A100, options)
-    fitted = estimated(subject, A100, options, path, _silent)
+    fitted = estimate_profile(subject, A100, options, path, _silent)
     assert any(note.startswith("constants fitted to 4 measured runs: median error") for note in fitted.notes)
     assert sum(layer.costs[0].forward_s for layer in fitted.layers) > sum(
         layer.costs[0].forward_s for layer in usual.layers
     )
-    assert estimated(subject, A100, options, None, _silent) == usual
+    assert estimate_profile(subject, A100, options, None, _silent) == usual
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_run_that_cannot_be_is_named_by_row_and_column(
 ) -> None:
     path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
     with pytest.raises(FileError, match=message):
-        calibrated(setting.subject, A100, ProfileOptions(batch=8), path, _silent)
+        calibrate_gpu(setting.subject, A100, ProfileOptions(batch=8), path, _silent)
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

@@ -9,15 +9,15 @@ from capture_zoo import build
 from autopar.capture import LayerGraph, capture_module, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.profiler.device import as_it_is, computing
-from autopar.profiler.layer_runs import Chained, Inputs
+from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.profiler.measure import measure, representatives
 
 CPU = torch.device("cpu")
 
 
-def given(batch: object) -> Inputs:
+def given(batch: object) -> LayerInputs:
     tensors = named_tensors(batch)
-    return Inputs(len(next(iter(tensors.values()))), tensors, dict.fromkeys(tensors, False))
+    return LayerInputs(len(next(iter(tensors.values()))), tensors, dict.fromkeys(tensors, False))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
     torch.manual_seed(0)
     StepModule(model, batch, loss)(*named_tensors(batch).values())[0].backward()
     expected = gradients(model)
-    chain = Chained(graph.layers, graph.outputs, as_it_is, CPU)
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
     torch.manual_seed(0)
     times = getattr(chain, way)(given(batch))
     found = gradients(model)
@@ -49,7 +49,7 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
 def test_halves_are_bitwise_a_whole_backward_and_an_outer_layer_has_a_single_half() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    chain = Chained(graph.layers, graph.outputs, as_it_is, CPU)
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
     chain.step(given(batch))
     whole = gradients(model)
     times = chain.split(given(batch))
@@ -64,7 +64,7 @@ def test_halves_are_bitwise_a_whole_backward_and_an_outer_layer_has_a_single_hal
 def test_a_step_leaves_nothing_alive_and_starts_from_new_gradients() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    chain = Chained(graph.layers, graph.outputs, as_it_is, CPU)
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
     chain.step(given(batch))
     once = gradients(model)
     for _ in range(2):
@@ -83,18 +83,18 @@ def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> N
     counts = [layer.fingerprint for layer in chosen]
     assert max(counts.count(kind) for kind in counts) == 16
     assert [graph.layers.index(layer) for layer in chosen[:10]] == list(range(10))
-    chain = Chained(chosen, graph.outputs, as_it_is, CPU)
+    chain = LayerChain(chosen, graph.outputs, as_it_is, CPU)
     made = {name for layer in chosen for name in layer.outputs}
     assert chain.missing()
     assert not made & set(chain.missing())
 
 
-def counting(graph: LayerGraph) -> tuple[Chained, list[tuple[str, int]]]:
+def counting(graph: LayerGraph) -> tuple[LayerChain, list[tuple[str, int]]]:
     calls: list[tuple[str, int]] = []
-    chain = Chained(graph.layers, graph.outputs, as_it_is, CPU)
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
     for way in ("step", "split", "recomputed"):
 
-        def counted(inputs: Inputs, way: str = way, run: object = getattr(chain, way)) -> object:
+        def counted(inputs: LayerInputs, way: str = way, run: object = getattr(chain, way)) -> object:
             calls.append((way, inputs.rows))
             return run(inputs)  # type: ignore[operator]
 
@@ -107,7 +107,7 @@ def test_without_a_budget_measuring_costs_a_bounded_number_of_steps() -> None:
     graph = capture_module(model, batch, loss)
     chain, calls = counting(graph)
     whole = given(batch)
-    half = Inputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
+    half = LayerInputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
     timings = measure(chain, {3: half, 6: whole}, 1e-9, lambda what, share: None)
     # Of each kind, and of each size, a step that is not recorded, and three or two that are; and a warm-up.
     assert [calls.count((way, 6)) for way in ("step", "split", "recomputed")] == [4, 3, 3]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
-from autopar.profiler.device import Conditions, clock_of, computing, observe, parse, pinned
+from autopar.profiler.device import Conditions, clock_of, computing, observe, parse, pin_threads
 from autopar.profiler.layer_runs import compiling
-from autopar.profiler.measure import fitted
+from autopar.profiler.measure import fit_line
 from autopar.profiler.subject import ProfileOptions
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_what_a_driver_does_not_tell_stays_empty() -> None:
     assert parse("[N/A], [N/A], Not Active, [N/A], Not Active, Not Active") == Conditions()
-    assert parse("1410, Not Active, Not Active, Active, Not Active, Active").slowed == (
+    assert parse("1410, Not Active, Not Active, Active, Not Active, Active").throttle_reasons == (
         "temperature (software)",
         "power brake",
     )
@@ -39,7 +39,7 @@ def test_this_machines_clock_is_read_or_left_out() -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_threads_are_pinned_in_the_block_and_freed_after_it() -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    with pinned(1):
+    with pin_threads(1):
         assert len(os.sched_getaffinity(0)) == 1
         assert torch.get_num_threads() == 1
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
@@ -66,7 +66,7 @@ def test_a_clock_returns_one_time_a_call_in_order() -> None:
 def test_a_fit_has_no_negative_part(
     sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float
 ) -> None:
-    line = fitted(sizes, seconds)
+    line = fit_line(sizes, seconds)
     assert line is not None
     assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))
     errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]

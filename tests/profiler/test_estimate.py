@@ -107,9 +107,9 @@ def test_flash_attention_is_one_kernel_that_saves_its_inputs_output_and_sums() -
     assert [kernel.flops for kernel in attention] == [2 * 2 * (4 * 2) * 256 * 256 * 64 // 2]
     assert not [kernel for kernel in work.forward if "softmax" in kernel.op]
     matrix_bytes = 2 * 4 * 2 * 256 * 256
-    assert max(work.saved.values()) < matrix_bytes
+    assert max(work.saved_bytes.values()) < matrix_bytes
     sums = 4 * 2 * 256 * 4
-    assert sums in work.saved.values()
+    assert sums in work.saved_bytes.values()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_saved_bytes_and_peaks_are_those_of_a_run_on_the_cpu(name: str) -> None:
     for layer, work in zip(graph.layers, graph_work(graph, rows, A100, "fp32").layers, strict=True):
         if any(kernel.op == "native_dropout" for kernel in work.forward):
             continue
-        assert sorted(work.saved.values()) == sorted(real.saved[layer.name].values())
+        assert sorted(work.saved_bytes.values()) == sorted(real.saved_bytes[layer.name].values())
         for parameter in layer.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         run = LayerPass(layer, real.inputs[layer.name], graph.outputs)
@@ -247,7 +247,7 @@ def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
     attention = [kernel for kernel in (*attending.forward, *attending.backward) if kernel.kind == "attention"]
     assert [kernel.flops for kernel in attention] == [2 * 2 * 4 * 16 * 16 * 64, 5 * 2 * 4 * 16 * 16 * 64]
     assert [kernel.op for kernel in again.backward if kernel.flops] == ["addmm", "mm", "mm"]
-    assert list(again.saved) == ["input 0"]
+    assert list(again.saved_bytes) == ["input 0"]
 
 
 class _Own(torch.autograd.Function):

@@ -9,7 +9,7 @@ from autopar.hardware.clusters import message_sizes
 from autopar.planner.costs.links import LinkModel
 from autopar.profiler.links import measure_links, measured_cluster
 from autopar.profiler.operations import slowdowns
-from autopar.profiler.probe import Measured, MeasuredCurve, Probe, groups_of
+from autopar.profiler.probe import LinkMeasurements, MeasuredCurve, Probe, groups_of
 
 
 def test_a_node_is_probed_in_groups_that_double() -> None:
@@ -44,7 +44,7 @@ def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> 
 def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
     curve = MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
     memory = [2**30, 2**31]
-    measured = Measured(
+    measured = LinkMeasurements(
         curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
     )
     cluster = measured_cluster(measured, "cpu", "two")
@@ -63,7 +63,7 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
     curves = [MeasuredCurve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds)]
     curves.append(MeasuredCurve(kind="all_reduce", ranks=4, level="node", sizes=sizes, seconds=seconds))
     same = {"nodes": [0] * 4, "memory_bytes": [2**30] * 4, "names": ["one"] * 4}
-    measured = Measured(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
+    measured = LinkMeasurements(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
     cluster = measured_cluster(measured, "cpu", "four")
     (link,) = cluster.links
     assert link.bytes_per_s < 2e9

@@ -20,12 +20,12 @@ def test_the_layers_saved_storages_are_those_of_the_whole_model(name: str) -> No
     model, batch, loss = build(name)
     graph = capture_module(model, batch, loss)
     tensors = named_tensors(batch)
-    saved = record(graph, tensors, {tensor.name for tensor in graph.tensors}).saved
+    saved = record(graph, tensors, {tensor.name for tensor in graph.tensors}).saved_bytes
     union = {storage: size for storages in saved.values() for storage, size in storages.items()}
     whole = SavedStorages("model", (*model.parameters(), *model.buffers()))
     with whole.recording():
         outputs = StepModule(model, batch, loss)(*tensors.values())
-    expected = whole.named({}, {})
+    expected = whole.bytes_by_name({}, {})
     free = {size for storage, size in union.items() if "#" in storage}
     if name == "language":
         # Masks and positions are made again in every layer that reads them, so each layer may keep its own.
@@ -79,4 +79,4 @@ def test_fake_tensors_save_and_peak_as_real_ones_do(name: str) -> None:
         faked = {key: fake.from_tensor(tensor) for key, tensor in named_tensors(batch).items()}
         found = record(graph, faked, crossing)
         assert peak_bytes(LayerPass(layer, found.inputs[layer.name], graph.outputs).whole, torch.device("cpu")) == peak
-    assert (found.saved, found.output_bytes) == (real.saved, real.output_bytes)
+    assert (found.saved_bytes, found.output_bytes) == (real.saved_bytes, real.output_bytes)

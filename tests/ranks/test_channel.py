@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ranks.channel import Channel, new_way, supported
+from autopar.ranks.channel import Channel, is_supported, new_channel_ends
 from autopar.ranks.failure import PeerLostError
 
-pytestmark = pytest.mark.skipif(not supported(), reason="this system has no memory to share that way")
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this system has no memory to share that way")
 
 
 def ends(timeout_s: float = 20.0) -> tuple[Channel, Channel]:
-    (one_sends, other_receives), (other_sends, one_receives) = new_way(), new_way()
+    (one_sends, other_receives), (other_sends, one_receives) = new_channel_ends(), new_channel_ends()
     return Channel(one_sends, one_receives, timeout_s), Channel(other_sends, other_receives, timeout_s)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import UsageError
-from autopar.ranks.context import joined_from_environment
-from autopar.ranks.environment import launched
+from autopar.ranks.context import join_from_environment
+from autopar.ranks.environment import rank_from_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -94,7 +94,7 @@ PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def test_a_launcher_s_environment_says_which_rank_this_is(
     environment: dict[str, str], expected: tuple[object, ...]
 ) -> None:
-    found = launched(environment)
+    found = rank_from_environment(environment)
     assert found[:6] == expected
     assert found.one_host == (found.local_size == found.size)
 
@@ -125,11 +125,11 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 )
 def test_what_an_environment_lacks_or_contradicts_is_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        launched(environment)
+        rank_from_environment(environment)
     assert str(caught.value).startswith(message)
 
 
 def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits() -> None:
-    with pytest.raises(UsageError) as caught, joined_from_environment(launched(PLAIN), "cpu", 1.0, 3):
+    with pytest.raises(UsageError) as caught, join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3):
         raise AssertionError
     assert str(caught.value).startswith("the number of ranks started is 2, fewer than the 3 that the plan needs")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import TrainingError
-from autopar.ranks.channel import supported
+from autopar.ranks.channel import is_supported
 from autopar.ranks.pool import RankPool
 
-pytestmark = pytest.mark.skipif(not supported(), reason="this system has no memory to share that way")
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this system has no memory to share that way")
 
 
 def start() -> RankPool:

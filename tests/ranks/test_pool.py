@@ -70,7 +70,7 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(
         pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, timeout_s=1.5, describe=describe)
     # Twice the timeout, and what a busy machine adds.
     assert time.monotonic() - began_s < 30
-    assert pool.closed
+    assert pool.is_closed
     assert not any(map(alive, processes))
 
 

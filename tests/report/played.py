@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Prediction, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,
@@ -56,7 +56,7 @@ def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1
             "micro_batch_size": 8,
             "stages": stages,
             "tensors": tensors,
-            "predicted": Predicted(step_s=1.0, lower_bound_s=0.9, bubble=0.25, peak_bytes=(2**20,) * len(widths)),
+            "predicted": Prediction(step_s=1.0, lower_bound_s=0.9, bubble=0.25, peak_bytes=(2**20,) * len(widths)),
         }
     )
 

@@ -10,7 +10,7 @@ from played import small_plan
 
 from autopar.errors import FileError
 from autopar.formats.plan import BoundPart, Bounds, Plan, Shares, Term
-from autopar.report.plan import binding_text, bound_rows, explained, share_text
+from autopar.report.plan import binding_text, bound_rows, plan_text, share_text
 
 
 def _plan(*parts: BoundPart) -> Plan:
@@ -53,13 +53,13 @@ def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -
         BoundPart(term="update", stage=1, seconds=0.2),
     )
     assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
-    assert f"what binds: {text}" in explained(plan)
+    assert f"what binds: {text}" in plan_text(plan)
 
 
 def test_shares_are_named() -> None:
     expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
     assert share_text(_plan()) == expected
-    assert expected in explained(_plan())
+    assert expected in plan_text(_plan())
 
 
 def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
@@ -69,7 +69,7 @@ def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
     for key in keys:
         del content["predicted"][key]
     assert Plan.model_validate_json(json.dumps(content)) == old
-    text = explained(old)
+    text = plan_text(old)
     assert "lower bound" in text
     assert "what binds" not in text
     assert "ranks' time" not in text

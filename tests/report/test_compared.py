@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from autopar.formats.report import Compared, VirtualStage, VirtualWorker, VirtualWorkers
+from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.report.plan import render_comparison
 
 
@@ -22,9 +22,9 @@ def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows(
     workers = (worker((0, 1), ("V", "Q"), 4), worker((2, 3), ("V", "Q"), 4), worker((4, 5), ("R", "R"), 5))
     found = VirtualWorkers("HD", 3, workers, 1500.0)
     rows = [
-        Compared("autopar", "0-9:6", 4, "1f1b", 0.5, 2**20),
-        Compared("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
-        Compared("GPipe", infeasible="too large"),
+        ComparisonRow("autopar", "0-9:6", 4, "1f1b", 0.5, 2**20),
+        ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
+        ComparisonRow("GPipe", infeasible="too large"),
     ]
     written = io.StringIO()
     render_comparison(rows, 0.5, Console(file=written, width=160))

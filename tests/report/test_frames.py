@@ -5,7 +5,7 @@ from __future__ import annotations
 from played import small_plan
 
 from autopar.formats.plan import Alternative
-from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, Saved, Tensor
+from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
 from autopar.report import frames
 from autopar.report import plan as memory
 
@@ -16,7 +16,7 @@ def _layer(name: str, seconds: float) -> Layer:
             micro_batch=rows,
             forward_s=seconds * rows,
             backward_s=2 * seconds * rows,
-            saved=(Saved(storage=f"{name}.a", bytes=10 * rows), Saved(storage=f"{name}.b", bytes=rows)),
+            saved=(SavedStorage(storage=f"{name}.a", bytes=10 * rows), SavedStorage(storage=f"{name}.b", bytes=rows)),
             peak_bytes=20 * rows,
             output_bytes=4 * rows,
         )

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from autopar.formats.document import Provenance
-from autopar.formats.profile import Cost, DeviceKind, Layer, Line, ModelSource, Noise, Profile, Saved, Tensor
+from autopar.formats.profile import Cost, DeviceKind, Layer, Line, ModelSource, Noise, Profile, SavedStorage, Tensor
 from autopar.report.page import page
 from autopar.report.pictures import draw_profile
 from autopar.report.profile import render
@@ -37,7 +37,7 @@ def _profile(count: int, provenance: Provenance = "measured", halves: bool = Fal
                     micro_batch=4,
                     forward_s=(index + 1) * 1e-3,
                     backward_s=(index + 1) * 2e-3,
-                    saved=(Saved(storage=f"{name}:0", bytes=3 * MIB),),
+                    saved=(SavedStorage(storage=f"{name}:0", bytes=3 * MIB),),
                     peak_bytes=5 * MIB,
                     output_bytes=MIB,
                     repeats=7 if provenance == "measured" else 0,

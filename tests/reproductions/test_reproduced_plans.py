@@ -23,7 +23,7 @@ from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.throughput import StashCosts
 from autopar.planner.simulator.simulate import Simulator
-from autopar.report.plan import explained
+from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
 from instances import gpt_profile, local_cluster
 from reproductions.pipedream import pipedream_plan
@@ -61,7 +61,7 @@ def test_pipedreams_plan_has_its_bottleneck_and_autopars_price(seed: int) -> Non
         (stage.devices, stage.stop - stage.first) for stage in own.stages
     ]
     assert all(stage.division == "round-robin" for stage in made.stages if stage.replicas > 1)
-    shown = " ".join(explained(made).split())
+    shown = " ".join(plan_text(made).split())
     assert "(objective pipedream)" in shown
     assert "slowest stage (PipeDream's, per mini-batch)" in shown
     assert "by PipeDream's formulas" in shown

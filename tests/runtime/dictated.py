@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.plan import Plan, Predicted, Shard, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Plan, Prediction, Shard, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES
@@ -79,7 +79,7 @@ def dictate(
         stages=tuple(placed),
         tensors=crossings(graph.tensors, stage_of),
         tied=tuple(_tied(graph, stage_of)),
-        predicted=Predicted(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
+        predicted=Prediction(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )
 
 
@@ -91,7 +91,7 @@ def _recomputed(layers: tuple[str, ...], recompute: bool | Collection[str]) -> t
 
 def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:
     found = []
-    for name, layers in graph.tied().items():
+    for name, layers in graph.tied_parameters().items():
         stages = tuple(sorted({stage_of[layer] for layer in layers}))
         parameter = graph.parameter(name)
         if parameter.requires_grad and len(stages) > 1:

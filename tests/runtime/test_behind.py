@@ -21,7 +21,7 @@ from autopar.runtime.data import Prefetch
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.start.worker import Laps
+from autopar.runtime.start.worker import StepClock
 from autopar.runtime.times import CudaClock, HostClock
 
 
@@ -147,7 +147,7 @@ def test_a_step_ends_when_the_device_is_done_and_begins_no_earlier_than_the_one_
 
         return StepRecord(untold=tell)
 
-    laps = Laps(10.0, lags=True)
+    laps = StepClock(10.0, lags=True)
     for step in range(3):
         laps.begin()
         laps.end(record(step))
@@ -191,7 +191,7 @@ def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
     )
-    error = executor._placed(torch.OutOfMemoryError(text), Action("F", 1, 3))
+    error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
     assert str(error) == (
         "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "79.15 GiB of which 1.50 GiB is free; plan with a smaller `memory_bytes`"

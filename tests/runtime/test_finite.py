@@ -181,4 +181,4 @@ def test_an_overflow_of_scaled_losses_is_left_out_as_before(tmp_path: Path) -> N
     plan = dictate(graph, model, (1, 1), 2, 4).model_copy(update={"precision": "fp16"})
     records: dict[int, list[StepRecord]] = {}
     train_in_threads(plan, graph, model, state, tmp_path, STEPS, records=records)
-    assert any(record.overflowed for record in records[0])
+    assert any(record.overflow for record in records[0])

@@ -18,7 +18,7 @@ from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import CaptureError, FileError, ModelError
 from autopar.formats.plan import Plan
-from autopar.runtime.start.workspace import fitted
+from autopar.runtime.start.workspace import fit_to_plan
 
 STEPS = 3
 FILE = """
@@ -153,7 +153,7 @@ def case(
 
 def check(found: Case, plan: Plan, folder: Path) -> None:
     """Train in threads and plainly; gradients, where there are any, parameters and buffers are equal."""
-    fitted(found.graph, plan, found.model)
+    fit_to_plan(found.graph, plan, found.model)
     losses = train_in_threads(plan, found.graph, found.model, found.state, folder, STEPS)
     size = plan.micro_batches, plan.micro_batch_size
     truth = plain.train(found.file, *size, lambda name: [size[1]], steps=STEPS)
@@ -242,11 +242,11 @@ def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_on
 def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refused(tmp_path: Path) -> None:
     found = case(tmp_path, BLOCKS["average before reading"])
     with pytest.raises(FileError, match=r"replicas of layer blocks.0, .* changes the buffer blocks.0.mean"):
-        fitted(found.graph, dictate(found.graph, found.model, [2, 1], 3, 4), found.model)
+        fit_to_plan(found.graph, dictate(found.graph, found.model, [2, 1], 3, 4), found.model)
     clamped = case(tmp_path, BLOCKS["clamped parameter"])
     plan = dictate(clamped.graph, clamped.model, [1, 1], 3, 4, recompute=True)
     with pytest.raises(FileError, match=r"recomputes layer blocks.0, .* the parameter blocks.0.lin.weight"):
-        fitted(clamped.graph, plan, clamped.model)
+        fit_to_plan(clamped.graph, plan, clamped.model)
 
 
 @pytest.mark.parametrize("how", ["first", "average"])
@@ -257,7 +257,7 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
     found = case(tmp_path, BLOCKS["average before reading"])
     plan = dictate(found.graph, found.model, [2, 1], 4, 4, turns=turns)
     plan = plan.model_copy(update={"replicate_state": how})
-    fitted(found.graph, plan, found.model)
+    fit_to_plan(found.graph, plan, found.model)
     train_in_threads(plan, found.graph, found.model, found.state, tmp_path, STEPS)
     one, other = (load_file(tmp_path / f"buffers-{rank}") for rank in range(2))
     assert one.keys() == other.keys()

@@ -17,7 +17,7 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.runtime import execute
 from autopar.runtime.messages.transport import Pending
-from autopar.runtime.stage.stage import Flight, Stage
+from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand, rank_of
 
@@ -142,7 +142,7 @@ def flying(plan: Plan, rank: int, graph: LayerGraph, user: UserModel, monkeypatc
     alive: Counter[Stage] = Counter()
     most: Counter[Stage] = Counter()
 
-    class Counted(Flight):
+    class Counted(InFlightMicroBatch):
         def __init__(self, stage: Stage, *rest: object) -> None:
             super().__init__(stage, *rest)  # type: ignore[arg-type]
             alive[stage] += 1

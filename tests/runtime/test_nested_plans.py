@@ -16,7 +16,7 @@ from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.capture.units import Units
 from autopar.formats.plan import Plan
-from autopar.runtime.start.workspace import fitted
+from autopar.runtime.start.workspace import fit_to_plan
 
 STEPS = 2
 FILE = """
@@ -80,7 +80,7 @@ def optimizer(parameters):
 
 def check(user: UserModel, plan: Plan, folder: Path) -> None:
     """Train by a plan, whose layers may be those of before, and plainly; both are equal."""
-    graph = fitted(capture(user, user.build(0)), plan, user)
+    graph = fit_to_plan(capture(user, user.build(0)), plan, user)
     assert [layer.name for layer in graph.layers] == [name for stage in plan.stages for name in stage.layers]
     module = user.build(0)
     train_in_threads(plan, graph, user, dict(module.state_dict()), folder, STEPS)

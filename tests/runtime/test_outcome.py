@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage
+from autopar.formats.plan import Crossing, Plan, Prediction, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
-from autopar.formats.timeline import compared
+from autopar.formats.timeline import compare_times
 from autopar.recalibration import planned_times
 from autopar.runtime.result.outcome import RankResult, outcome_of
 from autopar.schedules import SCHEDULES
@@ -46,7 +46,7 @@ def plan_of(schedule: str, groups: tuple[tuple[int, ...], ...], chunks: int = 1)
                 )
                 for i in range(count - 1)
             ),
-            "predicted": Predicted(
+            "predicted": Prediction(
                 step_s=10.0,
                 lower_bound_s=0.0,
                 bubble=0.0,
@@ -86,12 +86,12 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
                 peak_bytes=7,
                 peak_kind="resident",
                 gradient_norm=[None] * steps,
-                overflowed=[False] * steps,
+                overflow=[False] * steps,
                 layers_s={},
                 forward_flops=10**12,
                 peak_flops_per_s=None,
                 samples=16,
-                saved={},
+                saved_files={},
             )
         )
     return found
@@ -135,7 +135,7 @@ def test_without_a_profile_a_stages_slowest_replica_is_compared_with_the_plans_o
     speeds = {("F", 0): 0.25, ("F", 1): 1.0, ("F", 2): 1.0, ("B", 0): 3.0, ("B", 1): 1.0, ("B", 2): 3.0}
     results = results_of(plan, 4, lambda step, rank, action: speeds.get((action.kind, rank), 0.125))
     outcome = outcome_of(plan, expand(plan), results, "drawn")
-    kinds = compared(outcome.own_times, planned_times(plan, outcome))
+    kinds = compare_times(outcome.own_times, planned_times(plan, outcome))
     assert [(each.kind, each.actions, round(each.ratio, 9)) for each in kinds] == [("F", 8, 2.0), ("B", 8, 1.5)]
 
 

@@ -15,7 +15,7 @@ from threads import train_in_threads
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
-from autopar.capture.plain import PlainRun, doubled, train_plainly
+from autopar.capture.plain import PlainRun, float64_model, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
@@ -25,7 +25,7 @@ STEPS = 3
 
 
 def _captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]]:
-    user = doubled(load(str(MODELS / f"{name}.py")))
+    user = float64_model(load(str(MODELS / f"{name}.py")))
     module = user.build(0)
     graph = capture(user, module)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -150,7 +150,7 @@ def test_draws_between_modules_cannot_be_divided_unlike_the_rest(tmp_path: Path)
 @pytest.mark.parametrize("widths", [(2,), (2, 2)])
 def test_draws_between_modules_divide_where_all_stages_divide_alike(widths: Sequence[int], tmp_path: Path) -> None:
     user, plan = _loose(tmp_path, "F.dropout(block(x), 0.5, self.training)", widths)
-    user = doubled(user)
+    user = float64_model(user)
     module = user.build(0)
     graph = capture(user, module)
     state = {name: value.detach().clone() for name, value in module.named_parameters()}

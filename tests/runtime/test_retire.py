@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage
+from autopar.formats.plan import Crossing, Plan, Prediction, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,
@@ -19,7 +19,7 @@ from autopar.formats.program import (
     Action,
     Program,
 )
-from autopar.planner.candidate import Placed
+from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import receives_ahead, retirements
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
@@ -56,7 +56,7 @@ def plan_of(stages: list[Stage], pairs: list[tuple[int, tuple[int, ...]]], micro
         micro_batch_size=6,
         stages=tuple(stages),
         tensors=tuple(crossing),
-        predicted=Predicted(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(stages)),
+        predicted=Prediction(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(stages)),
     )
 
 
@@ -135,7 +135,9 @@ def test_sent_gradients_wait_for_their_proof_as_many_turns_as_the_planner_charge
         stages = drawn_stages(drawn, micro_batches)
         pairs = [(at, (at + 1,)) for at in range(len(stages) - 1)]
         program = expand(plan_of(stages, pairs, micro_batches, "1f1b"))
-        placed = [Placed(0, 1, each.devices, each.shares, each.warmup, division=each.division) for each in stages]
+        placed = [
+            CandidateStage(0, 1, each.devices, each.shares, each.warmup, division=each.division) for each in stages
+        ]
         for at in range(1, len(stages)):
             charged = placed[at].lead(placed[at - 1], micro_batches)
             waiting = max(waiting_gradients(program, rank, placed[at].warmup) for rank in stages[at].devices)

@@ -154,7 +154,7 @@ def test_a_write_that_fails_leaves_the_set_before_or_the_new_one(tmp_path: Path)
         assert _value(folder) == saved
         if saved == 1.0:
             # Nothing half-written is left.
-            assert {path.name for path in folder.iterdir()} == before | weights.named(folder)
+            assert {path.name for path in folder.iterdir()} == before | weights.indexed_file_names(folder)
 
 
 def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from threads import train_in_threads
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.messages.mailbox import Mailbox
-from autopar.runtime.stage.stage import Before, Pass, Segment
+from autopar.runtime.stage.stage import Pass, Segment, WrittenTensors
 from autopar.schedules.expand import expand
 
 
@@ -26,7 +26,7 @@ def recorded(plan: Plan, program: Program | None = None) -> list[tuple[object, .
     calls: list[tuple[object, ...]] = []
     inner_run, inner_receive, inner_backward = Segment.run, Mailbox.receive, Pass.backward
 
-    def run(self: Segment, *arguments: object, again: Before | None = None) -> object:
+    def run(self: Segment, *arguments: object, again: WrittenTensors | None = None) -> object:
         calls.append(("forward" if again is None else "again", self.outputs))
         return inner_run(self, *arguments, again=again)  # type: ignore[arg-type]
 

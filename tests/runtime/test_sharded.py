@@ -22,7 +22,7 @@ from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.program import WEIGHT_BACKWARD
-from autopar.planner.costs.memory import Held, Parts, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
@@ -287,7 +287,9 @@ def test_a_sharded_stage_holds_what_the_planner_says(pool: RankPool, tmp_path: P
     nothing = Parts(*[0] * len(Parts._fields))
     parts = nothing._replace(parameters=total, optimizer=2 * total, gradients=total, largest=largest, peak=passing)
     for level in LEVELS:
-        assert peak_of(parts, Held(2, 1, 2, replicas=2, shard=level)) == pytest.approx(held(level), rel=0.05), level
+        assert peak_of(parts, PeakTerms(2, 1, 2, replicas=2, shard=level)) == pytest.approx(held(level), rel=0.05), (
+            level
+        )
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2)])

@@ -115,7 +115,7 @@ def test_scaled_losses_overflow_and_recover_as_with_torchs_scaler(
     assert None in truth.norms
     assert any(truth.norms)
     for records in _train(MODELS / "steep.py", widths, "fp16", TrainSettings(clip_norm=clip_norm), tmp_path):
-        assert [record.overflowed for record in records] == [norm is None for norm in truth.norms]
+        assert [record.overflow for record in records] == [norm is None for norm in truth.norms]
         norms = [record.gradient_norm for record in records]
         assert [norm for norm in norms if norm] == pytest.approx([norm for norm in truth.norms if norm], rel=2e-3)
     _assert_equal(truth.model, tmp_path, sum(widths), 2e-3)
@@ -124,17 +124,17 @@ def test_scaled_losses_overflow_and_recover_as_with_torchs_scaler(
 def test_all_ranks_see_an_overflow_of_one(tmp_path: Path) -> None:
     truth = [norm is None for norm in _plain(MODELS / "steep.py", torch.float16).norms]
     first, *others = _train(MODELS / "steep.py", (1, 2), "fp16", TrainSettings(), tmp_path)
-    overflowed = [record.overflowed for record in first]
+    overflowed = [record.overflow for record in first]
     assert any(overflowed)
     # Replicas add up fewer rows each, so that less overflows.
     assert all(plainly for plainly, here in zip(truth, overflowed, strict=True) if here)
-    assert all([record.overflowed for record in records] == overflowed for records in others)
+    assert all([record.overflow for record in records] == overflowed for records in others)
 
 
 def test_bfloat16_needs_no_scale(tmp_path: Path) -> None:
     truth = _plain(MODELS / "steep.py", torch.bfloat16)
     (records, _) = _train(MODELS / "steep.py", (1, 1), "bf16", TrainSettings(), tmp_path)
-    assert not any(record.overflowed or record.gradient_norm for record in records)
+    assert not any(record.overflow or record.gradient_norm for record in records)
     _assert_equal(truth.model, tmp_path, 2, 2e-2)
 
 

@@ -21,7 +21,7 @@ from autopar.capture.plain import PlainRun
 from autopar.capture.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.report import Verified
+from autopar.formats.report import Verification
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
@@ -68,7 +68,7 @@ def planned(folder: Path, source: str, widths: Sequence[int] = WIDTHS, **options
     return plan
 
 
-def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verified:
+def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verification:
     return verify(plan, plan.model.source, None, steps, 60.0, pool=pool)
 
 

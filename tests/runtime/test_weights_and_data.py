@@ -196,7 +196,7 @@ def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
         ShareLoader(gone, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
     layers = [graph.layer(name) for name in plan.stages[0].layers]
     stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
-    (sent,) = stage.sent
+    (sent,) = stage.sent_specs
     with pytest.raises(TrainingError, match=rf"tensor {sent.name} has shape \(3, 9\), the plan sends \(3, 8\)"):
         stage.sendable(3, {sent.name: torch.zeros(3, 9)})
 
@@ -291,6 +291,6 @@ def test_a_mini_batch_in_which_nothing_counts_is_refused(tmp_path: Path) -> None
 def test_an_index_names_as_many_tensors_as_a_mixture_of_experts_has(tmp_path: Path) -> None:
     names = [f"model.layers.{index // 768}.mlp.experts.{index % 768}.weight" for index in range(45_000)]
     (tmp_path / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "a.bin")}))
-    assert weights.named(tmp_path) == set()
+    assert weights.indexed_file_names(tmp_path) == set()
     with pytest.raises(FileError, match=r"cannot read weights .*a\.bin"):
         weights.shapes(tmp_path)

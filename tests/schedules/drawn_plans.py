@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Crossing, Plan, Predicted, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Prediction, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
@@ -42,7 +42,7 @@ def make(
         stages=tuple(stages),
         tensors=tensors,
         tied=tied,
-        predicted=Predicted(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(0,) * len(stages)),
+        predicted=Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(0,) * len(stages)),
     )
 
 

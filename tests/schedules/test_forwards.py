@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Crossing, Plan, Predicted, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Prediction, Stage, group_of, layout_of
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Program, RankProgram
 from autopar.schedules import SCHEDULES
@@ -43,7 +43,7 @@ def plan_of(schedule: str, widths: list[int], micro_batches: int) -> Plan:
         micro_batch_size=rows,
         stages=tuple(stages),
         tensors=tuple(tensors),
-        predicted=Predicted(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(0,) * len(stages)),
+        predicted=Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(0,) * len(stages)),
     )
 
 

@@ -37,8 +37,8 @@ def test_an_edited_program_that_is_accepted_holds_no_more_than_the_plans_own(pla
         for stage, holding in holdings(actions).items():
             assert _counted(actions, stage) == holding.micro_batches <= allowed[stage].micro_batches
             assert in_flight(actions)[stage] <= plan.stages[stage].warmup
-            assert holding.received <= allowed[stage].received
-            assert holding.unsent <= allowed[stage].unsent
+            assert holding.received_messages <= allowed[stage].received_messages
+            assert holding.unsent_messages <= allowed[stage].unsent_messages
 
 
 def _counted(actions: RankProgram, stage: int) -> int:

@@ -10,12 +10,12 @@ import pytest
 from priced import gpt_profile, hierarchy, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster, Link
-from autopar.planner.costs.memory import Held
+from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
 from autopar.planner.peers.hetpipe import Worker, Workers, allocations, bound_s, candidate_of, peaks, step_s
-from autopar.planner.peers.partition import Partitioner, Pipelined, depths, makeup_of
+from autopar.planner.peers.partition import Partitioner, PipelineCounts, depths, makeup_of
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import counts_of
 from autopar.planner.simulator.simulate import Simulator
@@ -44,7 +44,9 @@ def mixed(seed: int, devices: int, limited: bool = True) -> CostModel:
     return CostModel(profile, cluster, PlanOptions(gpus=devices))
 
 
-def orders(costs: CostModel, devices: list[int], rows: int, pipelined: Pipelined) -> Iterator[tuple[float, Worker]]:
+def orders(
+    costs: CostModel, devices: list[int], rows: int, pipelined: PipelineCounts
+) -> Iterator[tuple[float, Worker]]:
     """Every order of the devices and every cut that fits, with its slowest stage."""
     deep = depths(len(devices), pipelined)
     for cuts in combinations(range(1, costs.layer_count), len(devices) - 1):
@@ -54,7 +56,7 @@ def orders(costs: CostModel, devices: list[int], rows: int, pipelined: Pipelined
             for at, ((first, stop), device) in enumerate(zip(spans, order, strict=True)):
                 kind = costs.kind_of[device]
                 lead = deep[at - 1] - deep[at] if at else 0
-                held = Held(rows, deep[at], pipelined.turns, pipelined.workers, lead)
+                held = PeakTerms(rows, deep[at], pipelined.turns, pipelined.workers, lead)
                 behind = [end for _, end in spans[at + 1 :]]
                 if costs.memory[kind].peak(first, stop, held, behind) > costs.limits_bytes[device]:
                     break
@@ -81,7 +83,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         costs = mixed(seed, rng.randint(1, 4))
         count = rng.choice(counts_of(costs.batch, None))
         workers = rng.choice([1, 1, 2])
-        pipelined = Pipelined(rng.randint(1, 7), -(-count // workers), workers)
+        pipelined = PipelineCounts(rng.randint(1, 7), -(-count // workers), workers)
         partitioner = Partitioner(Prices(costs, count))
         devices = list(range(len(costs.devices)))
         makeup, sorts = makeup_of(costs, devices)
@@ -150,7 +152,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         count = rng.choice([each for each in counts_of(costs.batch, None) if each >= 2])
         cut = rng.randint(1, max(1, costs.layer_count - 1))
         cuts = (cut, costs.layer_count)[-stages:]
-        pipelined = Pipelined(rng.randint(1, 4), -(-count // 2), 2)
+        pipelined = PipelineCounts(rng.randint(1, 4), -(-count // 2), 2)
         workers = (Worker(cuts, (0, 2)[:stages]), Worker(cuts, (1, 3)[:stages]))
         found = Workers("ED", count, costs.batch // count, pipelined, workers)
         plan = candidate_of(found)
@@ -165,7 +167,7 @@ def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() ->
         costs = mixed(seed, 2, limited=False)
         count = counts_of(costs.batch, None)[1]
         rows, layers = costs.batch // count, costs.layer_count
-        pipelined = Pipelined(1, -(-count // 2), 2)
+        pipelined = PipelineCounts(1, -(-count // 2), 2)
         found = Workers("NP", count, rows, pipelined, (Worker((layers,), (0,)), Worker((layers,), (1,))))
         done = []
         for at, device in enumerate((0, 1)):
@@ -193,14 +195,14 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
         costs = mixed(seed, (3, 4, 2, 4)[seed % 4], limited=seed % 3 == 0)
         simulator = Simulator(costs)
         planned = [Prices(costs, count) for count in counts_of(costs.batch, None)]
-        given = hetpipe.dealt(planned[0], planned[-1].micro_batches)
+        given = hetpipe.allocate_workers(planned[0], planned[-1].micro_batches)
         if isinstance(given, str):
             continue
         best = hetpipe.best(simulator, planned, given)
         steps = []
         for prices in planned:
             for each in given:
-                for found in hetpipe.partitioned(Partitioner(prices), each):
+                for found in hetpipe.partitioned_workers(Partitioner(prices), each):
                     plan = candidate_of(found)
                     fits = fitting(costs, found)
                     priced = step_s(costs, found)
@@ -224,16 +226,16 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
 def test_what_is_described_is_what_was_partitioned() -> None:
     costs = mixed(8, 4, limited=False)
     prices = Prices(costs, costs.batch)
-    given = hetpipe.dealt(prices, prices.micro_batches)
+    given = hetpipe.allocate_workers(prices, prices.micro_batches)
     assert not isinstance(given, str)
     found = hetpipe.best(Simulator(costs), [prices], given)
     assert found is not None
-    described = hetpipe.described(prices, found.workers)
+    described = hetpipe.describe(prices, found.workers)
     assert len(described.workers) == len(found.workers.workers)
     for at, worker in enumerate(described.workers):
         slowest_s = max(stage.stage_s for stage in worker.stages)
         makeup, _ = makeup_of(costs, sorted(found.workers.workers[at].devices))
-        partition = Partitioner(prices).partition(makeup, found.workers.pipelined)
+        partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
         assert partition is not None
         assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
         assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
@@ -247,11 +249,11 @@ def test_little_memory_lets_fewer_micro_batches_into_the_pipeline() -> None:
     flights = []
     for limit in (2**34, 24 * MIB, 20 * MIB):
         costs = CostModel(profile, local_cluster(4, limit), PlanOptions())
-        every = hetpipe.dealt(Prices(costs, 16), 16)
+        every = hetpipe.allocate_workers(Prices(costs, 16), 16)
         assert not isinstance(every, str)
         (given,) = [each for each in every if len(each.allocation.workers) == 1]
-        found = list(hetpipe.partitioned(Partitioner(Prices(costs, 16)), given))
-        flights.append(max((each.pipelined.in_flight for each in found), default=0))
+        found = list(hetpipe.partitioned_workers(Partitioner(Prices(costs, 16)), given))
+        flights.append(max((each.pipeline.in_flight for each in found), default=0))
         for each in found:
             assert max(peaks(costs, each, 0)) <= limit
     assert flights == [7, 7, 2]
@@ -287,7 +289,7 @@ def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
         for at, each in enumerate(cluster.devices)
     )
     costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
-    given = hetpipe.dealt(Prices(costs, 16), 16)
+    given = hetpipe.allocate_workers(Prices(costs, 16), 16)
     assert not isinstance(given, str)
     dealt = [(each.allocation.policy, len(each.allocation.workers)) for each in given]
     # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
