@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from autopar.cli import main
+from paths import HARNESS
 
 if TYPE_CHECKING:
     from autopar.ranks.pool import RankPool
@@ -64,7 +64,7 @@ def living_pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> Calla
     def living() -> RankPool:
         if not pools or pools[-1].is_closed:
             with monkeypatch.context() as patch:
-                patch.setenv("PYTHONPATH", str(Path(__file__).parent / "runtime"), prepend=os.pathsep)
+                patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
                 pools.append(RankPool(6))
         return pools[-1]
 

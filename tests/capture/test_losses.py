@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_zoo import MODELS, Chain, build, mean_square
 from torch import nn
 
 from autopar.capture.batch import given_model
 from autopar.capture.export import capture
 from autopar.capture.losses import LossCheck, check_loss, separation
 from autopar.errors import ModelError
+from capture_zoo import MODELS, Chain, build, mean_square
 
 DEPENDS_ON_ROWS = {"flattened"}
 """Its layers divide by the number of samples."""

@@ -14,11 +14,12 @@ import weakref
 import numpy
 import pytest
 import torch
-from capture_zoo import Chain, mean_square, regression
 from torch import nn
 
 from autopar.capture import capture_module, load
 from autopar.errors import CaptureError, ModelError
+from capture_zoo import Chain, mean_square, regression
+from state_models import Between, Late, counting_loss, step
 
 COUNT = 0
 TABLE = {"n": 0}
@@ -99,10 +100,6 @@ def numbers():
 
 def drawn(model):
     model.held.random()
-
-
-def step(model):
-    next(model.held)
 
 
 def grow(model):
@@ -188,32 +185,9 @@ def test_state_that_every_forward_changes_is_refused_by_its_path(case):
     assert "layers(model)" in str(refusal.value)
 
 
-class Late(Chain):
-    """Another model after forty forwards."""
-
-    def __init__(self, where="attribute"):
-        super().__init__()
-        self.where, self.state = where, {"n": 0}
-
-    def between(self, x):
-        self.state["n"] += 1
-        return torch.tanh(x) * (2 if self.state["n"] > 40 else 1)
-
-
 def test_a_switch_that_comes_late_is_refused():
     with pytest.raises(CaptureError, match=r"^Late\.state\['n'\] changes from 4 to 8 with every forward"):
         capture_module(Late().double(), regression(), mean_square)
-
-
-def counting_loss():
-    n = 0
-
-    def loss(output, batch):
-        nonlocal n
-        n += 1
-        return mean_square(output, batch) * min(n, 40)
-
-    return loss
 
 
 class Loss:
@@ -308,15 +282,6 @@ class Uncomparable:
         raise TypeError("cannot be compared")
 
     __hash__ = None
-
-
-class Between(nn.Module):
-    def __init__(self, model, step):
-        super().__init__()
-        self.model, self.step = [model], step
-
-    def forward(self, x):
-        return self.model[0].between(self.step(x))
 
 
 class Closed:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autopar.formats.plan import Plan
-from instances import gpt_profile, local_cluster
+from random_problems import gpt_profile, local_cluster
 
 Run = Callable[..., tuple[int, str, str]]
 Content = dict[str, Any]

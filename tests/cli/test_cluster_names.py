@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.formats.plan import Plan
-from instances import gpt_profile
+from random_problems import gpt_profile
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from paths import BENCHMARKS
 
 # By bug, a case of seed 0 that finds it; `benchmarks/differential.py --bugs` counts from the first case on.
 FOUND_BY = {

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from paths import BENCHMARKS
 
 
 def test_broken_files_give_an_object_or_one_clean_line() -> None:

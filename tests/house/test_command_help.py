@@ -18,9 +18,9 @@ import typer
 
 from autopar.cli import app, progress
 from autopar.cli.output import quietly, screen
-from instances import gpt_profile, local_cluster
+from paths import ROOT
+from random_problems import gpt_profile, local_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 Command: TypeAlias = Any  # typer's own, whose classes it does not export
 GROUP: Command = typer.main.get_command(app)
 Run = Callable[..., tuple[int, str, str]]

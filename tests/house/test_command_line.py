@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from autopar.cli import app
-
-ROOT = Path(__file__).resolve().parents[2]
+from paths import ROOT
 
 
 def _python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

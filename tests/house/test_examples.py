@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import default_collate
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from paths import EXAMPLES
+
 NAMES = ["gpt", "mlp", "resnet"]
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from paths import ROOT
+
 FOLDERS = {"examples": "autopar.examples", "planner": "autopar.planner"}
 FOLDERS |= {"profiler": "autopar.profiler", "runtime": "autopar.runtime"}
 

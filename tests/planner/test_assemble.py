@@ -14,7 +14,7 @@ from autopar.planner.costs.links import Sharing
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.expand import action_count, expand
 from drawn import random_candidate
-from instances import random_cluster, random_profile
+from random_problems import random_cluster, random_profile
 
 
 def test_a_plan_predicts_the_same_with_its_program_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from autopar.planner.candidate import families
 from autopar.planner.closest import closest
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 ASKED = (
     {},

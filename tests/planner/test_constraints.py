@@ -22,8 +22,8 @@ from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import search_locally
 from autopar.planner.simulator.simulate import Simulator
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import everything, exhaust
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
 def _drawn(rng: random.Random, layers: int) -> dict[str, object]:

@@ -12,7 +12,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
 EXACT, USUAL = 0.001, 0.01

@@ -18,8 +18,8 @@ from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.share_limits import crossed_limit, runnable
 from autopar.planner.simulator.simulate import Simulator
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import exhaust
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 INSTANCES = 36
 Limits = dict[int, tuple[int, int | None]]

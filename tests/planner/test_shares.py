@@ -17,7 +17,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import skeleton, trace
 from autopar.schedules.expand import expand
 from drawn import random_candidate
-from instances import random_cluster, random_profile
+from random_problems import random_cluster, random_profile
 
 
 def _timeline(seed: int) -> Timeline:

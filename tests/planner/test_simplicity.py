@@ -13,7 +13,7 @@ from autopar.planner.alternatives import simplicity, straddling
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
-from instances import gpt_profile, local_cluster, random_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 
 def _widths(made: Plan) -> set[tuple[object, ...]]:

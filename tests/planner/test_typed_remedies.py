@@ -14,7 +14,7 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile, Writes
-from instances import random_cluster, random_profile, two_kinds
+from random_problems import random_cluster, random_profile, two_kinds
 
 Run = Callable[..., tuple[int, str, str]]
 SWITCHES = ("--use-all",)

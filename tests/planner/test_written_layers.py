@@ -17,8 +17,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
-from instances import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 from oracles.exhaustive import exhaust
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 INSTANCES = 60
 BUFFER, PARAMETER, STATE, INPUT = (

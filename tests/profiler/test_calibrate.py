@@ -23,9 +23,10 @@ from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, pred
 from autopar.profiler.estimate import Workload, estimate, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from paths import BENCHMARKS, EXAMPLES
 
 A100 = find("A100")
-GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+GPT = EXAMPLES / "gpt.py"
 SIZES = (1, 4, 16, 64, 256)
 
 
@@ -207,7 +208,7 @@ def test_a_run_that_cannot_be_is_named_by_row_and_column(
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
 def test_published_runs_on_a100_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(BENCHMARKS)
     vtrain = __import__("vtrain")
     folder = Path(os.environ["AUTOPAR_DATA"]) / "vtrain"
     runs = [

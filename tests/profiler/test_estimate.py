@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_zoo import build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -30,9 +29,10 @@ from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from autopar.profiler.work import graph_work
+from capture_zoo import build
+from paths import EXAMPLES
 
 A100 = find("A100")
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")

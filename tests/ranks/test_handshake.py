@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from autopar.errors import TrainingError
 from autopar.ranks.channel import is_supported
 from autopar.ranks.pool import RankPool
+from paths import HARNESS
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this system has no memory to share that way")
 
 
 def start() -> RankPool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
         return RankPool(4)
 
 

@@ -15,11 +15,12 @@ import pytest
 from autopar.errors import AutoparError, FileError, TrainingError
 from autopar.ranks.board import Board, Note
 from autopar.ranks.pool import Doing, RankPool
+from paths import HARNESS
 
 
 @pytest.fixture(autouse=True)
 def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from played import small_plan
-
 from autopar.formats.plan import Alternative
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
 from autopar.report import frames
 from autopar.report import plan as memory
+from played import small_plan
 
 
 def _layer(name: str, seconds: float) -> Layer:

@@ -12,7 +12,7 @@ from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.report.pictures import draw_placement
-from instances import gpt_profile
+from random_problems import gpt_profile
 
 H100 = {"type": "cuda", "name": "H100-SXM"}
 

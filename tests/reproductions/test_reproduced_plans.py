@@ -25,7 +25,7 @@ from autopar.planner.objectives.throughput import StashCosts
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
-from instances import gpt_profile, local_cluster
+from random_problems import gpt_profile, local_cluster
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import PiperPlan, PiperStage, piper_plan
 from reproductions.plans import _candidate, _shallower, planned_by_pipedream, planned_by_piper

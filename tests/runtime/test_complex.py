@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import plain
 import pytest
 import torch
-from any_plan import truth_of
-from dictated import dictate
 
+import plain
+from any_plan import truth_of
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Shard
@@ -20,8 +19,10 @@ from autopar.runtime.messages.transport import sendable
 from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.launch import RunOptions, run
+from dictated import dictate
+from paths import MODELS
 
-FILE = Path(__file__).parent / "models" / "conjugated.py"
+FILE = MODELS / "conjugated.py"
 STEPS = 3
 
 

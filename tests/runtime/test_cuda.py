@@ -6,13 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import plain
 import pytest
 import torch
-from dictated import dictate
-from test_training import STEPS, Case, _case, _check, _check_buffers, _shares_of, _train, cases, dropout
-from threads import own
 
+import plain
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
@@ -21,7 +18,11 @@ from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
+from dictated import dictate
 from harness.in_process import Exchange, InProcessTransport
+from paths import HARNESS
+from threads import own
+from training_cases import STEPS, Case, cases, check, check_buffers, dropout, make_case, shares_of, train
 
 __all__ = ["cases", "dropout"]
 
@@ -41,7 +42,7 @@ def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)
 def pool() -> Iterator[RankPool]:
     """Ranks on one GPU each where there are enough, which NCCL then connects; else they share."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
     with RankPool(RANKS, device_type="cuda", share_gpus=True) as pool:
         patch.undo()
         yield pool
@@ -74,11 +75,11 @@ def test_training_equals_the_plain_loop_on_the_gpu(
 ) -> None:
     case = cases[example, "adamw"]
     plan = _on_gpu(dictate(case.graph, case.model, widths, 3, 7, schedule, chunks=chunks))
-    losses = _train(pool, case, plan, tmp_path)
-    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
-    _check(plan, truth, tmp_path, losses)
+    losses = train(pool, case, plan, tmp_path)
+    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
+    check(plan, truth, tmp_path, losses)
     if chunks == 1:
-        _check_buffers(plan, truth, tmp_path)
+        check_buffers(plan, truth, tmp_path)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -87,17 +88,17 @@ def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
 ) -> None:
     random = [layer.name for layer in dropout.graph.layers if layer.random]
     plan = _on_gpu(dictate(dropout.graph, dropout.model, (1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute))
-    losses = _train(pool, dropout, plan, tmp_path)
-    shares = (dropout.file, 3, 5, lambda name: _shares_of(dropout.graph, plan, name), random)
+    losses = train(pool, dropout, plan, tmp_path)
+    shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
     truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
-    _check(plan, truth, tmp_path, losses)
+    check(plan, truth, tmp_path, losses)
 
 
 def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[tuple[str, str], Case]) -> None:
     case = cases["mlp", "sgd"]
     plan = _on_gpu(dictate(case.graph, case.model, (1, 1), 3, 7))
     outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True))
-    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
     assert outcome.report.loss == pytest.approx(truth.losses, rel=1e-12)
     assert outcome.report.backend == ("nccl" if GPUS > 1 else "gloo")
     assert ("ranks share GPUs" in " ".join(outcome.report.notes)) == (GPUS == 1)
@@ -145,7 +146,7 @@ def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     job.finish()
-    truth = plain.train(case.file, 3, 7, lambda name: _shares_of(case.graph, plan, name), device="cuda")
+    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
     assert [record.loss for record in records] == pytest.approx(truth.losses, rel=1e-12)
     moments = [moment for record in records for span in record.times_s for moment in span]
     assert moments == sorted(moments)
@@ -154,7 +155,7 @@ def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
 def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
     file = tmp_path / "endless.py"
     file.write_text(ENDLESS)
-    case = _case(file)
+    case = make_case(file)
     plan = _on_gpu(dictate(case.graph, case.model, (1,), 2, 2))
     place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
     job = Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)

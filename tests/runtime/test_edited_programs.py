@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from edits import edited
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_random_plans import equals_plain, plans
 
 from autopar.formats.plan import Plan
+from drawn_models import equals_plain, plans
+from edits import edited
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])

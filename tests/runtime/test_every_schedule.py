@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from dictated import dictate
-from test_random_plans import captured, equals_plain
 
 from autopar.formats.plan import chunks_of, layout_of
 from autopar.schedules import SCHEDULES
+from dictated import dictate
+from drawn_models import captured, equals_plain
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import plain
 import pytest
 import torch
-from dictated import dictate
 from safetensors.torch import load_file
-from threads import train_in_threads
 
+import plain
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import train_plainly
@@ -19,6 +17,8 @@ from autopar.capture.source import UserModel, load
 from autopar.errors import CaptureError, FileError, ModelError
 from autopar.formats.plan import Plan
 from autopar.runtime.start.workspace import fit_to_plan
+from dictated import dictate
+from threads import train_in_threads
 
 STEPS = 3
 FILE = """

@@ -5,37 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from dictated import dictate
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_random_plans import captured, equals_plain, plans
 
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Program, RankProgram
+from autopar.formats.program import Program
 from autopar.schedules.check import ProgramError, check_reductions
 from autopar.schedules.expand import expand
-
-
-def split(program: Program, seed: int, share: float = 1.0) -> Program:
-    """Split some backwards of a program; their second halves follow anywhere later, in order, before the reductions."""
-    draw = random.Random(seed)
-    ranks = []
-    for actions in program.ranks:
-        halved, waiting = [], []
-        for action in actions:
-            if action.kind == BACKWARD and draw.random() < share:
-                halved.append(action._replace(kind=INPUT_BACKWARD))
-                waiting.append(action._replace(kind=WEIGHT_BACKWARD))
-                continue
-            # Sums are taken in the order of the micro-batches, in which whole backwards stand.
-            if action.kind == BACKWARD or action.micro_batch < 0 or action.kind == "T":
-                halved += waiting
-                waiting.clear()
-            while waiting and draw.random() < 0.2:
-                halved.append(waiting.pop(0))
-            halved.append(action)
-        ranks.append(RankProgram.of(halved))
-    return Program(tuple(ranks))
+from dictated import dictate
+from drawn_models import captured, equals_plain, plans
+from split_programs import split
 
 
 def keeps_one_order(program: Program) -> bool:

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import plain
 import pytest
 import torch
-from dictated import dictate
-from script_jobs import batches, described, loss, make_model
 from torch import nn
 
 import autopar
+import plain
 from autopar.capture.data import seed_data
 from autopar.capture.export import capture
 from autopar.capture.source import load
@@ -24,8 +22,11 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.result.weights import names, read
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.update import check_settings, left_out, whole_settings
+from dictated import dictate
+from paths import MODELS
+from script_jobs import batches, described, loss, make_model
 
-FILE = Path(__file__).parent / "models" / "grouped.py"
+FILE = MODELS / "grouped.py"
 STEPS = 3
 BY_IDENTITY = """
 def optimizer(parameters):

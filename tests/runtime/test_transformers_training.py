@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from dictated import dictate
 from safetensors.torch import load_file
-from threads import train_in_threads
 from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.source import UserModel, load
 from autopar.runtime.data import sample_order
+from dictated import dictate
+from threads import train_in_threads
 
 pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
 

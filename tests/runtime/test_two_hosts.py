@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from dictated import dictate
 from safetensors.torch import load_file
-from threads import train_in_threads
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.runtime.result.weights import read
+from dictated import dictate
+from paths import MODELS
+from threads import train_in_threads
 
-MODEL = Path(__file__).parent / "models" / "words.py"
+MODEL = MODELS / "words.py"
 
 HOSTS = """
 set -e

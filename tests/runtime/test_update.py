@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import plain
 import pytest
 import torch
-from dictated import dictate
 from safetensors.torch import load_file
-from threads import train_in_threads
 from torch import nn
 
+import plain
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import ModelError, TrainingError, UsageError
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossScale
 from autopar.runtime.settings import TrainSettings
+from dictated import dictate
+from paths import MODELS
+from threads import train_in_threads
 
-MODELS = Path(__file__).parent / "models"
 STEPS = 8
 MICRO_BATCHES, ROWS = 2, 4
 

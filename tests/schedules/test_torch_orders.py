@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from timed import Times, orders, timed
 
 from autopar.formats.plan import group_of, layout_of
+from timed import Times, orders, timed
 
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 

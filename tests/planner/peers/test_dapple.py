@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from priced import prices_of
 
 from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.dapple import latency_s
 from autopar.planner.peers.prices import Prices
 from autopar.planner.placement.pool import choices
+from priced import prices_of
 
 Stages = list[tuple[int, tuple[int, ...]]]
 """(end, devices of every node) of every stage."""

@@ -8,9 +8,9 @@ from statistics import pvariance
 
 import numpy as np
 import pytest
-from priced import prices_of
 
 from autopar.planner.peers import gpipe
+from priced import prices_of
 
 
 def _variance(costs: list[float], cuts: tuple[int, ...]) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
 import pytest
-from priced import gpt_profile, hierarchy, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
 
 from autopar.formats.cluster import Cluster, Link
 from autopar.planner.costs.memory import PeakTerms
@@ -19,6 +18,7 @@ from autopar.planner.peers.partition import Partitioner, PipelineCounts, depths,
 from autopar.planner.peers.prices import Prices
 from autopar.planner.peers.trial import counts_of
 from autopar.planner.simulator.simulate import Simulator
+from priced import gpt_profile, hierarchy, local_cluster, nodes_of, random_cluster, random_profile, two_kinds
 
 MIB = 2**20
 

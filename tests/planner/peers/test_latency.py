@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from priced import cost, profile_of
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Layer, Profile, Tensor
@@ -18,6 +17,7 @@ from autopar.planner.peers.dapple import latency_s, pivots
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.one_forward_one_backward import warmups
 from oracles.exhaustive import everything
+from priced import cost, profile_of
 
 
 def _column(*values: float) -> np.ndarray:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
-from priced import prices_of
 
 from autopar.formats.cluster import Level
 from autopar.planner.peers import pipedream
 from autopar.planner.peers.prices import Prices, Proposal
+from priced import prices_of
 
 Pipeline = list[tuple[int, int, int]]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from priced import prices_of
 
 from autopar.schedules.route import even_shares
+from priced import prices_of
 
 
 def test_times_are_those_of_the_largest_share() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from priced import prices_of
 
 from autopar.planner.peers import torchgpipe
 from autopar.planner.peers.prices import Prices, Proposal
+from priced import prices_of
 
 
 def _times(prices: Prices) -> list[float]:

@@ -1,0 +1,288 @@
+"""Models that cannot be used are refused in one line that says what, where, and what to do."""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204
+
+from __future__ import annotations
+
+import inspect
+import random
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.capture import capture_module
+from autopar.capture.check import check_gradients
+from autopar.capture.meta import hollow_parameters
+from autopar.capture.store import load_graph, save_graph
+from autopar.errors import CaptureError, FileError, ModelError
+from capture_zoo import Chain, build, mean_square, regression
+from refused_models import Branching, Checkpointed, OwnFunction
+
+
+class Fixed(Chain):
+    def between(self, x):
+        return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
+
+
+class Replaced(Chain):
+    """A running mean that is replaced instead of written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def between(self, x):
+        self.average = self.average * 0.9 + x.detach().mean(0) * 0.1
+        return x - self.average
+
+
+class Counting(Chain):
+    """A number that the next forward would read."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def between(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Hooked(Chain):
+    def between(self, x):
+        x.register_hook(torch.zeros_like)
+        return x
+
+
+class OtherRandom(Chain):
+    def between(self, x):
+        return x * random.uniform(0, 1)
+
+
+class NumpyRandom(Chain):
+    def between(self, x):
+        return x * numpy.random.rand()
+
+
+class Length(Chain):
+    def between(self, x):
+        return x / len(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "construct", "line"),
+    [
+        (Replaced, "the buffer average is replaced", "self.average = self.average"),
+        (Counting, "the attribute calls changes from 0 to 1", "self.calls += 1"),
+        (OtherRandom, "would be drawn only once", "return x * random.uniform"),
+        (NumpyRandom, "would be drawn only once", "return x * numpy"),
+        (Length, "number of samples", "return x / len(x)"),
+        (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
+        (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),
+        (Branching, "values decide what runs", "if x.sum() > 0"),
+        (Hooked, "a hook on a gradient", "x.register_hook"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line, capfd):
+    with pytest.raises(CaptureError) as caught:
+        capture_module(kind().double(), regression(), mean_square)
+    assert capfd.readouterr() == ("", "")
+    message = str(caught.value)
+    assert construct in message
+    assert "layers(model)" in message
+    file = inspect.getfile(kind)
+    source = Path(file).read_text().splitlines()
+    numbers = (index for index, text in enumerate(source, 1) if line in text)
+    number = next(index for index in numbers if source[index - 1].strip().startswith(("return", "self", "x.")))
+    assert f"{file}:{number}" in message
+
+
+class Averaging(Chain):
+    """A running mean that is no buffer: in an attribute that is replaced, in a list, or written in place."""
+
+    def __init__(self, where="attribute"):
+        super().__init__()
+        self.where, self.mean, self.means = where, torch.zeros(8), [torch.zeros(8)]
+
+    def between(self, x):
+        now = x.detach().mean(0)
+        if self.where == "attribute":
+            self.mean = 0.9 * self.mean + now
+            return x - self.mean
+        if self.where == "list":
+            self.means[0] = 0.9 * self.means[0] + now
+            return x - self.means[0]
+        return x - self.mean.mul_(0.9).add_(now)
+
+
+class Remembering(Chain):
+    """Tensors that are replaced, but never read by a later forward, or made once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.table = torch.zeros(8), None
+
+    def between(self, x):
+        self.seen = x.detach()
+        if self.table is None:
+            self.table = torch.arange(8.0).cos()
+        return x * self.table
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("attribute", "mean is replaced"), ("list", r"means\[0\] is replaced|list"), ("in place", "mean .* is no buffer")],
+)
+def test_a_tensor_that_changes_and_is_no_buffer_is_refused(where, message, hollow):
+    with hollow_parameters() if hollow else nullcontext():
+        model = Averaging(where)
+    with pytest.raises(CaptureError, match=message):
+        capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_a_tensor_that_no_later_forward_needs_anew_is_captured(hollow):
+    with hollow_parameters() if hollow else nullcontext():
+        model = Remembering()
+    graph = capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+    assert not any(isinstance(value, FakeTensor) for layer in graph.layers for value in layer.module.buffers())
+
+
+class Overlapping(Chain):
+    """Two buffers in one memory, one of which is written."""
+
+    def __init__(self):
+        super().__init__()
+        both = torch.zeros(2, 8)
+        self.register_buffer("both", both)
+        self.register_buffer("one", both[0])
+
+    def between(self, x):
+        self.both.add_(1)
+        return x * self.one
+
+
+def overlapping():
+    return Overlapping()
+
+
+def tied_by_memory():
+    model = Chain()
+    model.steps[2].weight = nn.Parameter(model.steps[1].weight)
+    return model
+
+
+def hooked_parameter():
+    model = Chain()
+    model.steps[1].weight.register_hook(torch.zeros_like)
+    return model
+
+
+def hooked_module():
+    model = Chain()
+    model.steps[1].register_full_backward_hook(lambda module, inward, outward: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (overlapping, "both and one share memory that the forward writes"),
+        (tied_by_memory, r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory"),
+        (hooked_parameter, r"the parameter steps\.1\.weight has a hook"),
+        (hooked_module, r"the module steps\.1 has a backward hook"),
+    ],
+)
+def test_what_ranks_would_not_have_is_refused(make, message):
+    with pytest.raises(CaptureError, match=message):
+        capture_module(make(), [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_captured():
+    model, whole = Chain(), torch.randn(8, 16)
+    model.steps[1].weight, model.steps[2].weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+    assert len(capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square).layers) == 4
+
+
+def test_a_gradient_that_is_no_number_is_the_losss_fault():
+    model, batch, _ = build("chain")
+    loss = lambda output, batch: mean_square(output, batch) * float("nan")  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of .* is not finite"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+
+
+def test_a_sparse_gradient_is_refused():
+    model, batch = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)), torch.zeros(3, dtype=torch.long)
+    loss = lambda output, batch: output.mean()  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+
+
+def test_a_model_for_one_number_of_samples_is_refused():
+    with pytest.raises(CaptureError, match=r"number of samples|samples only"):
+        capture_module(Fixed().double(), regression(), mean_square)
+
+
+@pytest.mark.parametrize("kind", [OwnFunction, Checkpointed, Branching])
+def test_the_layers_fallback_runs_what_cannot_be_captured(kind):
+    torch.manual_seed(0)
+    model, batch = kind().double(), regression()
+
+    class Between(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def forward(self, x):
+            return model.between(self.step(x))
+
+    graph = capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    assert not graph.portable
+    assert len(graph.layers) == 4
+    check_gradients(model, graph, batch, mean_square)
+    assert [tensor.sizes for tensor in graph.tensors] == [(8,)] * 5
+    assert graph.tensors[2].gradient
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda model: [], "a list of modules"),
+        (lambda model: [torch.tanh], "a list of modules"),
+        (lambda model: [nn.Linear(8, 8).double()], "none of the model's"),
+        (lambda model: [model.steps[0], nn.Linear(3, 3)], "raised RuntimeError"),
+        (lambda model: [model.steps[0], nn.Flatten(0), nn.Unflatten(0, (-1, 8))], "exactly one dimension"),
+        (lambda model: [nn.Identity()], "nothing to train"),
+    ],
+)
+def test_a_wrong_list_of_layers_is_refused(layers, message):
+    model, batch, loss = build("chain")
+    with pytest.raises(ModelError, match=message):
+        capture_module(model, batch, loss, layers)
+
+
+def test_a_wrong_gradient_is_found():
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss)
+    other = Chain().double()
+    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
+        check_gradients(other, graph, batch, loss)
+
+
+def test_a_listed_graph_cannot_be_saved_and_a_broken_one_not_loaded(tmp_path):
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss, lambda model: [nn.Sequential(*model.steps)])
+    with pytest.raises(CaptureError, match="cannot be saved"):
+        save_graph(graph, tmp_path)
+    with pytest.raises(FileError, match="cannot read"):
+        load_graph(tmp_path)
+    save_graph(capture_module(model, batch, loss), tmp_path)
+    (tmp_path / "layers.json").write_text("{}")
+    with pytest.raises(FileError, match="capture it again"):
+        load_graph(tmp_path)

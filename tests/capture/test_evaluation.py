@@ -1,0 +1,115 @@
+"""A model captured in evaluation mode computes what the plain one does, in layers that are cut as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.batch import model_arguments, named_tensors, row_count
+from autopar.capture.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
+from autopar.capture.export import capture_module
+from autopar.capture.graph import Layer
+from autopar.capture.segment import LayerNodes, segment_like
+from autopar.errors import CaptureError, ModelError
+from capture_zoo import build
+
+NAMES = ["language with dropout", "norms", "recurrent", "norm twice", "integers", "flattened", "skips"]
+
+
+def run(layers: Iterable[Layer], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    known, rows = dict(values), row_count(values)
+    with torch.no_grad():
+        for layer in layers:
+            known.update(zip(layer.outputs, layer.module(rows, *(known[name] for name in layer.inputs)), strict=True))
+    return known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_and_the_outputs_are_those_of_the_plain_model(name: str) -> None:
+    model, batch, loss = build(name)
+    graph = capture_module(model, batch, loss)
+    modes = [module.training for module in model.modules()]
+    evaluated = capture_evaluation(model, batch, loss, graph)
+    predicted = capture_prediction(model, batch, loss, graph)
+    assert [module.training for module in model.modules()] == modes
+    tensors = named_tensors(batch)
+    model.eval()
+    with torch.no_grad():
+        positional, named = model_arguments(model, batch, has_loss=True)
+        output = model(*positional, **named)
+        values = loss(output, batch)
+    found = run(evaluated.layers, tensors)
+    expected = values if isinstance(values, tuple) else (values,)
+    for result, value in zip(evaluated.results, expected, strict=True):
+        torch.testing.assert_close(found[result], torch.as_tensor(value), rtol=1e-12, atol=0)
+    torch.testing.assert_close(run(predicted.layers, tensors)["output"], output, rtol=1e-12, atol=1e-14)
+    for each in (evaluated, predicted):
+        _held_as_in_training(each, {layer.name: layer for layer in graph.layers})
+
+
+def _held_as_in_training(graph: EvaluationGraph, trained: Mapping[str, Layer]) -> None:
+    for layer in graph.layers:
+        assert set(layer.parameters.values()) <= set(trained[layer.name].parameters.values())
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
+    model, batch = Scalar(), torch.randn(4, 3)
+    graph = capture_module(model, batch)
+    with pytest.raises(ModelError, match="returns no tensor that has the samples as one dimension"):
+        capture_prediction(model, batch, None, graph)
+
+
+class Changing(nn.Sequential):
+    """Returns tensors of another size, or fewer of them, once it is evaluated."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(nn.Linear(3, 3))
+        self.key = key
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        return {"first": found, "second": found} if self.training else {"first": found, self.key: found[:, :2]}
+
+
+@pytest.mark.parametrize("key", ["second", "third"])
+def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) -> None:
+    class First(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(First(), Changing(key))
+    batch = (torch.randn(4, 3), torch.randn(4, 1))
+
+    def loss(output: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (output["first"] - batch[1]).square().mean()
+
+    graph = capture_module(model, batch, loss, layers=list)
+    assert len(run(capture_evaluation(model, batch, loss, graph).layers, named_tensors(batch))) == 4
+    predicted = capture_prediction(model, batch, loss, graph)
+    assert predicted.layers[-1].inputs == graph.layers[0].outputs
+    with pytest.raises(ModelError, match="another second in evaluation mode than in training"):
+        run(predicted.layers, named_tensors(batch))
+
+
+def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:
+    model, batch, loss = build("norm twice")
+    graph = capture_module(model, batch, loss)
+    exported = graph.segmented_program
+    layers = [[name] for layer in graph.layers for name in layer.modules]
+    with pytest.raises(CaptureError, match=r"cannot be cut before .* in evaluation as it is in training"):
+        segment_like(exported.program.graph, exported.inputs, model, layers)
+    same = segment_like(exported.program.graph, exported.inputs, model, [layer.modules for layer in graph.layers])
+    assert all(isinstance(part, LayerNodes) for part in same)
+    assert [part.nodes for part in same] == [part.nodes for part in exported.segments]

@@ -1,0 +1,165 @@
+"""The plain loop that `autopar verify` compares with: it is what tests train plainly, and what ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import plain
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.plain import PlainRun, float64_model, train_plainly
+from autopar.capture.source import UserModel, load
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import Plan
+from dictated import dictate
+from paths import MODELS
+from threads import train_in_threads
+
+STEPS = 3
+
+
+def _captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]]:
+    user = float64_model(load(str(MODELS / f"{name}.py")))
+    module = user.build(0)
+    graph = capture(user, module)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return user, graph, {key: value.detach().clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("widths", [(2,), (1, 2), (3, 1)])
+def test_it_gives_what_the_loop_of_the_tests_gives(widths: Sequence[int]) -> None:
+    user, graph, _ = _captured("normed")
+    shares = [{1: [6], 2: [2, 4], 3: [2, 2, 2]}[width] for width in widths]
+    plan = dictate(graph, user, widths, 3, 6, shares=shares)
+
+    def shares_of(name: str) -> Sequence[int]:
+        return next(
+            own
+            for stage, own in zip(plan.stages, shares, strict=True)
+            if any(name == layer or name.startswith(f"{layer}.") for layer in stage.layers)
+        )
+
+    truth = plain.train(MODELS / "normed.py", 3, 6, shares_of, steps=STEPS)
+    _check_alike(train_plainly(user, plan, STEPS), truth)
+
+
+def _check_alike(found: PlainRun, truth: plain.Trained) -> None:
+    assert found.losses == pytest.approx(truth.losses, rel=1e-12)
+    assert {name for name, value in found.gradients.items() if value is not None} == truth.gradients.keys()
+    for ours, theirs in ((found.gradients, truth.gradients), (found.parameters, truth.parameters)):
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)
+    for name, value in truth.buffers.items():
+        torch.testing.assert_close(found.buffers[name], value, rtol=1e-10, atol=1e-12)
+
+
+PLANS: dict[str, tuple[str, Sequence[int], dict[str, Any]]] = {
+    "random layers in one stage": ("dropout", (2,), {"shares": [[1, 5]]}),
+    "random layers in stages of unequal widths": ("dropout", (3, 2), {"recompute": True}),
+    "replicas that take turns": ("batch_normed", (2, 2), {"turns": (0, 1)}),
+    "turns before shares": ("otherwise", (2, 3), {"turns": (0,)}),
+    "listed modules": ("otherwise_listed", (1, 2), {}),
+    "listed modules, all divided alike": ("normed_layers", (3,), {}),
+    "a loss that counts": ("everything", (2, 1), {}),
+    "a model that is given dicts": ("words", (1, 2), {}),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_ranks_train_what_it_trains(case: str, tmp_path: Path) -> None:
+    name, widths, options = PLANS[case]
+    user, graph, state = _captured(name)
+    plan = dictate(graph, user, widths, 4, 6, **options)
+    train_in_threads(plan, graph, user, state, tmp_path, STEPS)
+    truth = train_plainly(user, plan, STEPS)
+    _check_ranks(plan, truth, tmp_path)
+
+
+def _check_ranks(plan: Plan, truth: PlainRun, folder: Path) -> None:
+    largest = max(float(value.abs().max()) for value in truth.gradients.values() if value is not None)
+    for rank in range(len(plan.devices)):
+        gradients, parameters = (load_file(folder / f"{what}-{rank}") for what in ("gradients", "parameters"))
+        _check_close(gradients, {k: v for k, v in truth.gradients.items() if v is not None}, 1e-12 * largest, 0.0)
+        assert all((truth.gradients[name] is None) == (name not in gradients) for name in parameters)
+        _check_close(parameters, truth.parameters, 1e-10, 1e-10)
+    for stage in plan.stages:
+        _check_close(load_file(folder / f"buffers-{stage.devices[0]}"), truth.buffers, 1e-10, 1e-10)
+
+
+def _check_close(
+    found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], most: float, relative: float
+) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value, truth[name], rtol=relative, atol=most)
+
+
+LOOSE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Loose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = {between}
+        return x
+
+
+def model():
+    return Loose()
+
+
+def dataset():
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(x, x.sum(1))
+
+
+def loss(output, batch):
+    return (output.sum(1) - batch[-1]).square().mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def _loose(folder: Path, between: str, widths: Sequence[int]) -> tuple[UserModel, Plan]:
+    file = folder / "loose.py"
+    file.write_text(LOOSE.format(between=between))
+    user = load(str(file))
+    return user, dictate(capture(user, user.build(0)), user, widths, 2, 6)
+
+
+def test_draws_between_modules_cannot_be_divided_unlike_the_rest(tmp_path: Path) -> None:
+    user, plan = _loose(tmp_path, "F.dropout(block(x), 0.5, self.training)", (3, 2))
+    with pytest.raises(UsageError, match=r"layer blocks.0 \(stage 0\) draws random numbers"):
+        train_plainly(user, plan, 1)
+
+
+@pytest.mark.parametrize("widths", [(2,), (2, 2)])
+def test_draws_between_modules_divide_where_all_stages_divide_alike(widths: Sequence[int], tmp_path: Path) -> None:
+    user, plan = _loose(tmp_path, "F.dropout(block(x), 0.5, self.training)", widths)
+    user = float64_model(user)
+    module = user.build(0)
+    graph = capture(user, module)
+    state = {name: value.detach().clone() for name, value in module.named_parameters()}
+    train_in_threads(plan, graph, user, state, tmp_path, STEPS)
+    _check_ranks(plan, train_plainly(user, plan, STEPS), tmp_path)
+
+
+def test_a_dataset_smaller_than_a_mini_batch_is_refused(tmp_path: Path) -> None:
+    user, plan = _loose(tmp_path, "block(x)", (1,))
+    large = plan.model_copy(update={"batch": 128, "micro_batches": 1, "micro_batch_size": 128})
+    with pytest.raises(FileError, match="the dataset has 64 samples, a mini-batch takes 128"):
+        train_plainly(user, large, 1)

@@ -1,0 +1,163 @@
+"""Models of nested blocks train as plainly, by plans of their blocks and by plans that an earlier autopar made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar.capture import segment as cutting
+from autopar.capture.export import capture
+from autopar.capture.plain import train_plainly
+from autopar.capture.source import UserModel, load
+from autopar.capture.units import Units
+from autopar.formats.plan import Plan
+from autopar.runtime.start.workspace import fit_to_plan
+from dictated import dictate
+from threads import train_in_threads
+
+STEPS = 2
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + F.dropout(self.linear(self.norm(x)), 0.2, self.training)
+
+
+class Stage(nn.Module):
+    def __init__(self, entry):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.entry = entry
+
+    def forward(self, x):
+        if self.entry:
+            x = F.dropout(x, 0.1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.stages = nn.Sequential(Stage(False), nn.Sequential(Block(), Block()), Stage(True))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.stages(self.stem(x)))
+
+
+def model():
+    return Net().double()
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(90, 6, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (90,), generator=generator))
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[-1])
+
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+"""
+
+
+def check(user: UserModel, plan: Plan, folder: Path) -> None:
+    """Train by a plan, whose layers may be those of before, and plainly; both are equal."""
+    graph = fit_to_plan(capture(user, user.build(0)), plan, user)
+    assert [layer.name for layer in graph.layers] == [name for stage in plan.stages for name in stage.layers]
+    module = user.build(0)
+    train_in_threads(plan, graph, user, dict(module.state_dict()), folder, STEPS)
+    truth = train_plainly(user, plan, STEPS)
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(len(plan.devices)):
+        found |= load_file(folder / f"parameters-{rank}")
+    assert found.keys() == truth.parameters.keys()
+    for name, value in truth.parameters.items():
+        assert float((found[name] - value).abs().max()) <= 1e-12, name
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> UserModel:
+    (tmp_path / "model.py").write_text(FILE)
+    return load(str(tmp_path / "model.py"))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4, 5, 6, 7, 8])
+def test_a_plan_may_cut_between_the_blocks_of_a_stage(user: UserModel, cut: int, tmp_path: Path) -> None:
+    graph = capture(user, user.build(0))
+    assert len(graph.layers) == 11
+    check(user, dictate(graph, user, [1, 2], 3, 4, cuts=[cut], recompute=cut % 2 == 0), tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_a_plan_of_whole_stages_runs_as_it_did(
+    user: UserModel, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cutting, "split_units", lambda model, nodes: Units(model, lambda path: False))
+        before = capture(user, user.build(0))
+    assert [layer.name for layer in before.layers] == ["stem", "stages.0", "stages.1", "stages.2", "head"]
+    check(user, dictate(before, user, [1, 2], 3, 4, cuts=[cut]), tmp_path)
+
+
+def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FILE.replace("self.head =", "self.norm = nn.LayerNorm(6)\n        self.head =")
+    (tmp_path / "model.py").write_text(text.replace("self.stem(x)", "F.dropout(self.norm(self.stem(x)), 0.3)"))
+    user = load(str(tmp_path / "model.py"))
+    after = capture(user, user.build(0))
+    assert after.layers[0].name == "stem+norm"
+    assert after.layers[0].random
+    check(user, dictate(after, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cutting, "_layer_name", lambda first, others: first)
+        before = capture(user, user.build(0))
+    assert before.layers[0].name == "stem"
+    check(user, dictate(before, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+
+
+WITH_PLUS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"a+b": nn.Linear(6, 6), "c": nn.Linear(6, 6)})
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.norm(F.dropout(x, 0.1))
+        x = F.dropout(self.parts["c"](x), 0.2)
+        x = self.parts["a+b"](x)
+        return self.head(F.dropout(self.norm(x), 0.3))
+"""
+
+
+def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainly(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WITH_PLUS + FILE[FILE.index("\n\ndef model()") :])
+    user = load(str(tmp_path / "model.py"))
+    graph = capture(user, user.build(0))
+    names = [layer.name for layer in graph.layers]
+    assert names == ["norm+parts.c", "parts.a+b+norm@2", "head"]
+    check(user, dictate(graph, user, [1, 1], 3, 4, cuts=[1]), tmp_path)

@@ -1,0 +1,134 @@
+"""Files that earlier versions wrote, of every kind: today's code reads them, and writes the same again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+import autopar.formats
+from autopar import api
+from autopar.formats.cluster import Cluster
+from autopar.formats.document import Document
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.formats.program import Program
+from autopar.formats.references import KINDS, kind_of
+from autopar.formats.report import ComparisonRow, Report, Verification
+from autopar.formats.timeline import Timeline
+from autopar.schedules.check import read_program
+
+KEPT = Path(__file__).parent / "kept"
+MOST_BYTES = 30_000
+
+
+def _document(document: type[Document]) -> Callable[[Path], str]:
+    return lambda path: document.load(path).dumps()
+
+
+def _program(path: Path) -> str:
+    return Program.load(path).dumps()
+
+
+def _trace(path: Path) -> str:
+    copy = path.with_name("copy.json")
+    Timeline.load(path).save(copy)
+    return copy.read_text()
+
+
+def _comparison(path: Path) -> str:
+    """Return the rows as a program reads them; ``over`` follows from the others."""
+    found = json.loads(path.read_text())
+    over = [row.pop("over") for row in found]
+    rows = TypeAdapter(list[ComparisonRow]).validate_python(found)
+    workers = [None if row.virtual_workers is None else asdict(row.virtual_workers) for row in rows]
+    return json.dumps(
+        [
+            {**row._asdict(), "virtual_workers": own, "over": each}
+            for row, own, each in zip(rows, workers, over, strict=True)
+        ]
+    )
+
+
+def _verification(path: Path) -> str:
+    """Return the verification as a program reads it; whether sides are equal follows from the rest."""
+    found = json.loads(path.read_text())
+    del found["equal"]
+    for each in found["differences"]:
+        del each["equal"]
+    return json.dumps(TypeAdapter(Verification).validate_python(found).as_dict())
+
+
+AGAIN: dict[str, Callable[[Path], str]] = {
+    "profile": _document(Profile),
+    "cluster": _document(Cluster),
+    "plan": _document(Plan),
+    "report": _document(Report),
+    "program": _program,
+    "trace": _trace,
+    "comparison": _comparison,
+    "verification": _verification,
+}
+"""By kind, how a file is read and written again. Samples of a kind are called so, or with ``-`` and a word behind."""
+BY_KIND = {kind: sorted(path for path in KEPT.iterdir() if path.stem.split("-")[0] == kind) for kind in AGAIN}
+SAMPLES = [(kind, path.name) for kind, paths in BY_KIND.items() for path in paths]
+
+
+def _holds(written: object, kept: object) -> bool:
+    """Whether all that was kept is written, in its place; keys that were not known then may be added."""
+    if isinstance(kept, dict):
+        return isinstance(written, dict) and all(key in written and _holds(written[key], kept[key]) for key in kept)
+    if isinstance(kept, list):
+        return (
+            isinstance(written, list)
+            and len(written) == len(kept)
+            and all(_holds(new, old) for new, old in zip(written, kept, strict=True))
+        )
+    return type(written) is type(kept) and written == kept
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Give a folder with a copy of all samples."""
+    for path in KEPT.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_every_kind_has_a_sample() -> None:
+    for module in pkgutil.iter_modules(autopar.formats.__path__, "autopar.formats."):
+        importlib.import_module(module.name)
+    documents = {document.KIND for document in Document.__subclasses__()}
+    assert documents <= set(KINDS) <= set(AGAIN)
+    assert [kind for kind, paths in BY_KIND.items() if not paths] == []
+    assert {name for _, name in SAMPLES} == {path.name for path in KEPT.iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "name"), SAMPLES)
+def test_a_file_of_an_earlier_version_is_read_and_written_again(kind: str, name: str, folder: Path) -> None:
+    path = folder / name
+    assert path.stat().st_size < MOST_BYTES
+    assert kind not in KINDS or kind_of(path) == kind
+    assert _holds(json.loads(AGAIN[kind](path)), json.loads(path.read_text()))
+
+
+def test_what_is_lost_or_changed_is_noticed() -> None:
+    kept = {"steps": [1, 2.0], "name": None}
+    assert _holds({**kept, "new": 3}, kept)
+    changed: list[object] = [{"steps": [1, 2.0]}, {**kept, "steps": [1, 2]}, {**kept, "steps": [1]}, []]
+    assert not any(_holds(each, kept) for each in changed)
+
+
+def test_a_plan_finds_the_files_that_it_was_made_of(folder: Path) -> None:
+    """Their digests are those of the samples; the plan's program and timeline have the actions of the samples."""
+    program = read_program(folder / "program.json", Plan.load(folder / "plan.json"))
+    actions = sorted((rank, str(action)) for rank, own in enumerate(program.ranks) for action in own)
+    timelines = [api.simulate(folder / "plan.json"), *map(Timeline.load, sorted(folder.glob("trace-*.json")))]
+    for timeline in timelines:
+        assert sorted((event.rank, str(event.action)) for event in timeline) == actions

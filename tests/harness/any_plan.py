@@ -1,0 +1,138 @@
+"""Any plan of a captured model: what the properties of training are drawn over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+import plain
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Plan, Shard, Stage, chunks_of, group_of, layout_of, shards_of
+from autopar.schedules import SCHEDULES
+from dictated import dictate
+
+__all__ = ["plans_of", "truth_of"]
+
+
+@st.composite
+def plans_of(
+    draw: st.DrawFn,
+    graph: LayerGraph,
+    model: UserModel,
+    *,
+    most_groups: int = 6,
+    most_ranks: int = 12,
+    most_rows: int = 5,
+    least_share: int = 1,
+    shards: Sequence[Shard] = ("none",),
+) -> Plan:
+    """Draw any cuts, widths, shares, divisions, depths, recomputed layers, shards and schedule.
+
+    No replica takes fewer than ``least_share`` rows of a micro-batch; batch statistics may want two.
+    """
+    layers = len(graph.layers)
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    layout = layout_of(schedule)
+    groups = draw(st.integers(1, min(most_groups, layers // (chunks_of(layout) or 1))))
+    chunks = chunks_of(layout) or draw(st.integers(1, min(3, layers // groups)))
+    stages = groups * chunks
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1)))
+    rows = draw(st.integers(least_share, most_rows))
+    micro_batches = draw(st.integers(1, 5))
+    widths = draw(_widths(groups, most_ranks))
+    turning, depths = draw(_depths(schedule, widths, micro_batches))
+    widths = [width if group in turning else min(width, rows // least_share) for group, width in enumerate(widths)]
+    shares = [draw(_shares(rows, width, least_share)) if g not in turning else [] for g, width in enumerate(widths)]
+    recompute = draw(st.one_of(st.just(set()), st.just(set(range(layers))), st.sets(st.integers(0, layers - 1))))
+    divided = []
+    for stage in range(stages):
+        group = group_of(layout, stage, groups)
+        allowed = shards_of("round-robin" if group in turning else "split", shards)
+        takes_part = group not in turning or widths[group] <= micro_batches
+        divided.append(draw(st.sampled_from(allowed)) if widths[group] > 1 and takes_part else "none")
+    return dictate(
+        graph,
+        model,
+        widths,
+        micro_batches,
+        rows,
+        schedule,
+        depths,
+        cuts,
+        shares,
+        turns=sorted(turning),
+        recompute={graph.layers[index].name for index in recompute},
+        chunks=chunks,
+        shard=divided,
+    )
+
+
+@st.composite
+def _widths(draw: st.DrawFn, groups: int, most_ranks: int) -> list[int]:
+    """Draw up to three replicas of every group, and no more in all than there are ranks."""
+    widths: list[int] = []
+    for group in range(groups):
+        left = most_ranks - sum(widths) - (groups - group - 1)
+        widths.append(draw(st.integers(1, min(3, left))))
+    return widths
+
+
+@st.composite
+def _depths(
+    draw: st.DrawFn, schedule: str, widths: Sequence[int], micro_batches: int
+) -> tuple[set[int], list[int] | None]:
+    """Draw which stages' replicas take turns, and how many micro-batches are in flight on each replica.
+
+    None of the latter where the schedule says itself. No stage may let more in flight than the one before it.
+    """
+    turning: set[int] = set()
+    depths: list[int] = []
+    if layout_of(schedule) != "line":
+        return turning, None
+    limit = micro_batches
+    for stage, width in enumerate(widths):
+        takes = 1
+        if width > 1 and min(width, micro_batches) <= limit and draw(st.booleans()):
+            turning.add(stage)
+            takes = width
+        most = -(-micro_batches // takes)
+        allowed = most if limit == micro_batches else max(1, limit // takes)
+        depths.append(most if schedule == "gpipe" else draw(st.integers(1, allowed)))
+        limit = min(limit, depths[-1] * takes)
+    return turning, depths
+
+
+@st.composite
+def _shares(draw: st.DrawFn, rows: int, width: int, least: int) -> list[int]:
+    """Draw shares of a micro-batch, each of ``least`` rows or more."""
+    spare = rows - width * least
+    inner = sorted(draw(st.lists(st.integers(0, spare), min_size=width - 1, max_size=width - 1)))
+    return [least + after - before for before, after in pairwise([0, *inner, spare])]
+
+
+def truth_of(file: Path, graph: LayerGraph, plan: Plan, steps: int) -> plain.Trained:
+    """Train plainly what a plan trains, divided as its stages divide it, and in its precision."""
+    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
+    layer_of = {each: layer.name for layer in graph.layers for each in layer.modules}
+
+    def held(module: str) -> Stage:
+        while module not in layer_of:
+            module = module.rpartition(".")[0]
+        return stage_of[layer_of[module]]
+
+    def shares_of(module: str) -> Sequence[int]:
+        stage = held(module)
+        return stage.rows if stage.division == "split" else stage.rows[:1]
+
+    def period_of(module: str) -> int:
+        return held(module).replicas if held(module).division == "round-robin" else 1
+
+    random = [layer.name for layer in graph.layers if layer.random]
+    size = plan.micro_batches, plan.micro_batch_size
+    return plain.train(
+        file, *size, shares_of, random, steps, plan.seed, model_seed=0, period_of=period_of, precision=plan.precision
+    )

@@ -1,0 +1,10 @@
+"""Where tests find the repository's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HARNESS = Path(__file__).resolve().parent
+MODELS = HARNESS / "models"
+ROOT = HARNESS.parents[1]
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"

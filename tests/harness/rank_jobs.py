@@ -1,0 +1,182 @@
+"""What rank processes of the training tests run: some steps, keeping gradients and parameters."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from autopar.capture.batch import named_tensors
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
+from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel, load
+from autopar.capture.storages import StorageTracker
+from autopar.capture.store import load_graph
+from autopar.formats.plan import Plan
+from autopar.ranks.context import RankContext
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.gradients.loss import all_finite
+from autopar.runtime.messages.staging import StagedTransport, connect
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.sharded import whole
+from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.saving import write_stages
+from autopar.runtime.start.worker import TrainArguments, build, train
+from autopar.runtime.start.workspace import GRAPH, Workspace
+from autopar.schedules.expand import expand
+from fake_copies import FakeCopies
+
+
+def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Train, and write ``gradients-R``, ``parameters-R`` and ``buffers-R`` files; return this rank's losses."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+    return [record.loss for record in keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))]
+
+
+def train_and_stage(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Do as :func:`train_and_keep`, with messages that are copied once more at both ends."""
+    with patch("autopar.runtime.start.worker.connect", _staged):
+        return train_and_keep(context, arguments)
+
+
+def _staged(context: RankContext, plan: Plan, settings: TrainSettings) -> StagedTransport:
+    return StagedTransport(connect(context, plan, settings), FakeCopies())
+
+
+def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
+    """Train two steps; return the most bytes of tensors that were alive in the second."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    # A rank also keeps the order of the samples, eight bytes each.
+    samples = torch.utils.data.Subset(model.dataset(), range(plan.batch))
+    model = replace(model, functions={**model.functions, "dataset": lambda: samples})
+    with StorageTracker() as tracker:
+        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        job.step(0)
+        tracker.peak_bytes = tracker.alive_bytes
+        job.step(1)
+        job.finish()
+    return int(tracker.peak_bytes)
+
+
+def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:
+    """Build and save; return the most bytes of tensors that were alive in doing either, and those between."""
+    plan, folder = Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    with StorageTracker() as tracker:
+        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
+        tracker.peak_bytes = tracker.alive_bytes
+        write_stages(job, graph, lambda read: {}, folder, "0")
+        job.finish()
+    return [peak_bytes, between, int(tracker.peak_bytes)]
+
+
+def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
+    """Train one step; return the norm of all gradients."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    settings = TrainSettings(clip_norm=arguments["clip_norm"])
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    record = job.step(0)
+    job.finish()
+    return float(record.gradient_norm or 0.0)
+
+
+def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None:
+    """Train by a run's own arguments; rank 0 looks at gradients when the others wait for it, or have saved theirs."""
+    waits = Path(arguments["workspace"]) / f"waits-{context.rank}"
+
+    def barrier(context: RankContext) -> None:
+        waits.touch()
+        dist.barrier()
+
+    def late(tensors: list[torch.Tensor]) -> bool:
+        others = [waits.with_name(f"waits-{rank}") for rank in range(1, context.size)]
+        while not (all(each.exists() for each in others) or any(Path(arguments["save"]).glob("*.safetensors"))):
+            os.sched_yield()
+        return all_finite(tensors)
+
+    with (
+        patch("autopar.runtime.start.worker._common_origin", lambda context: 0.0),
+        patch.object(RankContext, "barrier", barrier),
+    ):
+        if context.rank:
+            train(context, cast(TrainArguments, arguments))
+        else:
+            with patch("autopar.runtime.update.all_finite", late):
+                train(context, cast(TrainArguments, arguments))
+
+
+def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Train a step, evaluate and predict, and once more; write parameters, and ``predicted`` on rank 0.
+
+    Returns this rank's part of the second loss, and what it was divided by.
+    """
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    model = load(arguments["model"])
+    module = model.build(0)
+    graph = capture(model, module)
+    batch = model.load_batch(model.dataset(), range(*arguments["samples"]))
+    cut = (module, model.load_batch(model.dataset(), range(2)), model.loss, graph)
+    transport = connect(context, plan, TrainSettings())
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # A listed layer is the model's own module, whose parameters the job replaces.
+    values = {name: tensor.detach().clone() for name, tensor in held.items()}
+    place = (context.rank, graph, model, lambda names: values, transport, context.device)
+    job = Job(plan, expand(plan), *place, lambda step, position: None)
+    loss, outputs = (
+        Evaluation(job, each(*cut), transport, context.device) for each in (capture_evaluation, capture_prediction)
+    )
+    given, rows = named_tensors(batch), arguments["samples"][1] - arguments["samples"][0]
+    for step in range(2):
+        job.step(step)
+        parts = loss.loss(0, rows, given)
+        predicted = outputs.predict(0, rows, given)
+    job.finish()
+    folder = Path(arguments["folder"])
+    _write(folder / f"state-{context.rank}", {name: job.whole(name) for name in job.state()})
+    if predicted is not None:
+        _write(folder / "predicted", predicted)
+    return list(parts)
+
+
+@cache
+def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
+    """Load a model and its graph once a process; every job puts its own weights into the layers."""
+    loaded = load(model)
+    return loaded, load_graph(Path(workspace) / GRAPH)
+
+
+def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
+    records = []
+    for step in range(steps):
+        record = job.step(step)
+        records.append(record)
+        if step == 0:
+            gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}
+            _write(folder / f"gradients-{rank}", gradients)
+    job.finish()
+    _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})
+    _write(folder / f"buffers-{rank}", job.buffers)
+    return records
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: real(tensor.detach()).contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs: safetensors knows none of double precision."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,35 @@
+"""Models that cannot be captured."""
+
+# ruff: noqa: ANN001, ANN201, ANN205
+
+from __future__ import annotations
+
+import torch
+import torch.utils.checkpoint
+
+from capture_zoo import Chain
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
+class OwnFunction(Chain):
+    def between(self, x):
+        return Doubled.apply(x)
+
+
+class Checkpointed(Chain):
+    def between(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+class Branching(Chain):
+    def between(self, x):
+        return x * 2 if x.sum() > 0 else x

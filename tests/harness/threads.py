@@ -1,0 +1,132 @@
+"""Run every rank of a plan as a thread of this process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
+
+import torch
+
+from autopar.capture.evaluation import EvaluationGraph
+from autopar.capture.graph import LayerGraph
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.runtime.data import ShareLoader
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.stage import Segment
+from autopar.runtime.start.job import DEFAULTS, Job
+from autopar.runtime.update import Update
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+from harness.in_process import Exchange, InProcessTransport
+from rank_jobs import keep
+
+Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)
+
+
+def train_in_threads(
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    steps: int,
+    settings: TrainSettings = DEFAULTS,
+    records: dict[int, list[StepRecord]] | None = None,
+    program: Program | None = None,
+    carry: Callable[[Transport], Transport] | None = None,
+) -> list[float]:
+    """Train, and keep files as ``rank_jobs`` does; return the losses' parts summed over ranks, step by step.
+
+    Where the loss counts, parts are plain sums. Records are put into ``records`` by rank, if it is given. ``program``
+    is run in place of the plan's own; ``carry`` makes of a rank's transport another.
+    """
+    losses: dict[int, list[float]] = {}
+
+    def act(job: Job, transport: Transport) -> None:
+        kept = keep(job, job.rank, steps, folder)
+        losses[job.rank] = [record.loss for record in kept]
+        if records is not None:
+            records[job.rank] = kept
+
+    act_in_threads(plan, graph, model, state, act, settings, program, carry)
+    return [sum(parts) for parts in zip(*losses.values(), strict=True)]
+
+
+def act_in_threads(
+    plan: Plan,
+    graph: LayerGraph,
+    model: UserModel,
+    state: Mapping[str, torch.Tensor],
+    act: Callable[[Job, Transport], None],
+    settings: TrainSettings = DEFAULTS,
+    program: Program | None = None,
+    carry: Callable[[Transport], Transport] | None = None,
+) -> None:
+    """Build every rank's job, and do something with it, all at the same time."""
+    program = program or expand(plan)
+    check(program, plan)
+    exchange, drawing = Exchange(), threading.Lock()
+    errors: list[BaseException] = []
+
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: state[name].detach().clone() for name in names}
+
+    def work(rank: int) -> None:
+        try:
+            transport: Transport = InProcessTransport(exchange, rank)
+            if carry is not None:
+                transport = carry(transport)
+            place = (rank, own(graph), model, read, transport, torch.device("cpu"))
+            with drawing:
+                job = Job(plan, program, *place, lambda step, position: None, settings)
+            act(job, transport)
+        except BaseException as error:
+            errors.append(error)
+            exchange.break_off()
+
+    # Layers that draw nothing may meet in a reduction.
+    random = any(layer.random for layer in graph.layers)
+    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
+    load = _one_at_a_time(ShareLoader.load, drawing)
+    apply = _one_at_a_time(Update._apply, drawing)
+    with (
+        patch.object(Segment, "run", run),
+        patch.object(ShareLoader, "load", load),
+        patch.object(Update, "_apply", apply),
+    ):
+        _together(len(plan.devices), work)
+    if errors:
+        raise errors[0]
+
+
+def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+    """Let no two threads seed and use the one generator of random numbers that they share at once."""
+
+    def alone(*arguments: object, **options: object) -> object:
+        with lock:
+            return run(*arguments, **options)
+
+    return alone
+
+
+def own(graph: LayerGraph) -> LayerGraph:
+    """Copy a graph, so that a rank may put its own weights into it."""
+    layers = [dataclasses.replace(layer, module=copy.deepcopy(layer.module)) for layer in graph.layers]
+    return dataclasses.replace(graph, layers=tuple(layers))
+
+
+def _together(count: int, work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

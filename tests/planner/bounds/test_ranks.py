@@ -1,0 +1,61 @@
+"""What binds: the parts of a bound, against the bound."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds.ranks import binding
+from autopar.planner.candidate import Candidate, Family, place
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from drawn import random_candidate
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+
+def test_the_parts_sum_to_the_bound_largest_first_and_every_term_binds_somewhere() -> None:
+    largest: Counter[str] = Counter()
+    for seed in range(400):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 8)
+        profile, cluster = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12)), random_cluster(seed, devices)
+        if seed % 2:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
+        for _ in range(6):
+            candidate = random_candidate(rng, costs)
+            parts = binding(costs, candidate)
+            assert sum(part.seconds for part in parts) == pytest.approx(candidate_bound_s(costs, candidate), rel=1e-12)
+            assert [part.seconds for part in parts] == sorted((part.seconds for part in parts), reverse=True)
+            largest.update(part.term for part in parts[:1])
+    assert set(largest) == {"compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"}
+
+
+def _gpt(depths: tuple[int, int], gpus: int = 2, **asked: float) -> tuple[CostModel, Candidate]:
+    costs = CostModel(gpt_profile(), local_cluster(gpus), PlanOptions(gpus=gpus, **asked))  # type: ignore[arg-type]
+    stages = place(Family(8, 2, "1f1b"), (7, 14), (1, 1))
+    deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
+    return costs, Candidate(8, 2, "1f1b", deep)
+
+
+def test_what_binds_a_pipeline_is_its_slowest_stage_its_depth_or_its_link() -> None:
+    costs, candidate = _gpt((2, 1))
+    compute = binding(costs, candidate)[0]
+    assert (compute.term, compute.stage) == ("compute", 1)
+    slowest = candidate.stages[1]
+    assert compute.seconds == pytest.approx(8 * (costs.forward_s(slowest, 0) + costs.backward_s(slowest, 0, 8)))
+    assert binding(*_gpt((8, 8), bytes_per_s=1e6))[0].term == "link"
+    trip = binding(*_gpt((1, 1)))[0]
+    assert (trip.term, trip.stage, trip.full) == ("round trip", 0, False)
+
+
+def test_a_round_trip_is_limited_by_memory_where_no_more_fits() -> None:
+    costs, candidate = _gpt((1, 1))
+    deeper = _gpt((2, 1))[1]
+    limit = costs.peak_bytes(deeper)[0] - 1
+    limited, _ = _gpt((1, 1), memory_bytes=limit)
+    assert max(limited.shortfalls(candidate)[:1]) <= 0 < limited.shortfalls(deeper)[0]
+    assert binding(limited, candidate)[0].full

@@ -1,0 +1,77 @@
+"""Bytes of models far larger than today's: sums and products are exact, or the profile is refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from autopar.errors import FileError
+from autopar.formats.plan import SHARDS
+from autopar.formats.profile import Profile, TiedParameter
+from autopar.planner import PlanOptions, plan
+from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
+from autopar.planner.costs.model import CostModel
+from random_problems import gpt_profile, local_cluster, random_profile
+
+SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def divided(size: int, count: int) -> int:
+    """Return the largest of so many parts."""
+    return -(-size // count)
+
+
+def tied_by(profile: Profile, size: int, optimizer: int) -> Profile:
+    """Return a profile whose first and last layer share a parameter of so many bytes."""
+    layers = list(profile.layers)
+    for at in (0, len(layers) - 1):
+        values = dict(zip(SIZES, (size, size, size, optimizer), strict=True))
+        layers[at] = layers[at].model_copy(update=values)
+    tied = TiedParameter(parameter="table", layers=(layers[0].name, layers[-1].name), bytes=size)
+    return profile.model_copy(update={"layers": tuple(layers), "tied": (tied,)})
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("stages", [None, "0-3:2,4-7:2"])
+def test_a_tied_table_of_three_billion_parameters_is_planned(shard: str, stages: str | None) -> None:
+    profile = tied_by(gpt_profile(blocks=6), 12 * 10**9, 24 * 10**9)
+    options = PlanOptions(gpus=4, shard=shard, stages=stages)  # type: ignore[arg-type]
+    found = plan(profile, local_cluster(4, memory_bytes=200 * 10**9), options)
+    assert all(peak < 200 * 10**9 for peak in found.predicted.peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_of_arrays_are_those_of_single_stages_and_of_whole_numbers(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(seed, most_layers=6)
+    if len(profile.layers) > 1:
+        size = rng.randrange(2**30, 2**54)
+        profile = tied_by(profile, size, rng.randrange(size, 3 * size))
+    costs = CostModel(profile, local_cluster(4), PlanOptions(gpus=4))
+    memory, layers = costs.memory[0], costs.layer_count
+    for shard in SHARDS:
+        held = PeakTerms(1, 1, 2, 1 if shard == "none" else 3, 0, frozenset(), shard)
+        every = memory.arrays(1, frozenset(), layers)
+        peaks = np.asarray(peak_of(every, held))
+        for first in range(layers):
+            for stop in range(first + 1, layers + 1):
+                parts = memory.parts(first, stop, 1)
+                assert peaks[first, stop - first - 1] == peak_of(parts, held)
+                if shard == "optimizer":
+                    whole = parts.optimizer * parts.lasting // max(parts.gradients, 1)
+                    state = whole + divided(parts.optimizer - whole, 3)
+                    gathered = parts.parameters + divided(parts.parameters - parts.lasting, 3)
+                    assert state_of(parts, held)[0] == state + gathered
+
+
+@pytest.mark.parametrize("field", ["parameters_bytes", "optimizer_bytes", "buffers_bytes", "update_bytes"])
+def test_sizes_that_no_64_bits_hold_are_refused_with_the_layer(field: str) -> None:
+    profile = gpt_profile(blocks=3)
+    layers = tuple(
+        layer.model_copy(update={field: 2**62 + at}) if at in (1, 2, 3) else layer
+        for at, layer in enumerate(profile.layers)
+    )
+    with pytest.raises(FileError, match=r"the layers may hold \d+ bytes .* \$\.layers\[\d\] \(.*\) holds most"):
+        plan(profile.model_copy(update={"layers": layers}), local_cluster(4), PlanOptions(gpus=4))

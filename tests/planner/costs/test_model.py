@@ -1,0 +1,346 @@
+"""Costs against hand-made and step-by-step ones."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
+from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
+from autopar.planner import plan
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import Candidate, CandidateStage, families
+from autopar.planner.costs.in_flight import peak_terms_of
+from autopar.planner.costs.layers import LayerCosts, at_rows
+from autopar.planner.costs.links import LinkModel
+from autopar.planner.costs.memory import PeakTerms
+from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.reductions import Reduction
+from autopar.planner.options import PlanOptions
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules.route import bucket_limit_bytes, buckets
+from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
+
+MIB = 2**20
+
+
+def test_costs_outside_the_measured_sizes_follow_numpys_line_and_never_turn_negative() -> None:
+    sizes, values = (2, 4, 8), (3.0, 4.2, 7.0)
+    slope, start = np.polyfit(sizes, values, 1)
+    assert at_rows(sizes, values, 1) == pytest.approx(slope + start)
+    assert at_rows(sizes, values, 20) == pytest.approx(20 * slope + start)
+    assert at_rows(sizes, values, 4) == 4.2
+    assert at_rows(sizes, values, 6) == pytest.approx(5.6)
+    assert at_rows((8, 16), (1.0, 9.0), 1) == 0.0
+    assert at_rows((4,), (2.0,), 1) == 0.5
+
+
+def _cluster(*curves: Curve) -> Cluster:
+    link = Link(level="node", latency_s=1e-3, bytes_per_s=1e6)
+    return Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 2, links=(link,), curves=curves)
+
+
+def _all_reduce(ranks: int, *seconds: float) -> Curve:
+    return Curve(kind="all_reduce", ranks=ranks, level="node", sizes=(1000, 2000), seconds=seconds)
+
+
+def test_an_all_reduce_is_the_curve_where_measured_and_a_rings_scaling_elsewhere() -> None:
+    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
+    links = LinkModel(cluster, cluster.devices)
+    assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
+    assert links.collective_s("all_reduce", 3000, 2, "node") == pytest.approx(0.014)
+    assert links.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(0.010 * 3 + 0.002 * 1.5)
+    assert links.collective_note("all_reduce", 2, "node") is None
+    assert links.collective_note("all_reduce", 4, "node") == "all-reduce among 4 ranks is estimated from 2"
+    bare = LinkModel(_cluster(), cluster.devices)
+    assert bare.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
+    assert bare.message_s(2000, "node") == pytest.approx(3e-3)
+    assert bare.collective_s("all_reduce", 0, 4, "node") == bare.collective_s("all_reduce", 2000, 1, "node") == 0.0
+
+
+def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> None:
+    curve = Curve(kind="p2p", ranks=2, level="node", sizes=(10, 20, 30), seconds=(3.0, 2.0, 4.0))
+    links = LinkModel(_cluster(curve), _cluster().devices)
+    times = [links.message_s(size, "node") for size in range(60)]
+    assert times == sorted(times)
+    assert links.message_s(40, "node") == pytest.approx(4.0 + 10 * 0.1)
+
+
+def test_a_bandwidth_that_is_given_replaces_curves_and_links() -> None:
+    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
+    links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
+    assert links.message_s(10**9, "node") == pytest.approx(1.001)
+    assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
+
+
+def test_devices_on_two_nodes_talk_over_the_network() -> None:
+    devices = tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1))
+    links = (Link(level="node", latency_s=0, bytes_per_s=1e9), Link(level="network", latency_s=0, bytes_per_s=1e6))
+    model = LinkModel(Cluster(devices=devices, links=links), devices)
+    assert [model.level(pair) for pair in ((0, 1), (1, 2), (2,))] == ["node", "network", "node"]
+
+
+def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
+    sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 300 * MIB, 1, 5]
+    limit = bucket_limit_bytes(sum(sizes))
+    found = buckets(sizes)
+    assert limit == 25 * MIB
+    assert found == [[6, 5], [4], [2, 1], [0]]
+    assert all(sum(sizes[index] for index in bucket) <= limit or len(bucket) == 1 for bucket in found)
+    small = [MIB] * 16
+    assert buckets(small) == [[index, index - 1] for index in range(15, 0, -2)]
+    assert bucket_limit_bytes(100) == MIB
+    assert buckets([]) == buckets([0, 0]) == []
+
+
+def _layer(name: str, backward_s: float, trainable: int) -> Layer:
+    return Layer(
+        name=name,
+        modules=(name,),
+        parameters_bytes=trainable,
+        trainable_bytes=trainable,
+        gradient_bytes=trainable,
+        optimizer_bytes=2 * trainable,
+        buffers_bytes=10,
+        costs=(cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),),
+    )
+
+
+def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
+    layers = [_layer("a", 5.0, 20 * MIB), _layer("b", 7.0, 20 * MIB), _layer("c", 1.0, 20 * MIB)]
+    slow = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1, 20 * MIB), seconds=(0.0, 6.0))
+    costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
+    # c is ready at 1 and reduced at 7; b at 8 and 14; a at 13, reduced from 14 to 20: 7 after the backward's 13.
+    assert costs.reductions.exposed_s(Reduction(0, 3, 2, "node")) == pytest.approx(7.0, rel=1e-5)
+    whole = CandidateStage(0, 3, (0, 1), (1, 1), 1)
+    assert costs.reduce_s(whole) == pytest.approx(18.0, rel=1e-5)
+    assert costs.replica_exposed_s(whole, 0) == costs.reductions.exposed_s(Reduction(0, 3, 2, "node"))
+    assert costs.reductions.exposed_s(Reduction(0, 3, 1, "node")) == 0.0
+
+
+def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apart() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 1000)]
+    tied = (TiedParameter(parameter="w", layers=("a", "c"), bytes=1000),)
+    costs = CostModel(profile_of(layers, [], 1, tied), _cluster(), PlanOptions())
+    ring = 2e-3
+    assert costs.reduce_s(CandidateStage(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
+    assert costs.reduce_s(CandidateStage(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
+    stages = (CandidateStage(0, 2, (0,), (1,), 1), CandidateStage(2, 3, (1,), (1,), 1))
+    assert costs.tied_between(stages) == [(0, (0, 1))]
+    assert costs.tied_between((CandidateStage(0, 3, (0,), (1,), 1),)) == []
+    whole = costs.memory[0].parts(0, 3, 1)
+    assert whole.parameters + whole.optimizer + whole.gradients == 1500 * 4 + 3 * 10
+    assert whole.gradients == 1500
+    assert (whole.lasting, costs.memory[0].parts(0, 2, 1).lasting) == (0, 1000)
+
+
+def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_layer_takes() -> None:
+    profile = gpt_profile()
+    costs = CostModel(profile, local_cluster(), PlanOptions())
+    head = costs.layer_count - 1
+    stage = CandidateStage(head, head + 1, (0,), (1,), 1)
+    assert costs.update_s(stage) == pytest.approx(2 * profile.layers[0].update_s)
+    quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
+    assert costs.with_layer_costs(LayerCosts(tuple(quick))).update_s(stage) == 0.0
+
+
+def test_memory_is_the_sum_the_docstring_says() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    tensors = [
+        Tensor(name="x", producer=None, consumers=("a",), bytes_per_sample=8, dtype="i64", gradient=False),
+        Tensor(name="ab", producer="a", consumers=("b", "c"), bytes_per_sample=40, dtype="f32", gradient=True),
+        Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
+    ]
+    costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions(gpus=3))
+    stages = tuple(CandidateStage(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
+    peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
+    # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
+    # while, `ab` and its gradient are all. Three gradients of `ab` are on their way from stage 1, and two from stage 2.
+    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (100 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 2 * 40)
+    # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`. A gradient of
+    # `ab` that it sent has not arrived; `ab` and two of `bc`, or three of `bc`, are to come.
+    second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (100 + 2 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
+    third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 40 + 24)
+    assert peaks == [first, second, third]
+
+
+def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
+    for seed in range(40):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
+        memory, count = costs.memory[0], costs.layer_count
+        for first in range(count):
+            for stop in range(first + 1, count + 1):
+                peaks = [memory.peak(first, stop, PeakTerms(2, depth, 8, replicas=2)) for depth in range(1, 8)]
+                grown = {after - before for before, after in pairwise(peaks)}
+                parts = memory.parts(first, stop, 2)
+                assert grown == {parts.activations}
+                assert parts.peak >= parts.activations
+
+
+def test_families_hold_every_divisor_once() -> None:
+    found = families(12, PlanOptions())
+    assert [family.micro_batches for family in found] == [1, 2, 3, 4, 6, 12]
+    assert {family.schedule for family in families(12, PlanOptions(schedule="gpipe"))} == {"gpipe"}
+    assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
+        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
+        "(`cluster` describes others)"
+    ]
+
+
+def test_every_time_says_where_it_comes_from() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=2))
+    assert costs.layers[0].provenance(0, 3, 4) == "measured"
+    assert costs.layers[0].provenance(0, 3, 3) == "interpolated"
+    assert costs.layers[0].provenance(0, 3, 32) == "estimated"
+    level = "node"
+    assert costs.links.message_provenance(1024, level) == "measured"
+    assert costs.links.message_provenance(1025, level) == "interpolated"
+    assert costs.links.message_provenance(2**40, level) == "estimated"
+    assert costs.links.collective_provenance("all_reduce", 2048, 2, level) == "interpolated"
+    assert costs.links.collective_provenance("all_reduce", 2048, 3, level) == "estimated"
+    assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
+    assert assumed.links.message_provenance(1024, level) == "estimated"
+
+
+def test_a_plan_repeats_where_its_times_come_from() -> None:
+    options = PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12)
+    made = plan(gpt_profile(), local_cluster(2), options)
+    assert made.predicted.compute == ("interpolated", "interpolated")
+    assert made.predicted.communication == "interpolated"
+    alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
+    assert alone.predicted.compute == ("measured",)
+    assert alone.predicted.communication is None
+
+
+def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
+    profile = gpt_profile()
+    fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
+    layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
+    costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(
+        profile.layers[0].costs[3].forward_s
+    )
+
+
+def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
+    profile = gpt_profile()
+    device = profile.device.model_copy(update={"reserved_bytes": 2**30})
+    costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.limits_bytes == [7 * 2**30]
+
+
+def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
+    return CandidateStage(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
+
+
+def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    tensors = [
+        Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True),
+        Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
+    ]
+    costs = CostModel(profile_of(layers, tensors, 4), _cluster(), PlanOptions())
+    plain, again = CandidateStage(0, 3, (0,), (1,), 1), CandidateStage(0, 3, (0,), (1,), 1, (0, 1, 2))
+    assert costs.backward_s(again, 0, 4) == pytest.approx(costs.backward_s(plain, 0, 4) + 3 * 1.0)
+    # Nothing of a layer's own is kept: 100 + x's 8 each; what they hand on is, and x is no tensor of this profile.
+    assert costs.memory[0].parts(0, 3, 1).activations == 3 * 100 + 8
+    assert costs.memory[0].parts(0, 3, 1, frozenset({0, 1, 2})).activations == 40 + 24
+    # While one layer runs backward, it holds its 150.
+    assert costs.memory[0].parts(0, 3, 1, frozenset({0, 1, 2})).peak == 40 + 24 + 150
+    assert costs.recompute_levels(1)[0] == frozenset()
+    assert costs.recompute_levels(1)[-1] == {0, 1, 2}
+
+
+def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
+    alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
+    held = [costs.memory[0].peak(0, 3, peak_terms_of(each, 0, 1)) for each in alone]
+    # Every replica also has its half of the parameters, from which they are gathered.
+    assert held[0] - held[1] == (3000 - 1530) // 2
+    by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
+    ring = 1e-3
+    assert costs.reduce_s(by_shard["none"]) == pytest.approx(2 * ring + 1500 / 1e6)
+    # A CPU waits for one layer after the other; the third has nothing to move.
+    assert costs.reduce_s(by_shard["optimizer"]) == pytest.approx(2 * ring + 750 / 1e6)
+    assert costs.replica_exposed_s(by_shard["optimizer"], 0) == costs.reduce_s(by_shard["optimizer"])
+    assert costs.update_s(by_shard["optimizer"]) == pytest.approx(2 * ring + 750 / 1e6)
+    assert costs.update_s(by_shard["parameters"]) == 0.0
+    # In every backward they are reduced, and none is left after the last one.
+    assert [costs.replica_exposed_s(by_shard[shard], 0) for shard in ("gradients", "parameters")] == [0.0, 0.0]
+    # Half of 1000 and of 500 bytes are gathered, at 100 bytes a second: on a CPU, in turn with a second of computing.
+    slow = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions(bytes_per_s=100.0))
+    assert slow.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
+    assert slow.backward_s(by_shard["gradients"], 0, 4) == pytest.approx(3 + 5.001 + 2.501)
+    assert slow.backward_s(by_shard["parameters"], 0, 4) == pytest.approx(3 + 10.002 + 5.002)
+    # Whatever overlaps, fully_shard waits for gloo.
+    overlap = Overlap(level="node", compute=1.25, communication=2.0)
+    shared = _cluster().model_copy(update={"overlaps": (overlap,)})
+    waiting = CostModel(profile_of(layers, [], 4), shared, PlanOptions(bytes_per_s=100.0))
+    assert waiting.forward_s(by_shard["parameters"], 0) == slow.forward_s(by_shard["parameters"], 0)
+
+
+def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
+    known = _gpu(profile_of(layers, [], 4))
+    by_shard = {shard: _replicas(shard) for shard in ("optimizer", "gradients", "parameters")}
+    # Where both slow each other to 0.8 and 0.5 of their speeds, a second of computing lasts 1.25 with the gathering.
+    overlap = Overlap(level="node", compute=1.25, communication=2.0)
+    shared = _cluster().model_copy(update={"overlaps": (overlap,)})
+    both = CostModel(known, shared, PlanOptions(bytes_per_s=100.0))
+    assert both.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 0.625 + 2.501 + 0.625 + 1.0)
+    # Without overlaps, the longer one; the first layer's scatter ends after the backward; buckets go together.
+    apart = CostModel(known, _cluster(), PlanOptions(bytes_per_s=100.0))
+    assert apart.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 2.501 + 1.0)
+    assert apart.replica_exposed_s(by_shard["gradients"], 0) == pytest.approx(5.001)
+    assert apart.reduce_s(by_shard["optimizer"]) == pytest.approx(7.501)
+    assert apart.update_s(by_shard["optimizer"]) == pytest.approx(7.501)
+
+
+def test_replicas_add_up_the_parts_of_sharded_gradients_only() -> None:
+    layers = [each.model_copy(update={"accumulate_s": 0.5}) for each in (_layer("a", 1.0, 8), _layer("b", 1.0, 8))]
+    for known in (profile_of(layers, [], 4), _gpu(profile_of(layers, [], 4))):
+        costs = CostModel(known, _cluster(), PlanOptions()).without(links=True)
+        placed = [CandidateStage(0, 2, (0, 1), (1, 1), 1, (), shard) for shard in ("none", "optimizer", "gradients")]
+        assert [costs.backward_s(each, 0, 4) for each in placed] == pytest.approx([3.0, 3.0, 2.5])
+
+
+def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
+    layers = [each.model_copy(update={"accumulate_s": 3e-3}) for each in layers]
+    frozen = layers[0].model_copy(update={"parameters_bytes": 2000})
+    kinds = ("all_gather", "reduce_scatter")
+    curves = [Curve(kind=kind, ranks=2, level="node", sizes=(500, 2000), seconds=(0.01, 0.04)) for kind in kinds]
+    known, options = profile_of([frozen, layers[1]], [], 4), PlanOptions()
+    estimated, measured = (CostModel(known, _cluster(*each), options).sums for each in ([], curves))
+    # Adding reads two numbers and writes one, a copy reads and writes one; half is copied into what is gathered.
+    assert estimated.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3])
+    assert estimated.scatters(2, "node") == pytest.approx([1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3])
+    assert measured.gathers(2, "node") == pytest.approx([0.04, 0.01])
+    assert measured.scatters(2, "node") == pytest.approx([0.02, 0.01])
+    on_gpus = CostModel(_gpu(known), _cluster(), options).sums
+    assert on_gpus.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
+    assert estimated.gathers(1, "node") == [0.0, 0.0]
+    free = CostModel(known, _cluster(), options).without(links=True)
+    assert free.sums.gathers(2, "node") == free.sums.scatters(2, "node") == [0.0, 0.0]
+
+
+def _gpu(known: Profile) -> Profile:
+    return known.model_copy(update={"device": known.device.model_copy(update={"type": "cuda"})})
+
+
+def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() -> None:
+    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
+    tensors = [Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True)]
+    costs = CostModel(profile_of(layers, tensors, 10), _cluster(), PlanOptions(gpus=3))
+    stages = (CandidateStage(0, 1, (0, 1), (2, 2), 2, division="round-robin"), CandidateStage(1, 2, (2,), (2,), 3))
+    candidate = Candidate(5, 2, "1f1b", stages)
+    assert [stages[0].turns(replica, 5) for replica in (0, 1)] == [3, 2]
+    simulator = Simulator(costs)
+    kinds = [sum(code == 0 for code, *_ in rank) for rank in simulator.rows_of(candidate)]
+    assert kinds == [3, 2, 5]
+    assert candidate_bound_s(costs, candidate) <= simulator.step_s(candidate)

@@ -1,0 +1,142 @@
+"""Peers as a whole: what is tried, why a peer has no plan, and that autopar is never slower."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.alternatives import references
+from autopar.planner.candidate import families
+from autopar.planner.costs.model import CostModel
+from autopar.planner.peers import Peer, peers
+from autopar.planner.peers.prices import Proposal, in_order
+from autopar.planner.peers.trial import MOST_WORK, counts_of, place, planned_counts, trial
+from autopar.planner.simulator.simulate import Simulator
+from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile
+
+NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DAPPLE", "HetPipe"]
+MIB = 2**20
+
+
+def _peers(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Simulator, dict[str, Peer]]:
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    compared = references(simulator, families(costs.batch, options), options)
+    return simulator, {each.name: each for each in peers(simulator, options, compared)}
+
+
+def _fitting(profile: Profile, cluster: Cluster, options: PlanOptions) -> dict[str, float]:
+    """Seconds of every peer that fits and takes devices in cluster order, as autopar does."""
+    simulator, found = _peers(profile, cluster, options)
+    assert [name for name in found if name in NAMES] == NAMES
+    steps = {}
+    for name, peer in found.items():
+        # autopar shards nothing unless asked.
+        if name == "sharded data parallelism":
+            continue
+        if peer.candidate is None:
+            # Virtual workers that cut differently are no plan, and autopar has none like them.
+            assert (peer.reason is None) == (peer.virtual_workers is not None)
+            continue
+        assert (max(simulator.costs.shortfalls(peer.candidate)) > 0) == (peer.reason is not None)
+        devices = [device for stage in peer.candidate.stages for device in stage.devices]
+        if peer.reason is None and devices == sorted(devices):
+            steps[name] = simulator.step_s(peer.candidate)
+    return steps
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("nodes", [((2,), (3,), (4,)), ((2, 2), (3, 1), (2, 1))], ids=["one", "more"])
+def test_autopar_is_never_slower_than_a_peer_that_fits(nodes: tuple[tuple[int, ...], ...], limited: bool) -> None:
+    compared = slower = 0
+    for seed in range(80):
+        sizes = nodes[seed % len(nodes)]
+        profile = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4))
+        cluster = nodes_of(random_cluster(seed, sum(sizes)), sizes)
+        options = PlanOptions(gap=0.0)
+        if limited:
+            peak = max(plan(profile, cluster, options).predicted.peak_bytes)
+            options = PlanOptions(gap=0.0, memory_bytes=max(1, peak - 1))
+        steps = _fitting(profile, cluster, options)
+        own_s = plan(profile, cluster, options).predicted.step_s if steps else 0.0
+        for name, step_s in steps.items():
+            compared += 1
+            slower += step_s > own_s * (1 + 1e-6)
+            assert own_s <= step_s * (1 + 1e-9), f"seed {seed}: {name}"
+    assert compared > 100
+    assert slower > compared / 4
+
+
+def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
+    for seed in range(60):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 3), PlanOptions(gpus=3))
+        simulator = Simulator(costs)
+        layers = costs.layer_count
+        proposals = [in_order((layers,), (2,))]
+        proposals += [in_order((cut, layers), (1, 2)) for cut in range(1, layers)]
+        counts = counts_of(costs.batch, None)
+        every = [
+            simulator.step_s(candidate)
+            for count in counts
+            for proposal in proposals
+            if proposal.widest <= costs.batch // count
+            for candidate in place(costs, proposal, count, "1f1b")
+        ]
+        candidate, reason = trial(simulator, "1f1b", counts, proposals)
+        if not every:
+            assert (candidate, reason) == (
+                None,
+                f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage",
+            )
+            continue
+        assert reason is None
+        assert candidate is not None
+        assert simulator.step_s(candidate) == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
+
+
+def test_a_peer_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+    options = PlanOptions(gpus=4, memory_bytes=40 * MIB, bytes_per_s=3e8)
+    simulator, found = _peers(gpt_profile(), local_cluster(4), options)
+    peer = found["GPipe"]
+    assert peer.candidate is not None
+    assert max(simulator.costs.peak_bytes(peer.candidate)) > 40 * MIB
+    assert peer.reason is not None
+    assert peer.reason.startswith("stage 0 (layers wte..")
+    assert "more than 40.00 MiB" in peer.reason
+
+
+def test_gpipe_and_torchgpipe_run_gpipe_and_the_others_1f1b() -> None:
+    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4))
+    schedules = {name: peer.candidate.schedule for name, peer in found.items() if peer.candidate is not None}
+    assert [schedules[name] for name in NAMES] == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "1f1b"]
+
+
+def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_some_counts() -> None:
+    costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions())
+    _, found = _peers(gpt_profile(blocks=60), local_cluster(2), PlanOptions(gpus=512, micro_batches=1))
+    assert found["DAPPLE"].reason == "its planner takes too long for 62 layers on 512 devices"
+    assert costs.layer_count == 14
+    prices = list(range(12))
+    assert planned_counts(prices, lambda _: MOST_WORK // 3) == [0, 6, 11]  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: MOST_WORK) == [6]  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: MOST_WORK + 1) == []  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: 1) == prices  # type: ignore[arg-type]
+
+
+def test_asked_micro_batches_are_kept_and_refused_where_they_do_not_divide_the_batch() -> None:
+    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=8))
+    assert {peer.candidate.micro_batches for peer in found.values() if peer.candidate is not None} == {8}
+    with pytest.raises(UsageError, match="`micro_batches=5` does not divide the batch 16"):
+        _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=5))
+
+
+def test_a_proposal_on_any_devices_is_placed_there() -> None:
+    proposal = Proposal((2, 5), ((0, 3), (1, 2)))
+    candidates = list(
+        place(CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4)), proposal, 2, "1f1b")
+    )
+    assert [stage.devices for stage in candidates[0].stages] == [(0, 3), (1, 2)]
+    assert [[stage.warmup for stage in candidate.stages] for candidate in candidates] == [[2, 1]]

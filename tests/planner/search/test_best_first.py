@@ -1,0 +1,151 @@
+"""The search against the oracle that simulates every plan."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.candidate import families
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.best_first import SearchResult, search
+from autopar.planner.search.judge import Best
+from autopar.planner.simulator.simulate import Simulator
+from oracles.exhaustive import Exhausted, exhaust
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+INSTANCES = 1000
+
+
+def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
+    costs = CostModel(profile, cluster, options)
+    best = Best()
+    return best, search(Simulator(costs), families(costs.batch, options), options, best)
+
+
+def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Exhausted]:
+    best = Best()
+    return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
+
+
+def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """Few layers with every option, or up to 8 layers or 6 devices with fewer; one in three on two kinds of device."""
+    rng = random.Random(seed)
+    layers, devices, batches, asked = rng.choice(
+        [
+            (4, 3, (1, 2, 3, 4), {}),
+            (4, 2, (2, 4, 6), {}),
+            (8, 2, (2, 3), {"recompute": "none"}),
+            (6, 3, (2, 3), {"recompute": "none", "shard": "none"}),
+            (3, 6, (2,), {"shard": "optimizer", "recompute": "full"}),
+            (5, 4, (2,), {"shard": "parameters", "recompute": "none"}),
+        ]
+    )
+    profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
+    if seed % 3 == 0:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    return profile, cluster, PlanOptions(**{"gpus": devices, "gap": 0.0, "shard": "auto", **asked})
+
+
+def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
+    """An instance whose memory the best plan without a limit mostly does not fit, and that plan's step time."""
+    profile, cluster, options = _instance(seed)
+    free, _ = _search(profile, cluster, options)
+    assert free.fastest is not None
+    if seed % 5 == 0:
+        return profile, cluster, options, free.step_s
+    peak = max(CostModel(profile, cluster, options).peak_bytes(free.fastest.candidate))
+    limit = max(1, int(peak * (0.999, 0.95, 0.9, 0.8)[seed % 4]))
+    return profile, cluster, replace(options, memory_bytes=limit), free.step_s
+
+
+def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind() -> None:
+    binding = compared = recomputing = sharding = mixed = 0
+    for seed in range(INSTANCES):
+        profile, cluster, options, free_s = _limited(seed)
+        best, searched = _search(profile, cluster, options)
+        oracle, exhausted = _exhaust(profile, cluster, options)
+        if oracle.fastest is None:
+            assert best.fastest is None, f"seed {seed}"
+            continue
+        assert best.fastest is not None, f"seed {seed}"
+        compared += 1
+        assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        assert searched.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        # Where the references or a first candidate are no worse than any bound, no bound is met.
+        if searched.least_bound_s < best.step_s:
+            assert searched.least_bound_s == pytest.approx(exhausted.least_bound_s, rel=1e-9), f"seed {seed}"
+        binding += oracle.step_s > free_s * (1 + 1e-9)
+        recomputing += any(stage.recompute for stage in best.fastest.candidate.stages)
+        sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
+        devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
+        mixed += len({cluster.devices[device].type for device in devices}) > 1
+    assert compared > 0.65 * INSTANCES
+    assert binding >= compared / 3
+    assert min(recomputing, sharding, mixed) >= INSTANCES / 25
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_all": True},
+        {"min_stages": 2},
+        {"schedule": "gpipe"},
+        {"micro_batches": 2},
+        {"bytes_per_s": 3e7},
+        {"divisible": True},
+    ],
+    ids=str,
+)
+def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: dict[str, object]) -> None:
+    compared = 0
+    for seed in range(1000, 1060):
+        profile = random_profile(seed, most_layers=4, batches=(2, 4))
+        devices = seed % 2 + 2
+        options = PlanOptions(gpus=devices, gap=0.0, shard="auto", **asked)  # type: ignore[arg-type]
+        best, _ = _search(profile, random_cluster(seed, devices), options)
+        oracle, _ = _exhaust(profile, random_cluster(seed, devices), options)
+        compared += oracle.fastest is not None
+        assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+    assert compared >= 30
+
+
+def test_a_search_that_stops_early_stays_honest_about_the_bound() -> None:
+    for seed in range(2000, 2060):
+        devices = seed % 2 + 2
+        profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, devices)
+        exact = _exhaust(profile, cluster, PlanOptions(gpus=devices))[0].step_s
+        best, searched = _search(profile, cluster, PlanOptions(gpus=devices, gap=0.3))
+        assert searched.lower_bound_s <= exact * (1 + 1e-9)
+        assert exact <= best.step_s * (1 + 1e-9)
+        hasty, searched = _search(profile, cluster, PlanOptions(gpus=devices, gap=0.0, max_candidates=1))
+        assert searched.lower_bound_s <= exact * (1 + 1e-9) <= hasty.step_s * (1 + 2e-9)
+
+
+def test_the_plan_with_the_least_bound_is_not_always_the_fastest() -> None:
+    differing = 0
+    for seed in range(3000, 3080):
+        profile, cluster = random_profile(seed, most_layers=5), random_cluster(seed, 3)
+        options = PlanOptions(gpus=3, gap=0.0)
+        best, searched = _search(profile, cluster, options)
+        assert best.fastest is not None
+        costs = CostModel(profile, cluster, options)
+        differing += candidate_bound_s(costs, best.fastest.candidate) > searched.least_bound_s * (1 + 1e-6)
+    assert differing > 0
+
+
+def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget() -> None:
+    gaps = []
+    for devices in (2, 4, 8):
+        for bytes_per_s in (None, 3e8, 3e7):
+            options = PlanOptions(gpus=devices, bytes_per_s=bytes_per_s, shard="none")
+            best, searched = _search(gpt_profile(), local_cluster(devices), options)
+            gaps.append(best.step_s / searched.lower_bound_s - 1)
+    # Where transfers take about as long as computing, no depths come within 2 % of a bound that leaves them open.
+    assert sum(gap <= 0.02 for gap in gaps) >= 7
+    assert max(gaps) <= 0.06

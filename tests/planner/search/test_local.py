@@ -1,0 +1,184 @@
+"""Moves between layouts, and the climb that makes them: what is met is sound, and never slower than the start."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import families
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.judge import Best, equal_widths
+from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
+from autopar.planner.search.moves import (
+    SINGLE,
+    Layout,
+    cuts_moved,
+    devices_moved,
+    layers_passed,
+    stages_divided,
+    stages_joined,
+    stages_of,
+)
+from autopar.planner.simulator.simulate import Simulator
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+
+def _layout(rng: random.Random, layers: int, devices: int) -> Layout:
+    count = rng.randint(1, min(layers, devices))
+    cuts = (*sorted(rng.sample(range(1, layers), count - 1)), layers)
+    widths = [1] * count
+    for _ in range(rng.randint(0, devices - count)):
+        widths[rng.randrange(count)] += 1
+    return Layout(cuts, tuple(widths), tuple(("split", "none") if width > 1 else SINGLE for width in widths))
+
+
+def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
+    seen = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        layers, devices = rng.randint(2, 9), rng.randint(2, 9)
+        layout = _layout(rng, layers, devices)
+        idle, stages = devices - sum(layout.widths), range(len(layout.cuts))
+        sums = [float(at) for at in range(layers + 1)]
+        near = [layout._replace(cuts=cuts) for cuts in cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
+        near += [layout._replace(cuts=cuts) for cuts in layers_passed(layout.cuts, range(layers + 1), stages)]
+        near += [*stages_joined(layout, stages[:-1]), *stages_divided(layout, stages, sums, idle)]
+        for widths in devices_moved(layout.widths, idle, stages, all_used=False):
+            near.append(layout._replace(widths=widths))
+        for other in near:
+            assert other != layout
+            assert sum(other.widths) <= devices, f"seed {seed}"
+            edges = [first for first, *_ in stages_of(other)]
+            assert edges[0] == 0
+            assert other.cuts[-1] == layers
+            assert all(first < stop for first, stop, _, _ in stages_of(other)), f"seed {seed}"
+            assert len(other.cuts) == len(other.widths) == len(other.manners)
+            seen += 1
+    assert seen > 1000
+
+
+def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    devices = seed % 4 + 2
+    profile, cluster = random_profile(seed, most_layers=7), random_cluster(seed, devices)
+    if seed % 5 == 0:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    shard = "none" if seed % 2 else "auto"
+    options = PlanOptions(gpus=devices, memory_bytes=None if seed % 3 else 4_000_000, shard=shard)  # type: ignore[arg-type]
+    if seed % 7 == 3 and len(profile.layers) > 2:
+        options = replace(options, min_stages=2, forbid_cut=("0",))
+    return profile, cluster, replace(options, use_all=seed % 11 == 0)
+
+
+def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
+    checked = 0
+    for seed in range(100):
+        profile, cluster, options = _question(seed)
+        costs = CostModel(profile, cluster, options)
+        try:
+            rules = Constraints.of(costs, options)
+        except UsageError:
+            continue
+        simulator, every, best = Simulator(costs), families(costs.batch, options), Best()
+        judge_even_splits(simulator, every, options, best)
+        before = best.step_s
+        search_locally(simulator, options, best, 0.0)
+        assert best.step_s <= before
+        for found in (*best.by_stages.values(), *best.by_trait.values()):
+            stages = found.candidate.stages
+            assert max(costs.shortfalls(found.candidate)) <= 0, f"seed {seed}"
+            assert rules.broken(stages, costs.kind_of) is None, f"seed {seed}"
+            assert all(len({costs.kind_of[each] for each in stage.devices}) == 1 for stage in stages), f"seed {seed}"
+            assert not options.use_all or sum(len(stage.devices) for stage in stages) == len(costs.devices)
+            if not simulator.sharing:
+                assert found.step_s == pytest.approx(simulator.step_s(found.candidate), rel=1e-12), f"seed {seed}"
+            checked += 1
+        if best.equal is not None:
+            assert equal_widths(best.equal.candidate.stages)
+    assert checked > 300
+
+
+def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_where_it_is_to() -> None:
+    options = PlanOptions(gpus=4, memory_bytes=60 * 2**20)
+    costs = CostModel(gpt_profile(), local_cluster(4), options)
+    simulator, best = Simulator(costs), Best()
+    judge_even_splits(simulator, families(costs.batch, options), options, best)
+    assert best.equal is not None
+    own = Best()
+    LocalSearch(simulator, options, own, 1e6, equal=True).climb(best.equal)
+    assert all(equal_widths(found.candidate.stages) for found in own.by_stages.values())
+    climb = LocalSearch(simulator, options, Best(), 1e6)
+    family, order = families(costs.batch, options)[2], tuple(range(4))
+    layout = Layout.of(best.equal.candidate)
+    assert climb.judge(family, layout, order, float("inf")) is not None
+    assert climb.judge(family, layout, order, float("inf")) is None
+
+
+def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer() -> None:
+    compared = 0
+    for seed in range(30):
+        profile, cluster, options = _question(seed)
+        options = replace(options, exact=True)
+        try:
+            made = plan(profile, cluster, options)
+        except (InfeasibleError, UsageError):
+            continue
+        assert plan(profile, cluster, options) == made
+        assert plan(profile, cluster, replace(options, effort=3)).predicted.step_s <= made.predicted.step_s * (
+            1 + 1e-12
+        )
+        compared += 1
+    assert compared >= 15
+
+
+def test_compiled_layers_are_not_sharded_unasked_and_not_when_asked() -> None:
+    for seed in range(12):
+        profile = random_profile(seed, most_layers=5).model_copy(update={"compiled": True})
+        made = plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3))
+        assert {stage.shard for stage in made.stages} == {"none"}, f"seed {seed}"
+        with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with `shard='none'`"):
+            plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3, shard="optimizer"))
+
+
+def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_on_slow_links() -> None:
+    for bytes_per_s in (1e10, 2e7):
+        right = wrong = 0
+        for seed in range(60):
+            rng = random.Random(seed)
+            profile, cluster = random_profile(seed, most_layers=9), random_cluster(seed, 6)
+            options = PlanOptions(gpus=6, shard="none", bytes_per_s=bytes_per_s)
+            simulator = Simulator(CostModel(profile, cluster, options))
+            climb = LocalSearch(simulator, options, Best(), float("inf"))
+            family = max(families(simulator.costs.batch, options))
+            known = []
+            for layout in {_layout(rng, len(profile.layers), 6) for _ in range(8)}:
+                found = climb.judge(family, layout, tuple(range(6)), float("inf"))
+                if found is not None:
+                    depths = [family.micro_batches] * len(profile.layers)
+                    known.append((found.step_s, climb.score(family, layout, tuple(range(6)), depths)))
+            for (one, one_score), (other, other_score) in combinations(known, 2):
+                if one > 1.2 * other or other > 1.2 * one:
+                    as_simulated = (one > other) == (one_score > other_score)
+                    right, wrong = right + as_simulated, wrong + (not as_simulated)
+        assert right > 9 * wrong, f"{bytes_per_s}: {right} right, {wrong} wrong"
+        assert right > 40
+
+
+def test_widths_that_go_by_time_use_all_devices_and_leave_no_stage_much_slower_than_the_best_widths_do() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        stages = rng.randint(1, 4)
+        devices = stages + rng.randint(0, 6)
+        seconds = [rng.uniform(0.1, 3.0) for _ in range(stages)]
+        widths = widths_by_time(seconds, devices)
+        assert sum(widths) == devices
+        every = (each for each in product(range(1, devices + 1), repeat=stages) if sum(each) == devices)
+        least_s = min(max(s / w for s, w in zip(seconds, each, strict=True)) for each in every)
+        assert max(s / w for s, w in zip(seconds, widths, strict=True)) <= 1.5 * least_s, f"seed {seed}"

@@ -1,0 +1,208 @@
+"""Plans of schedules that are found by trying: sound, within their bounds, and close to the best of all."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.plan import Plan
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.planner.candidate import families, has_chunks
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.moves import Shape
+from autopar.planner.search.other_schedules import Trials, bounds_of
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+from chunked import OTHERS, halved, random_chunked, random_costs
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_a_plan_is_sound_and_above_its_bounds(schedule: str) -> None:
+    made_any = 0
+    for seed in range(12):
+        devices = seed % 4 + 1
+        profile, cluster = halved(random_profile(seed, most_layers=9), seed), random_cluster(seed, devices)
+        try:
+            made = plan(profile, cluster, PlanOptions(gpus=devices, schedule=schedule))
+        except InfeasibleError as error:
+            assert len(profile.layers) < 2, error  # noqa: PT017
+            assert has_chunks(schedule)
+            continue
+        assert Plan.parse(made.dumps(), Path("plan.json")) == made
+        assert made.schedule == schedule
+        check(expand(made), made)
+        assert simulate(made, profile, cluster).end_s == made.predicted.step_s
+        assert made.predicted.bounds is not None
+        bounds = [seconds for _, seconds in made.predicted.bounds]
+        assert [*bounds, made.predicted.step_s] == sorted([*bounds, made.predicted.step_s])
+        assert sum(part.seconds for part in made.predicted.binding) <= made.predicted.step_s * (1 + 1e-9)
+        made_any += len(made.stages) > 1
+    assert made_any >= 4
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_no_plan_of_a_schedule_is_below_what_bounds_them_all(schedule: str) -> None:
+    for seed in range(40):
+        # A search has no stages of several kinds of devices, as candidates drawn on two kinds may.
+        rng, costs = random.Random(seed), random_costs(2 * seed, most_devices=4)
+        options = PlanOptions(schedule=schedule, gpus=len(costs.devices))
+        simulator = Simulator(costs)
+        found = [random_chunked(rng, costs, schedule) for _ in range(12)]
+        steps = [simulator.step_s(each) for each in found if each is not None]
+        bounds = bounds_of(costs, options, float("inf"))
+        assert bounds.linked_s <= min(steps, default=float("inf")) * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
+def test_what_is_found_by_trying_is_near_the_best_of_all(schedule: str) -> None:
+    over = []
+    for seed in range(12):
+        profile, cluster = halved(random_profile(seed, most_layers=6, batches=(4, 6)), seed), random_cluster(seed, 3)
+        options = PlanOptions(
+            gpus=3, schedule=schedule, recompute="none", chunks=2 if schedule == "interleaved" else None
+        )
+        costs = CostModel(profile, cluster, options)
+        chunks = 2 if has_chunks(schedule) else 1
+        if costs.layer_count < 2 * chunks:
+            continue
+        trials = Trials(Simulator(costs), schedule, options, range(3))
+        shapes = [
+            Shape((*cuts, costs.layer_count), widths)
+            for groups in range(1, min(3, costs.layer_count // chunks) + 1)
+            for cuts in combinations(range(1, costs.layer_count), groups * chunks - 1)
+            for widths in product(range(1, 4), repeat=groups)
+            if sum(widths) <= 3
+        ]
+        best = trials.run_all([(family, shape) for family in families(costs.batch, options) for shape in shapes])
+        over.append(plan(profile, cluster, options).predicted.step_s / best.step_s - 1)
+    assert min(over) >= -1e-9
+    assert max(over) < 0.1
+    assert sum(each < 1e-9 for each in over) > len(over) // 2
+
+
+def test_auto_takes_a_zero_bubble_schedule_where_one_is_quicker_and_is_never_slower_than_1f1b() -> None:
+    taken = 0
+    for seed in range(32):
+        devices = seed % 3 + 2
+        profile, cluster = (
+            halved(random_profile(seed, most_layers=9, batches=(4, 6)), seed),
+            random_cluster(seed, devices),
+        )
+        auto = plan(profile, cluster, PlanOptions(gpus=devices, exact=True))
+        plain = plan(profile, cluster, PlanOptions(gpus=devices, schedule="1f1b", exact=True))
+        assert auto.predicted.step_s <= plain.predicted.step_s
+        if auto.schedule in ("zb-h1", "zb-h2"):
+            taken += 1
+            assert auto.predicted.lower_bound_s <= plain.predicted.lower_bound_s * (1 + 1e-9)
+            assert any(each.schedule in ("1f1b", "gpipe") and each.step_s for each in auto.alternatives)
+        elif auto.schedule in ("1f1b", "gpipe"):
+            assert auto.predicted.step_s == plain.predicted.step_s
+    assert taken >= 2
+
+
+def test_without_halves_auto_is_as_it_was_and_schedules_with_halves_are_refused() -> None:
+    profile, cluster = gpt_profile(), local_cluster(4)
+    auto = plan(profile, cluster, PlanOptions(gpus=4))
+    assert auto.schedule in ("gpipe", "1f1b")
+    for schedule in set(OTHERS) - {"interleaved"}:
+        with pytest.raises(UsageError, match="which the profile does not hold for every layer; measure them with"):
+            plan(profile, cluster, PlanOptions(gpus=4, schedule=schedule))
+
+
+def test_a_quicker_plan_with_several_stages_a_device_is_chosen_and_both_bounds_are_said() -> None:
+    profile, cluster = gpt_profile(blocks=16, batch=8), local_cluster(4)
+    options = PlanOptions(gpus=4, min_stages=4, micro_batches=8, exact=True)
+    auto = plan(profile, cluster, options)
+    whole = plan(profile, cluster, replace(options, schedule="1f1b"))
+    assert auto.schedule == "interleaved"
+    assert auto.predicted.step_s < whole.predicted.step_s
+    assert auto.predicted.bounds is not None
+    assert auto.predicted.bounds.work_s <= auto.predicted.step_s
+    assert all(each.step_s is None or each.step_s >= auto.predicted.bounds.work_s for each in auto.alternatives)
+    assert any(each.schedule in ("1f1b", "gpipe") and each.step_s for each in auto.alternatives)
+
+
+def test_papers_prices_know_no_other_schedules() -> None:
+    profile = halved(gpt_profile(), 1)
+    made = plan(profile, local_cluster(4), PlanOptions(gpus=4, divisible=True, min_stages=4, micro_batches=8))
+    assert made.schedule in ("gpipe", "1f1b")
+    assert not {each.schedule for each in made.alternatives} & set(OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "groups"),
+    [
+        ("interleaved", "0-3:1,4-6:2,7-9:1,10-13:2", ((0, 2), (1, 3))),
+        ("zb-v", "0-3:1,4-6:2,7-9:2,10-13:1", ((0, 3), (1, 2))),
+        ("dualpipe-v", "0-3,4-6,7-9,10-13", ((0, 3), (1, 2))),
+        ("zb-h1", "0-3:1,4-9:2,10-13:1", ((0,), (1,), (2,))),
+        ("interleaved", "0-1,2-3,4-5,6-7,8-9,10-13", ((0, 3), (1, 4), (2, 5))),
+    ],
+)
+def test_dictated_stages_are_laid_out_as_the_schedule_has_them(
+    schedule: str, stages: str, groups: tuple[tuple[int, ...], ...]
+) -> None:
+    profile, cluster = halved(gpt_profile(), 0), local_cluster(4)
+    made = plan(profile, cluster, PlanOptions(schedule=schedule, stages=stages))
+    assert made.groups == groups
+    assert [f"{len(stage.layers)}" for stage in made.stages] == [
+        str(int(last or first) - int(first) + 1) for first, last in re.findall(r"(\d+)(?:-(\d+))?(?::\d)?", stages)
+    ]
+    assert made.predicted.lower_bound_s <= made.predicted.step_s
+    assert simulate(made, profile, cluster).end_s == made.predicted.step_s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (PlanOptions(schedule="interleaved", stages="0-3:1,4-6:2,7-13:1"), "has several stages on the same devices"),
+        (PlanOptions(schedule="zb-v", stages="0-3:1,4-6:2,7-9:1,10-13:2"), "2 for every group of devices"),
+        (
+            PlanOptions(schedule="interleaved", chunks=8, gpus=4, min_stages=32),
+            "14 layers make at most 14 stages",
+        ),
+    ],
+)
+def test_stages_that_do_not_suit_a_schedule_are_refused(options: PlanOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plan(halved(gpt_profile(), 0), local_cluster(4), options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1f1b", "chunks": 2}, "`chunks` must be left out but with `schedule='interleaved'`, found 2"),
+        ({"schedule": "interleaved", "chunks": 1}, "`chunks` must be at least 2, found 1"),
+        ({"schedule": "zb-h1", "solver": "milp"}, "`solver='milp'` knows gpipe and 1f1b only, not zb-h1"),
+        ({"schedule": "zb"}, "`schedule` must be one of auto, gpipe, 1f1b, interleaved"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        PlanOptions(**options)  # type: ignore[arg-type]
+
+
+def test_when_nothing_fits_the_closest_plan_is_named() -> None:
+    with pytest.raises(InfeasibleError, match=r"nothing fits the memory: stage .* in the plan of interleaved"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(schedule="interleaved", memory_bytes=5 * MIB))
+
+
+def test_layers_are_recomputed_where_memory_is_short() -> None:
+    profile, cluster = halved(gpt_profile(), 3), local_cluster(4)
+    options = PlanOptions(schedule="zb-v", gpus=4, min_stages=8, micro_batches=16)
+    free = plan(profile, cluster, options)
+    limit = int(0.8 * max(free.predicted.peak_bytes))
+    tight = plan(profile, cluster, replace(options, memory_bytes=limit))
+    assert max(tight.predicted.peak_bytes) <= limit
+    assert any(stage.recompute for stage in tight.stages)
+    assert tight.predicted.step_s > free.predicted.step_s

@@ -1,0 +1,95 @@
+"""The suffix tables against the bounds of all candidates they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.planner.bounds.chain import candidate_bound_s, work_s
+from autopar.planner.candidate import Candidate, Family, families
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.placement.places import pool_of
+from autopar.planner.search.tables import StageTables, SuffixTables
+from hierarchies import hierarchy
+from oracles.exhaustive import everything
+from random_problems import random_cluster, random_profile
+
+Key = tuple[int, int, str, int, str, str]
+
+
+def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
+    """The least bound of all candidates that fit, by family and what the first stage is."""
+    least: dict[Key, float] = {}
+    for candidate in everything(costs, options):
+        if max(costs.shortfalls(candidate)) <= 0:
+            first = candidate.stages[0]
+            level = costs.links.level(first.devices)
+            key = (candidate.micro_batches, len(first.devices), level, first.stop, first.division, first.shard)
+            least[key] = min(least.get(key, np.inf), candidate_bound_s(costs, candidate))
+    return least
+
+
+def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dict[Key, float]:
+    pool = pool_of(costs, exact=True, use_all=False)
+    tables = SuffixTables(StageTables(costs, pool, family, options), options)
+    values: dict[Key, float] = {}
+    for behind in range(tables.counts):
+        following, terms = tables.terms(0, 0, behind)
+        steps = np.asarray(terms.step_s) + costs.profile.step_overhead_s
+        for number, stop, step_s in zip(following.way.tolist(), following.length.tolist(), steps.tolist(), strict=True):
+            way = tables.stages.ways[number]
+            level = costs.links.level(pool.devices(0, 0, way.width, way.variant))
+            key = (family.micro_batches, way.width, level, stop, way.choice.division, way.choice.shard)
+            values[key] = min(values.get(key, np.inf), step_s)
+    return values
+
+
+def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() -> None:
+    compared = close = 0
+    for seed in range(60):
+        devices = seed % 2 + 2
+        profile = random_profile(seed, most_layers=4, batches=(2, 4), skips=0.5)
+        cluster = random_cluster(seed, devices)
+        if seed % 3 == 0:
+            cluster = hierarchy(seed, [1, 1] if devices == 2 else [1, 2], racks=1 + seed % 2, more_links=True)
+        options = PlanOptions(gpus=devices, memory_bytes=4_000_000 if seed % 2 else None)
+        costs = CostModel(profile, cluster, options)
+        least = _by_first_stage(costs, options)
+        for family in families(costs.batch, options):
+            values = _table_values(costs, family, options)
+            for key in values.keys() & least.keys():
+                assert values[key] <= least[key] * (1 + 1e-9), f"seed {seed}: {key}"
+                compared += 1
+                close += values[key] >= least[key] * 0.9
+            mine = [value for key, value in least.items() if key[0] == family.micro_batches]
+            assert work_s(costs, family) <= min(mine, default=np.inf) * (1 + 1e-9)
+    assert compared >= 400
+    assert close >= 0.5 * compared
+
+
+def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
+    costs = CostModel(random_profile(8, batches=(6,)), random_cluster(8, 2), PlanOptions(gpus=2))
+    candidate = next(
+        each for each in everything(costs, PlanOptions(micro_batches=2, use_all=True)) if len(each.stages) == 1
+    )
+    uneven = candidate.stages[0]._replace(shares=(1, 2), warmup=1)
+    slow = Candidate(2, 3, "1f1b", (uneven,))
+    busiest = costs.forward_s(uneven, 1) + costs.backward_s(uneven, 1, 2)
+    assert busiest > 1e-3
+    assert candidate_bound_s(costs, slow) >= 2 * busiest
+
+
+def test_a_suffix_that_cannot_be_has_no_terms_at_all() -> None:
+    missing = 0
+    for seed in range(40):
+        costs = CostModel(
+            random_profile(seed, most_layers=6, batches=(4,)), random_cluster(seed, 3), PlanOptions(gpus=3)
+        )
+        pool, options = pool_of(costs, exact=True, use_all=False), PlanOptions(gpus=3)
+        tables = SuffixTables(StageTables(costs, pool, families(4, options)[0], options), options)
+        for behind in range(tables.counts):
+            _, terms = tables.terms(0, 0, behind)
+            there = [np.isfinite(np.asarray(each)).tolist() for each in terms]
+            assert all(each == there[-1] for each in there), f"seed {seed}"
+            missing += there[-1].count(False)
+    assert missing >= 100

@@ -1,0 +1,132 @@
+"""What an error names as a remedy, carried out."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.document import parse_bytes
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import families
+from autopar.planner.closest import closest
+from autopar.planner.costs.model import CostModel
+from oracles.exhaustive import everything
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+
+MIB = 2**20
+
+
+def _remedies(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[dict[str, Any]]:
+    """What the error of a plan that does not fit says would help, as options; nothing if the plan fits."""
+    try:
+        plan(profile, cluster, options)
+    except InfeasibleError as error:
+        text = str(error)
+        assert "\n" not in text
+        if "no options were found" in text:
+            return []
+        listed = text.rpartition("a plan fits with ")[2].split(", or with ")
+        return [_options(each) for each in listed]
+    return []
+
+
+def _options(arguments: str) -> dict[str, Any]:
+    call = ast.parse(f"call({arguments.strip('`')})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    found = {each.arg or "": ast.literal_eval(each.value) for each in call.keywords}
+    if "memory_bytes" in found:
+        found["memory_bytes"] = parse_bytes(found["memory_bytes"], "memory_bytes")
+    return found
+
+
+def _fits(profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
+    """Whether one of all plans fits; the slower truth."""
+    costs = CostModel(profile, cluster, options)
+    return any(max(costs.shortfalls(candidate)) <= 0 for candidate in everything(costs, options))
+
+
+def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -> None:
+    seen: dict[str, int] = {}
+    for seed in range(40):
+        profile, cluster = random_profile(seed, most_layers=3, batches=(2, 4)), random_cluster(seed, 2)
+        if seed % 4 == 0:
+            profile, cluster = two_kinds(profile, cluster, seed)
+        asked: dict[str, Any] = [
+            {"recompute": "none"},
+            {"recompute": "none", "shard": "optimizer"},
+            {"micro_batches": 1},
+            {"schedule": "gpipe", "micro_batches": 2},
+            {"shard": "auto"},
+        ][seed % 5]
+        ample = CostModel(profile, cluster, PlanOptions(gpus=2))
+        least = closest(ample, families(ample.batch, PlanOptions(**asked)), PlanOptions(**asked))
+        assert least is not None
+        for share in (0.95, 0.7):
+            memory_bytes = max(1, int(share * (least[0] + 2**34)))
+            options = PlanOptions(gpus=2, memory_bytes=memory_bytes, **{"shard": "none", **asked})
+            for changes in _remedies(profile, cluster, options):
+                changed = replace(options, **changes)
+                assert plan(profile, cluster, changed).predicted.step_s >= 0, f"seed {seed}: {changes}"
+                for name in changes:
+                    seen[name] = seen.get(name, 0) + 1
+                if set(changes) == {"gpus"} and changes["gpus"] <= 3:
+                    fewer = replace(options, gpus=changes["gpus"] - 1)
+                    assert not _fits(profile, cluster, fewer), f"seed {seed}: {changes}"
+                if set(changes) == {"memory_bytes"} and changes["memory_bytes"] < MIB:
+                    less = replace(options, memory_bytes=changes["memory_bytes"] - 1)
+                    assert not _fits(profile, cluster, less), f"seed {seed}: {changes}"
+    assert min(seen[name] for name in ("gpus", "memory_bytes", "shard", "recompute")) >= 3, seen
+    assert {"batch", "micro_batches"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"memory_bytes": 60 * MIB, "recompute": "none", "schedule": "gpipe"}, {"recompute": "auto"}),
+        ({"memory_bytes": 60 * MIB, "recompute": "none", "schedule": "gpipe"}, {"schedule": "1f1b"}),
+        ({"memory_bytes": 80 * MIB, "stages": "0-13:2"}, {"shard": "optimizer"}),
+        ({"memory_bytes": 56 * MIB, "stages": "0-13:2", "shard": "optimizer"}, {"shard": "parameters"}),
+        ({"memory_bytes": 40 * MIB, "micro_batches": 1}, {"gpus": 8}),
+        ({"memory_bytes": 40 * MIB, "micro_batches": 1}, {"shard": "auto", "gpus": 4}),
+        ({"memory_bytes": 30 * MIB, "stages": "0-6:1,7-13:1"}, {"memory_bytes": 44 * MIB}),
+        ({"memory_bytes": 20 * MIB}, {"gpus": 6}),
+        ({"memory_bytes": 20 * MIB, "max_stages": 2}, {"shard": "auto", "gpus": 8}),
+        (
+            {"memory_bytes": 40 * MIB, "recompute": "none", "pin": ("wte,h.5 same stage",)},
+            {"recompute": "auto", "shard": "auto", "gpus": 3},
+        ),
+    ],
+    ids=str,
+)
+def test_a_gpt_that_does_not_fit_is_helped(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = PlanOptions(gpus=2, **{"shard": "none", **asked})
+    found = _remedies(gpt_profile(), local_cluster(2), options)
+    assert expected in found
+    for changes in found:
+        assert plan(gpt_profile(), local_cluster(2), replace(options, **changes)).predicted.step_s > 0
+
+
+def test_a_layer_larger_than_any_device_is_named_and_no_number_of_devices_offered() -> None:
+    profile = gpt_profile(blocks=2)
+    large = profile.layers[1].model_copy(update={"parameters_bytes": 2**40})
+    profile = profile.model_copy(update={"layers": (profile.layers[0], large, *profile.layers[2:])})
+    with pytest.raises(InfeasibleError) as caught:
+        plan(profile, local_cluster(2), PlanOptions(gpus=2))
+    assert "; layer h.0 alone fits no device; " in str(caught.value)
+    assert "gpus" not in str(caught.value)
+    changes = _options(str(caught.value).rpartition("a plan fits with ")[2])
+    assert changes["memory_bytes"] > 2**40
+    assert plan(profile, local_cluster(2), PlanOptions(gpus=2, **changes)).predicted.step_s > 0
+
+
+def test_options_that_contradict_others_are_no_remedies() -> None:
+    options = PlanOptions(gpus=2, memory_bytes=30 * MIB, micro_batches=16)
+    assert all("batch" not in changes for changes in _remedies(gpt_profile(), local_cluster(2), options))
+    with pytest.raises(UsageError):
+        plan(gpt_profile(), local_cluster(2), replace(options, batch=8))

@@ -1,0 +1,244 @@
+"""Whole plans: what they record, when nothing fits, and that the same question has the same answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.plan import Plan, Shard
+from autopar.planner import PlanOptions, plan
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search import stages
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+from autopar.schedules.order import in_flight
+from oracles.exhaustive import everything, fastest_s
+from paths import HARNESS
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+
+MIB = 2**20
+
+
+def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
+    for seed in range(80):
+        devices = seed % 6 + 1
+        schedule = "auto" if seed % 2 else "1f1b"
+        options = PlanOptions(gpus=devices, schedule=schedule, exact=True)
+        made = plan(random_profile(seed), random_cluster(seed, devices), options)
+        assert Plan.parse(made.dumps(), Path("plan.json")) == made
+        program = expand(made)
+        check(program, made)
+        if len(made.groups[0]) == 1:
+            deepest = [{index: stage.warmup} for index, stage in enumerate(made.stages) for _ in stage.devices]
+            assert deepest == [in_flight(actions) for actions in program.ranks]
+        assert made.predicted.lower_bound_s <= made.predicted.step_s
+        assert {"pure data parallelism", "equal split"} <= {each.name for each in made.alternatives}
+        for each in made.alternatives:
+            assert each.excluded or each.step_s is None or each.step_s >= made.predicted.step_s
+            assert each.step_s is None or made.predicted.bounds is None or each.step_s >= made.predicted.bounds.work_s
+        for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True):
+            assert peak <= limit
+
+
+def test_replicas_that_take_turns_never_have_more_in_flight_than_the_stage_before() -> None:
+    options = PlanOptions(stages="0-2:1,3-5:1,6:1,7:5", micro_batches=8, batch=8)
+    made = plan(gpt_profile(blocks=6), local_cluster(8), options)
+    wide = made.stages[-1]
+    assert len(wide.devices) == 5
+    found = [stage.warmup * (len(stage.devices) if stage.division == "round-robin" else 1) for stage in made.stages]
+    assert [min(8, each) for each in found] == sorted((min(8, each) for each in found), reverse=True)
+
+
+def test_the_search_makes_the_plan_of_the_oracle() -> None:
+    options = PlanOptions(gpus=3, gap=0.0, schedule="1f1b")
+    for seed in range(20):
+        profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4)), random_cluster(seed, 3)
+        made = plan(profile, cluster, options)
+        assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9)
+
+
+def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
+    checked = 0
+    for seed in range(60):
+        profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3)), random_cluster(seed, 3)
+        options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500, shard="none")
+        costs = CostModel(profile, cluster, options)
+        least = min(max(costs.shortfalls(candidate)) for candidate in everything(costs, options))
+        if least <= 0:
+            continue
+        checked += 1
+        with pytest.raises(InfeasibleError) as caught:
+            plan(profile, cluster, options)
+        found = re.search(r"\((\d+) bytes\)", str(caught.value))
+        assert found is not None
+        assert int(found[1]) == least
+        assert "stage " in str(caught.value)
+        assert "a plan fits with `" in str(caught.value)
+    assert checked >= 40
+
+
+def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none", schedule="1f1b")
+    made = plan(gpt_profile(), local_cluster(2), options)
+    data_parallel = made.alternatives[0]
+    assert data_parallel.infeasible is not None
+    assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB")
+    assert len(made.stages) == 2
+
+
+def test_a_batch_too_small_for_data_parallelism_says_so() -> None:
+    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, batch=3))
+    assert made.alternatives[0].infeasible == "no micro-batch of a batch of 3 has a sample for each of 4"
+
+
+def test_devices_that_stay_idle_are_mentioned_and_use_all_forbids_them() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    slow = plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4))
+    assert len(slow.devices) == 1
+    assert slow.notes[0].startswith("1 of 2 devices stay idle")
+    assert len(plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4, use_all=True)).devices) == 2
+
+
+def test_more_devices_than_any_plan_can_use_are_infeasible_with_use_all() -> None:
+    with pytest.raises(InfeasibleError, match=r"no plan uses all 20 devices"):
+        plan(gpt_profile(blocks=1), local_cluster(2), PlanOptions(gpus=20, use_all=True, batch=1))
+
+
+def test_dictated_stages_are_priced_and_kept() -> None:
+    options = PlanOptions(stages="wte-h.2:2,4-13:1", schedule="gpipe", micro_batches=4)
+    made = plan(gpt_profile(), local_cluster(2), options)
+    assert [(stage.layers[0], stage.layers[-1], stage.devices) for stage in made.stages] == [
+        ("wte", "h.2", (0, 1)),
+        ("h.3", "head", (2,)),
+    ]
+    assert (made.schedule, made.micro_batches) == ("gpipe", 4)
+    best = next(each for each in made.alternatives if each.name == "best")
+    assert best.step_s is not None
+    assert best.step_s <= made.predicted.step_s
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"stages": "0-13:3", "gpus": 2}, "`stages` needs 3 devices, but `gpus` is 2"),
+        ({"stages": "0-13:2", "gpus": 4, "use_all": True}, "`use_all` asks for all 4"),
+        ({"stages": "0-13:20"}, "use fewer replicas"),
+        ({"stages": "0-13:2", "min_stages": 2}, "`min_stages` is 2"),
+        ({"gpus": 2, "micro_batches": 5}, "`micro_batches=5` does not divide the batch 16; near ones do: 2, 4, 8"),
+        ({"gpus": 20, "min_stages": 15}, "make at most 14 stages"),
+        ({"gpus": 1, "min_stages": 2}, "`min_stages=2` needs as many devices, but `gpus` is 1"),
+        ({"gpus": 0}, "`gpus` must be at least 1, found 0"),
+        ({"gpus": 2, "gap": -1.0}, "`gap` must be 0 or more"),
+        (
+            {"gpus": 2, "schedule": "zigzag"},
+            "dualpipe-v; found 'zigzag'",
+        ),
+        ({"gpus": 8, "solver": "exhaustive"}, "`solver` must be dp or milp, found 'exhaustive'"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(gpt_profile(), local_cluster(2), PlanOptions(**asked))  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_leaves_it_out(shard: Shard) -> None:
+    profile = gpt_profile(blocks=2).model_copy(update={"indivisible": "its step raises AssertionError"})
+    with pytest.raises(UsageError, match=rf"`shard='{shard}'`: .* its step raises \w+; plan with `shard='none'`"):
+        plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=shard))
+    usual, auto = (plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=each)) for each in ("none", "auto"))
+    assert usual == auto
+    assert "sharded data parallelism" not in [each.name for each in usual.alternatives]
+
+
+def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None:
+    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1, shard="none")
+    whole = gpt_profile().model_copy(update={"indivisible": "its step raises AssertionError"})
+    for profile, helps in ((gpt_profile(), True), (whole, False)):
+        with pytest.raises(InfeasibleError) as failed:
+            plan(profile, local_cluster(2), options)
+        assert ("`shard=" in str(failed.value)) == helps
+
+
+def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, schedule="1f1b")).stages) == 1
+    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b")).stages) == 2
+
+
+def test_a_reference_that_an_option_excludes_is_marked() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b"))
+    assert made.alternatives[0].excluded == "`min_stages=2`"
+    assert made.alternatives[0].step_s is not None
+    assert made.alternatives[0].step_s < made.predicted.step_s
+
+
+def test_devices_of_another_type_than_measured_are_mentioned() -> None:
+    cluster = local_cluster(2)
+    other = cluster.devices[0].model_copy(update={"type": "cuda"})
+    profile = gpt_profile()
+    made = plan(profile, cluster.model_copy(update={"devices": (other, other)}), PlanOptions(gpus=2))
+    name = profile.device.name
+    assert made.notes[0] == f"the profile is of {name}, but the cluster has cuda: times are {name}'s"
+
+
+def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3, shard="none", schedule="1f1b"))
+    assert len(made.alternatives) >= 5
+    for each in made.alternatives:
+        shard = "parameters" if each.name == "sharded data parallelism" else "none"
+        schedule = "gpipe" if each.schedule == "gpipe" else "auto"
+        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, shard=shard, schedule=schedule)
+        assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == pytest.approx(each.step_s)
+
+
+_SCRIPT = """
+import sys
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+from autopar.planner import PlanOptions, plan
+for seed in range(12):
+    made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
+    sys.stdout.write(made.dumps())
+sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
+sys.stdout.write(plan(gpt_profile(), local_cluster(4), PlanOptions(objective="throughput")).dumps())
+assert not {"torch", "pandas", "matplotlib", "networkx", "pulp"} & set(sys.modules), "the planner must stay light"
+options = PlanOptions(gpus=3, bytes_per_s=1e8, min_stages=2, pin=("h.1,h.2 same stage",), solver="milp")
+sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
+"""
+
+
+def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_torch() -> None:
+    answers = []
+    for hash_seed in ("0", "1", "4242"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HARNESS)}
+        command = [sys.executable, "-c", _SCRIPT]
+        done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        answers.append(done.stdout)
+    assert len(answers[0]) > 10_000
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() -> None:
+    costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
+    simulator = Simulator(costs)
+    options = PlanOptions(min_stages=2, schedule="gpipe", micro_batches=4, recompute="none")
+    candidates = list(everything(costs, options))
+    for candidate in candidates:
+        simulator.step_s(candidate)
+    assert len(candidates) == 13
+    assert len(simulator._rows) == 1
+
+
+def test_a_search_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "MOST_BYTES", 2**20)
+    with pytest.raises(UsageError, match="GiB of tables; narrow it with fewer `gpus`"):
+        plan(gpt_profile(blocks=40, batch=64), local_cluster(16), PlanOptions(gpus=16))

@@ -1,0 +1,74 @@
+"""What optimizers keep, and hold for a while, on tensors without data and on real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.source import load
+from autopar.errors import ModelError
+from autopar.profiler.optimizer import OptimizerMemory, optimizer_memory
+from paths import EXAMPLES
+
+MLP = EXAMPLES / "mlp.py"
+LAYERS = {
+    "a": [("a.weight", nn.Parameter(torch.zeros(100, 10))), ("a.bias", nn.Parameter(torch.zeros(10)))],
+    "b": [("b.weight", nn.Parameter(torch.ones(50)))],
+}
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def _memory(make: Make, device: str = "cpu") -> OptimizerMemory:
+    user = load(str(MLP))
+    user.functions["optimizer"] = make
+    return optimizer_memory(user, {**LAYERS, "none": []}, torch.device(device))
+
+
+def test_one_parameter_after_the_other_holds_two_of_its_sizes_for_adam() -> None:
+    found = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
+    assert found.state == {"a": 2 * 4040 + 8, "b": 2 * 200 + 4, "none": 0}
+    assert found.workspace == {"a": 2 * 4000, "b": 2 * 200, "none": 0}
+    assert not found.at_once
+
+
+def test_on_cuda_an_optimizer_works_on_all_at_once_unless_told_otherwise() -> None:
+    assert _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1), "cuda").at_once
+    told = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False), "cuda")
+    assert not told.at_once
+    fused = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True), "cuda")
+    assert fused.workspace == {"a": 0, "b": 0, "none": 0}
+
+
+def test_layers_of_a_single_kind_are_worked_on_at_once_too() -> None:
+    user = load(str(MLP))
+    user.functions["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    found = {
+        device: optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(device))
+        for device in ("cpu", "cuda")
+    }
+    assert [found[device].at_once for device in ("cpu", "cuda")] == [False, True]
+
+
+def test_an_optimizer_that_divides_by_a_norm_is_stepped_on_real_values() -> None:
+    class Reading(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            norm = self.param_groups[0]["params"][0].grad.norm().item()
+            self.param_groups[0]["lr"] = 0.1 / norm
+            super().step()
+
+    found = _memory(lambda parameters: Reading(parameters, lr=0.1, momentum=0.9))
+    assert found.state == {"a": 4040, "b": 200, "none": 0}
+
+
+def test_an_optimizer_that_fails_says_so() -> None:
+    with pytest.raises(Exception, match="Invalid learning rate"):
+        _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
+        _memory(lambda parameters: torch.optim.LBFGS(parameters))

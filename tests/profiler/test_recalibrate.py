@@ -1,0 +1,257 @@
+"""Profiles and clusters corrected by what a run measured: planning with them predicts what the run would take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Layer, Profile, Tensor
+from autopar.formats.timeline import own_times
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
+from random_problems import cost, profile_of
+
+LAYERS = 8
+BATCH = 12
+SIZES = (1, 2, 4)
+CUTS = ("0-2:1,3-7:1", "0-1:1,2-4:1,5-7:1", "0-4:2,5-7:1")
+
+
+def profile(draw: random.Random, repeated: bool = False) -> Profile:
+    """Return a chain of layers that take time in proportion to their rows; if repeated, all measured as the first."""
+    names = [f"layer.{index}" for index in range(LAYERS)]
+    layers, first = [], draw.uniform(1e-3, 5e-3)
+    for index, name in enumerate(names):
+        forward = first if repeated else draw.uniform(1e-3, 5e-3)
+        back = first * 2 if repeated else draw.uniform(1e-3, 1e-2)
+        layers.append(
+            Layer(
+                name=name,
+                modules=(name,),
+                parameters_bytes=4000,
+                trainable_bytes=4000,
+                gradient_bytes=4000,
+                optimizer_bytes=0,
+                update_s=draw.uniform(1e-4, 1e-3),
+                costs=tuple(cost(rows, forward * rows, back * rows, {}, 100, 100) for rows in SIZES),
+                measured_as=names[0] if repeated and index else None,
+            )
+        )
+    tensors = [Tensor(name="x", producer=None, consumers=(names[0],), bytes_per_sample=8, dtype="f32", gradient=False)]
+    for index in range(LAYERS - 1):
+        tensor = {"producer": names[index], "consumers": (names[index + 1],), "bytes_per_sample": 1000 * (index + 1)}
+        tensors.append(Tensor(name=f"t{index}", dtype="f32", gradient=True, **tensor))
+    return profile_of(layers, tensors, BATCH, overhead_s=draw.uniform(0, 1e-2))
+
+
+def like(truth: Profile, draw: random.Random) -> Profile:
+    """Return a profile of the same layers whose times are wrong, differently for every layer that was measured.
+
+    Updates are wrong alike: what a layer has of its stage's is not measured.
+    """
+    by = {layer.name: (draw.uniform(0.2, 4), draw.uniform(0.2, 4)) for layer in truth.layers}
+    layers = []
+    for layer in truth.layers:
+        forward, backward = by[layer.measured_as or layer.name]
+        costs = tuple(
+            each.model_copy(
+                update={
+                    "forward_s": each.forward_s * forward,
+                    "backward_s": each.backward_s * backward,
+                    "provenance": "estimated",
+                }
+            )
+            for each in layer.costs
+        )
+        layers.append(layer.model_copy(update={"costs": costs, "update_s": layer.update_s * 3}))
+    return truth.model_copy(update={"layers": tuple(layers), "step_overhead_s": 0.0})
+
+
+def cluster(latency_s: float, bytes_per_s: float, curve: bool = False) -> Cluster:
+    sizes = (1000, 100_000)
+    seconds = tuple(latency_s + size / bytes_per_s for size in sizes)
+    return Cluster(
+        devices=(Device(type="cpu", memory_bytes=2**34),) * 3,
+        links=(Link(level="node", latency_s=latency_s, bytes_per_s=bytes_per_s),),
+        curves=(Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds),) if curve else (),
+    )
+
+
+def planned(known: Profile, links: Cluster, stages: str) -> Plan:
+    return plan(known, links, PlanOptions(stages=stages, micro_batches=3, schedule="1f1b"))
+
+
+def layers_of(truth: Profile, run: Plan) -> list[dict[str, tuple[float, float]]]:
+    """Return what layers truly take on every rank, for its rows."""
+    found = []
+    for stage in run.stages:
+        for rows in stage.rows:
+            mine = [layer for layer in truth.layers if layer.name in stage.layers]
+            each = [layer.costs[0] for layer in mine]
+            found.append({x.name: (c.forward_s * rows, c.backward_s * rows) for x, c in zip(mine, each, strict=True)})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stages", CUTS)
+def test_a_run_with_timed_layers_corrects_the_prediction_of_every_other_cut(seed: int, stages: str) -> None:
+    draw = random.Random(seed)
+    truth, true_links = profile(draw), cluster(1e-4, 1e8)
+    wrong, wrong_links = like(truth, draw), cluster(3e-4, 2e7)
+    run = planned(wrong, wrong_links, stages)
+    measured, predicted = own_times(simulate(run, truth, true_links)), own_times(simulate(run, wrong, wrong_links))
+    update = correct_profile(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    links = correct_links(wrong_links, run, measured, predicted)
+    if stages == CUTS[1]:
+        # Messages of two sizes tell latency from bandwidth.
+        (link,) = links.links
+        assert (link.latency_s, link.bytes_per_s) == (pytest.approx(1e-4), pytest.approx(1e8))
+        assert link.provenance == "measured"
+    for other in CUTS:
+        right = planned(truth, true_links, other)
+        before, after = planned(wrong, links, other), planned(update, links, other)
+        step_s = right.predicted.step_s
+        # An all-reduce is not corrected but by its link; all else is.
+        close = 1e-9 if stages == CUTS[1] else 0.02
+        assert after.predicted.step_s == pytest.approx(step_s, rel=close)
+        assert abs(after.predicted.step_s - step_s) < abs(before.predicted.step_s - step_s)
+
+
+def test_without_timed_layers_the_plan_that_was_run_is_predicted_as_it_ran() -> None:
+    draw = random.Random(7)
+    truth, links = profile(draw), cluster(1e-4, 1e8)
+    wrong = like(truth, draw)
+    run = planned(wrong, links, CUTS[1])
+    measured, predicted = own_times(simulate(run, truth, links)), own_times(simulate(run, wrong, links))
+    update = correct_profile(wrong, run, measured, predicted, [], truth.step_overhead_s)
+    assert simulate(run, update, links).end_s == pytest.approx(simulate(run, truth, links).end_s)
+    for stage in run.stages:
+        ratios = {
+            round(after.costs[0].forward_s / before.costs[0].forward_s, 9)
+            for before, after in zip(wrong.layers, update.layers, strict=True)
+            if before.name in stage.layers
+        }
+        assert len(ratios) == 1
+
+
+def test_layers_measured_as_one_stay_alike_and_sizes_that_ran_are_measured() -> None:
+    draw = random.Random(3)
+    truth, links = profile(draw, repeated=True), cluster(1e-4, 1e8)
+    wrong = like(truth, draw)
+    run = planned(wrong, links, CUTS[0])
+    measured = {
+        key: seconds * draw.uniform(0.9, 1.1) for key, seconds in own_times(simulate(run, truth, links)).items()
+    }
+    update = correct_profile(wrong, run, measured, own_times(simulate(run, wrong, links)), layers_of(truth, run), 0.0)
+    assert len({layer.costs for layer in update.layers}) == 1
+    known = {each.micro_batch: each.provenance for each in update.layers[0].costs}
+    assert known == {1: "estimated", 2: "estimated", 4: "measured"}
+    assert Profile.model_validate_json(update.dumps()) == update
+    assert correct_profile(update, run, measured, measured, [], 0.0).notes == update.notes
+
+
+def test_a_curve_of_messages_and_its_link_are_slowed_alike() -> None:
+    draw = random.Random(5)
+    known = profile(draw)
+    before, after = cluster(1e-4, 1e8, curve=True), cluster(3e-4, 1e8 / 3, curve=True)
+    run = planned(known, before, CUTS[0])
+    measured, predicted = own_times(simulate(run, known, after)), own_times(simulate(run, known, before))
+    found = correct_links(before, run, measured, predicted)
+    assert found.curves[0].seconds == pytest.approx(after.curves[0].seconds)
+    assert found.links[0].latency_s == pytest.approx(3e-4)
+    assert found.links[0].bytes_per_s == pytest.approx(1e8 / 3)
+
+
+def test_a_run_that_measured_no_message_leaves_the_cluster_as_it_is() -> None:
+    known, links = profile(random.Random(1)), cluster(1e-4, 1e8)
+    run = planned(known, links, "0-7:2")
+    times = own_times(simulate(run, known, links))
+    assert correct_links(links, run, times, times) is not None
+    assert correct_links(links, run, times, times) == links
+
+
+def gathering(factor: float, overlap: float | None = None) -> Cluster:
+    """Return a cluster whose gathers take so many times as long; computing beside them takes ``overlap`` times."""
+    sizes, seconds = (1000, 100_000), (1e-3 * factor, 5e-3 * factor)
+    kinds = ("all_gather", "reduce_scatter")
+    curves = tuple(Curve(kind=kind, ranks=2, level="node", sizes=sizes, seconds=seconds) for kind in kinds)
+    overlaps = () if overlap is None else (Overlap(level="node", compute=overlap, communication=1.0),)
+    return cluster(1e-4, 1e8).model_copy(update={"curves": curves, "overlaps": overlaps})
+
+
+def sharding(known: Profile, links: Cluster) -> Plan:
+    return plan(known, links, PlanOptions(stages="0-4:2,5-7:1", micro_batches=3, schedule="1f1b", shard="parameters"))
+
+
+def test_what_a_stage_that_gathers_takes_beyond_computing_is_taken_for_its_gathers() -> None:
+    draw = random.Random(2)
+    truth = profile(draw)
+    # Only what computes alone tells of its layers: those of the other stage are known well.
+    other = like(truth, draw)
+    wrong = truth.model_copy(update={"layers": (*truth.layers[:5], *other.layers[5:])})
+    run = sharding(wrong, gathering(1.0))
+    assert [stage.shard for stage in run.stages] == ["parameters", "none"]
+    measured = own_times(simulate(run, truth, gathering(2.5)))
+    predicted = own_times(simulate(run, wrong, gathering(1.0)))
+    made = correct_profile(wrong, run, measured, predicted, layers_of(truth, run), truth.step_overhead_s)
+    assert made.layers[:5] == wrong.layers[:5]
+    assert [layer.costs[0].forward_s for layer in made.layers[5:]] == pytest.approx(
+        [layer.costs[0].forward_s for layer in truth.layers[5:]]
+    )
+    both = (own_times(simulate(run, made, each)) for each in (gathering(1.0), without_gathering(gathering(1.0))))
+    links = correct_gathering(gathering(1.0), run, measured, *both)
+    for found, right in zip(links.curves, gathering(2.5).curves, strict=True):
+        assert found.seconds == pytest.approx(right.seconds)
+        assert found.provenance == "measured"
+    assert simulate(run, made, links).end_s == pytest.approx(simulate(run, truth, gathering(2.5)).end_s, rel=0.01)
+
+
+def test_devices_beyond_those_that_a_cluster_lists_are_corrected_like_them() -> None:
+    known, links = profile(random.Random(5)), gathering(1.0)
+    one = links.model_copy(update={"devices": links.devices[:1]})
+    options = PlanOptions(gpus=3, stages="0-4:2,5-7:1", micro_batches=3, schedule="1f1b", shard="parameters")
+    run = plan(known, one, options)
+    predicted, alone = (own_times(simulate(run, known, each)) for each in (one, without_gathering(one)))
+    measured = {key: 2 * seconds for key, seconds in predicted.items()}
+    few = correct_gathering(correct_links(one, run, measured, predicted), run, measured, predicted, alone)
+    assert few.links[0].latency_s == pytest.approx(2 * links.links[0].latency_s)
+    all_listed = correct_gathering(correct_links(links, run, measured, predicted), run, measured, predicted, alone)
+    assert (few.links, few.curves) == (all_listed.links, all_listed.curves)
+
+
+@pytest.mark.parametrize("links", [gathering(0.01, overlap=1.0), cluster(1e-4, 1e8, curve=True)])
+def test_gathers_that_computing_hides_and_those_without_curves_stay_as_they_are(links: Cluster) -> None:
+    known = profile(random.Random(4))
+    run = sharding(known, links)
+    predicted = own_times(simulate(run, known, links))
+    measured = {key: 1.2 * seconds for key, seconds in predicted.items()}
+    assert (
+        correct_gathering(links, run, measured, predicted, own_times(simulate(run, known, without_gathering(links))))
+        == links
+    )
+
+
+def test_a_run_that_was_all_sharded_corrects_no_layer() -> None:
+    known, links = profile(random.Random(6)), gathering(1.0)
+    options = PlanOptions(stages="0-7:2", micro_batches=3, schedule="gpipe", shard="gradients")
+    run = plan(known, links, options)
+    predicted = own_times(simulate(run, known, links))
+    measured = {key: 2 * seconds for key, seconds in predicted.items()}
+    assert correct_profile(known, run, measured, predicted, [], 0.0) == known.model_copy(
+        update={"step_overhead_s": 0.0}
+    )
+
+
+def test_updates_of_stages_that_divide_the_optimizer_correct_no_layer() -> None:
+    known, links = profile(random.Random(7)), gathering(1.0)
+    options = PlanOptions(stages="0-7:2", micro_batches=3, schedule="gpipe", shard="optimizer")
+    run = plan(known, links, options)
+    predicted = own_times(simulate(run, known, links))
+    # The gather that is predicted behind an update is in the next step's first forward.
+    measured = {key: seconds / 9 if key[1].kind == "U" else 2 * seconds for key, seconds in predicted.items()}
+    made = correct_profile(known, run, measured, predicted, layers_of(known, run), 0.0)
+    assert [layer.update_s for layer in made.layers] == [layer.update_s for layer in known.layers]
+    assert made.layers[0].costs[0].forward_s == pytest.approx(2 * known.layers[0].costs[0].forward_s)

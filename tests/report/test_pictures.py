@@ -1,0 +1,119 @@
+"""Gantt pictures: every block where the timeline says, numbers only where they fit, nothing over something else."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from autopar.formats.program import Action
+from autopar.formats.timeline import Timeline
+from autopar.report.pictures import draw_over, draw_timeline, render
+from played import play, small_plan
+
+SHAPES = [
+    ((1,), 1, "gpipe"),
+    ((2, 1), 4, "1f1b"),
+    ((1, 2, 1), 8, "gpipe"),
+    ((2,) * 8, 64, "1f1b"),
+    ((1, 2, 1), 6, "zb-v"),
+]
+
+
+def _bars(figure: Figure) -> int:
+    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
+    return sum(len(each.get_paths()) for each in collections)
+
+
+def _texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
+def test_every_event_is_drawn_once(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
+    timeline = play(small_plan(widths, micro_batches, schedule))
+    assert _bars(draw_timeline(timeline)) == len(timeline) + timeline.rank_count()
+
+
+def test_blocks_lie_at_their_times_in_milliseconds() -> None:
+    timeline = play(small_plan((1, 1), 2, "gpipe"))
+    expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
+    found = set()
+    for collection in draw_timeline(timeline).axes[0].collections:
+        for path in collection.get_paths():
+            extent = path.get_extents()
+            found.add((round(extent.x0, 6), round(extent.x1, 6)))
+    assert expected <= found
+
+
+def test_numbers_are_written_where_they_fit_and_left_out_where_not() -> None:
+    few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
+    assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
+    assert "63" not in _texts(draw_timeline(many))
+
+
+@pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
+def test_no_text_lies_over_another(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
+    plan = small_plan(widths, micro_batches, schedule)
+    figure = draw_over(play(plan, "measured", jitter=0.3), play(plan))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts if text.get_text()]
+    boxes.sort(key=lambda box: box.x0)
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if other.x0 >= box.x1:
+                break
+            assert min(box.y1, other.y1) - max(box.y0, other.y0) <= 0.5
+
+
+def test_the_title_states_the_error_of_the_prediction() -> None:
+    plan = small_plan((1, 1), 4)
+    measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
+    assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
+
+
+def test_an_empty_timeline_can_be_drawn() -> None:
+    assert _bars(draw_timeline(Timeline("measured"))) == 0
+
+
+def test_the_same_timeline_gives_the_same_bytes() -> None:
+    pictures = []
+    for _ in range(2):
+        content = io.BytesIO()
+        draw_timeline(play(small_plan((2, 1), 4))).savefig(content, format="png")
+        pictures.append(content.getvalue())
+    assert pictures[0] == pictures[1]
+
+
+def test_the_table_sums_what_each_rank_computes() -> None:
+    stream = io.StringIO()
+    render(play(small_plan((1, 1), 4)), Console(file=stream, width=120))
+    rows = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["0", "0", *["40", "ms", "80", "ms", "2", "ms", "0", "s", "0", "s", "6", "ms", "32", "ms"]] in rows
+
+
+def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None:
+    timeline = Timeline("simulated")
+    for rank in range(1024):
+        timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
+    figure = draw_timeline(timeline)
+    width, height = figure.get_size_inches() * figure.dpi
+    assert max(width, height) < 2**15
+    assert _bars(figure) == 2 * 1024
+
+
+def test_a_table_of_a_thousand_ranks_shows_the_first_and_the_last_ones() -> None:
+    timeline = Timeline("simulated")
+    for rank in range(1024):
+        timeline.add(rank, Action("F", rank, 0), 0.1 * rank, 0.1 * (rank + 1))
+    stream = io.StringIO()
+    render(timeline, Console(file=stream, width=200))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert [int(line[0]) for line in lines if line and line[0].isdigit()] == [*range(30), *range(1014, 1024)]
+    assert ["...", "984", "more"] in lines

@@ -1,0 +1,82 @@
+"""A plan's bounds in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError
+from autopar.formats.plan import BoundPart, Bounds, Plan, Shares, Term
+from autopar.report.plan import binding_text, bound_rows, plan_text, share_text
+from played import small_plan
+
+
+def _plan(*parts: BoundPart) -> Plan:
+    plan = small_plan((1, 1), 2)
+    update = {
+        "step_s": 1.1,
+        "lower_bound_s": 1.0,
+        "bounds": Bounds(work_s=0.5, contiguous_s=0.7, linked_s=0.75),
+        "binding": parts,
+        "shares": Shares(computing=0.7, messages=0.1, reduction=0.05, idle=0.15),
+    }
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=update)})
+
+
+def test_the_stack_of_bounds_ends_with_the_gap() -> None:
+    assert bound_rows(_plan()) == [
+        ("bound of any plan: work alone", "500 ms"),
+        ("one stage a device: contiguous", "700 ms"),
+        ("+ links", "750 ms"),
+        ("+ memory: their lower bound", "1 s"),
+        ("gap to it", "10.0 %"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("term", "text"),
+    [
+        ("compute", "computing on stage 0"),
+        ("round trip", "round trips of stage 0 with 2 in flight, more than which its memory does not hold"),
+        ("link", "messages between stages 0 and 1"),
+        ("filling", "filling and draining the pipeline around stage 0"),
+        ("synchronisation", "gradient synchronisation of stage 0"),
+        ("update", "the update of stage 0"),
+        ("overhead", "the step's overhead"),
+    ],
+)
+def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -> None:
+    plan = _plan(
+        BoundPart(term=term, stage=0, seconds=0.6, full=term == "round trip"),
+        BoundPart(term="update", stage=1, seconds=0.2),
+    )
+    assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
+    assert f"what binds: {text}" in plan_text(plan)
+
+
+def test_shares_are_named() -> None:
+    expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
+    assert share_text(_plan()) == expected
+    assert expected in plan_text(_plan())
+
+
+def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
+    old = small_plan((1, 1), 2)
+    keys = {"bounds", "binding", "shares"}
+    content = old.model_dump(mode="json")
+    for key in keys:
+        del content["predicted"][key]
+    assert Plan.model_validate_json(json.dumps(content)) == old
+    text = plan_text(old)
+    assert "lower bound" in text
+    assert "what binds" not in text
+    assert "ranks' time" not in text
+
+
+def test_a_part_of_a_stage_that_is_not_there_is_refused_with_its_path() -> None:
+    for term, stage in (("update", 2), ("link", 1)):
+        text = _plan(BoundPart(term=term, stage=stage, seconds=1.0)).dumps()  # type: ignore[arg-type]
+        with pytest.raises(FileError, match=r"\$\.predicted\.binding\[0\]\.stage: "):
+            Plan.parse(text, Path("plan.json"))

@@ -1,0 +1,301 @@
+"""``autopar run`` and ``autopar worker``, as a user meets them: outcome, files, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.cli import main
+from autopar.formats.plan import Plan
+from autopar.formats.report import Report
+from autopar.formats.timeline import Timeline
+from autopar.ranks.pool import RankPool
+from autopar.runtime.result.weights import read
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.schedules.expand import expand
+from dictated import dictate
+from paths import MODELS
+
+Run = subprocess.CompletedProcess[str]
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a model file in it."""
+    (tmp_path / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan_for(here: Path, widths: list[int], name: str = "words", rows: int = 4) -> Plan:
+    model = load(f"{name}.py")
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, widths, 2, rows, cuts=[1, 2, 3][: len(widths) - 1])
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": f"{name}.py"})})
+    plan.save(here / "plan.json")
+    return plan
+
+
+def autopar(*arguments: str) -> Run:
+    command = [sys.executable, "-m", "autopar", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+
+def torchrun(count: int, *arguments: str) -> Run:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "autopar", "worker", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, *start], capture_output=True, text=True, check=False, timeout=200, env=environment
+    )
+
+
+def last_line(run: Run) -> str:
+    return run.stderr.strip().splitlines()[-1]
+
+
+def rank_processes(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                arguments = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(above) == parent and state != "Z" and b"autopar.ranks.entry" in arguments:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(here: Path) -> None:
+    plan = plan_for(here, [1, 2])
+    done = autopar("run", "--steps", "4", "--trace", "t.json", "--save", "trained", "--json")
+    assert done.returncode == 0, done.stderr
+    report = Report.load(here / "report.json")
+    assert json.loads(done.stdout) == json.loads((here / "report.json").read_text())
+    assert report.steps == len(report.loss) == 4
+
+    assert len(report.peak_bytes) == report.ranks == 3
+    assert all(peak > 0 for peak in report.peak_bytes)
+    timeline = Timeline.load(here / "t.json")
+    assert timeline.origin == "measured"
+    assert timeline.rank_count() == 3
+    state = dict(load("words.py").build(0).named_parameters())
+    trained = read(here / "trained", state)
+    assert trained.keys() == state.keys()
+    names = sorted(path.name for path in (here / "trained").iterdir())
+    assert [re.sub("-[0-9a-f]{16}", "", name) for name in names] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+    again = autopar("run", "--steps", "1", "--weights", "trained", "--save", "more")
+    assert again.returncode == 0, again.stderr
+    (file,) = (here / "more").glob("model-00001-*.safetensors")
+    moved = load_file(file)
+    assert [name for name, value in moved.items() if value.equal(state[name])] == ["unused"]
+    assert Report.load(here / "report.json").initial_weights == "files in trained"
+    assert plan.predicted.step_s == 0
+
+
+def test_the_report_names_modules_that_training_puts_back_into_training_mode(here: Path, pool: RankPool) -> None:
+    frozen = "import words\nfrom words import *\ndef model():\n    net = words.model()\n"
+    part = "next(part for path, part in net.named_modules() if path)"
+    (here / "frozen.py").write_text(f"{frozen}    {part}.eval()\n    return net\n")
+    plan = plan_for(here, [1, 1], "frozen")
+    report = run(plan, str(here / "frozen.py"), RunOptions(1), pool=pool).report
+    (note,) = [note for note in report.notes if "evaluation mode" in note]
+    assert note.endswith("training puts all modules into training mode, as train() does")
+
+
+def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
+    text = expand(plan_for(here, [1, 1])).dumps()
+    early = text.replace("SG0@1>0@0 R1@1<0@0", "R1@1<0@0 SG0@1>0@0")
+    assert early != text
+    (here / "p.json").write_text(early)
+    done = autopar("run", "--steps", "1", "--program", "p.json", "--trace", "t.json", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == ["the program of p.json was run, not the plan's own"]
+    performed = [str(event.action) for event in Timeline.load(here / "t.json") if event.rank == 1]
+    assert performed.index("SG0@1>0@0") == performed.index("R1@1<0@0") + 1
+    (here / "p.json").write_text(text.replace("S0@0>1@1 ", ""))
+    refused = autopar("run", "--steps", "1", "--program", "p.json")
+    assert refused.returncode == 4
+    assert last_line(refused) == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
+
+
+def test_torchrun_starts_the_same_ranks(here: Path) -> None:
+    # Mini-batches of 48 of the 64 samples.
+    plan_for(here, [1, 1], rows=24)
+    local = autopar("run", "--epochs", "1", "--last", "pad")
+    assert local.returncode == 0, local.stderr
+    report = Report.load(here / "report.json")
+    assert len(report.loss) == 2
+    assert report.notes == ("the last mini-batch of an epoch repeats 32 of its 64 samples (--last pad)",)
+    started = torchrun(2, "plan.json", "--epochs", "1", "--report", "other.json")
+    assert started.returncode == 0, started.stderr
+    other = Report.load(here / "other.json")
+    assert other.loss == report.loss[:1]
+    assert other.notes == ("an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)",)
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
+def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: int, words: str) -> None:
+    plan_for(here, [1, 1])
+    started = torchrun(count, "plan.json", "--steps", "3")
+    assert started.returncode != 0
+    assert started.stderr.count(f"the number of ranks started is {count}, {words} that the plan needs") == 1
+    assert not (here / "report.json").exists()
+
+
+def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path) -> None:
+    text = (here / "words.py").read_text().replace("UNKNOWN_AT = -1", "UNKNOWN_AT = 7")
+    (here / "words.py").write_text(text)
+    plan_for(here, [1, 1])
+    done = autopar("run", "--steps", "9", "--trace", "t.json")
+    assert done.returncode == 5
+    where = r"rank 0 \(stage 0, step \d, F\d@0\): layer 0"
+    assert re.match(rf"autopar: {where}: IndexError: index out of range", last_line(done))
+    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGKILL, 5, r"rank 1 \(stage 1, step \d+, \S+\) was killed by SIGKILL"),
+        (signal.SIGSTOP, 5, r"rank 1 \(stage 1, step \d+, \S+\) is stopped"),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
+    here: Path, number: signal.Signals, code: int, said: str
+) -> None:
+    plan_for(here, [1, 1])
+    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000", "--timeout", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        ranks = _wait_for_steps(run)
+        os.kill(ranks[1], number)
+        began_s = time.monotonic()
+        rest = run.communicate(timeout=100)[1]
+        # The timeout of 3 s, and what a busy machine adds.
+        assert time.monotonic() - began_s < 30
+    assert run.returncode == code
+    assert re.search(said, rest.strip().splitlines()[-1])
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not (here / "report.json").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_no_process_and_no_file(here: Path, number: signal.Signals, code: int) -> None:
+    plan_for(here, [1, 1])
+    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        ranks = _wait_for_steps(run)
+        run.send_signal(number)
+        rest = run.communicate(timeout=100)[1]
+    assert run.returncode == code
+    assert "Traceback" not in rest
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+
+
+def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for local_rank, said in (("0", "autopar: no-plan.json: no such plan file"), ("1", "")):
+        for name, value in (
+            ("RANK", local_rank),
+            ("LOCAL_RANK", local_rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ):
+            monkeypatch.setenv(name, value)
+        code, _, stderr = command("worker", "no-plan.json")
+        assert code == 4
+        assert stderr.startswith(said)
+        assert bool(stderr) == bool(said)
+
+
+def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step "):
+            return rank_processes(run.pid)
+    raise AssertionError(f"the run ended with {run.wait()}")
+
+
+def edited(here: Path, **changes: object) -> None:
+    content = json.loads((here / "plan.json").read_text())
+    content.update(changes)
+    (here / "plan.json").write_text(json.dumps(content))
+
+
+def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_for(here, [1, 1])
+    content = json.loads((here / "plan.json").read_text())
+    stages = content["stages"]
+
+    def refused(code: int, said: str, *arguments: str) -> None:
+        # In this process: starting one that imports torch takes longer than all the rest.
+        monkeypatch.setattr(sys, "argv", ["autopar", "run", "--steps", "1", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        stderr = capsys.readouterr().err
+        assert ended.value.code == code, stderr
+        assert re.search(said, stderr.strip().splitlines()[-1]), stderr
+        assert "Traceback" not in stderr
+        assert not (here / "report.json").exists()
+
+    refused(4, r"no-plan.json: no such plan file", "no-plan.json")
+    refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
+    refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
+    refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
+    refused(2, r"--timeout must be positive, and at most 1e\+09 seconds, found inf", "--timeout", "inf")
+    refused(2, r"r.json is written by this command and cannot", "--report", "r.json", "--trace", "r.json")
+    refused(2, r"--share-gpus: the plan is for CPUs, which have none; leave it out", "--share-gpus")
+    refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")
+    refused(4, r"cannot write nowhere/t.json: no such folder", "--trace", "nowhere/t.json")
+    refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
+    edited(here, batch=True)
+    refused(4, r"plan.json: \$.batch: .*found true")
+    edited(here, batch=8, stages=[{**stages[0], "shares": [0]}, stages[1]])
+    refused(4, r"plan.json: \$.stages\[0\].shares\[0\]: Input should be .*, found 0")
+    edited(here, batch=7, stages=stages)
+    refused(4, r"plan.json: \$.micro_batches: micro_batches x micro_batch_size must be the batch 7")
+    edited(here, batch=8, stages=[{**stages[0], "layers": ["0", "x"]}, stages[1]])
+    refused(4, r"the plan does not fit .*words.py: layer 1 is 'x' in the plan, '1' in the model; run")
+    edited(here, stages=[stages[0], {**stages[1], "devices": [0]}])
+    refused(4, r"\$.stages\[1\].devices: device 0 is used twice")
+    edited(here, stages=stages, tensors=[])
+    refused(4, r"the plan does not fit .*words.py: tensor '0:embedding' .* absent in the plan")
+    edited(here, tensors=[{**tensor, "dtype": "int8"} for tensor in content["tensors"]])
+    refused(4, r"the plan does not fit .*words.py: tensor '0:embedding' .* in the plan, .* in the model")
+    edited(here, tensors=content["tensors"], tied=[{"parameter": "1.weight", "stages": [0, 1], "bytes": 4}])
+    refused(4, r"the plan does not fit .*words.py: tied parameter '1.weight' .* in the plan, absent in the model")
+    edited(here, tied=[], model={**content["model"], "source": "/dev/null"})
+    refused(4, r"plan.json: \$.model.source: expected a .py file, hf: and a configuration")
+    edited(here, model=content["model"], device_type="cuda")
+    refused(2, r"the plan needs 2 GPUs, this host has \d+")
+    refused(2, r"the plan needs 2 GPUs, this host has 0; run it where they are", "--share-gpus")
+    edited(here, device_type="cpu")
+    with (here / "words.py").open("a") as file:
+        file.write("# changed\n")
+    refused(4, r"words.py has changed since it was profiled; run `autopar profile` and `autopar plan` again")
+    (here / "words.py").unlink()
+    refused(4, r"plan.json: \$.model.source: no such file: words.py")

@@ -1,0 +1,283 @@
+"""A job that a script steps: against a plain loop, in one process, on several ranks and under torchrun."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+import autopar
+import plain
+from autopar.capture.export import capture
+from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
+from autopar.formats.plan import Shard
+from autopar.ranks.pool import RankPool
+from autopar.runtime.result import weights
+from dictated import dictate
+from paths import EXAMPLES, HARNESS
+from script_jobs import LEARNING_RATE, batches, described, loss, make_model
+
+STEPS = 3
+
+
+def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
+    user = described()
+    plan = dictate(capture(user, user.build()), user, widths, 2, 6, shard=shard)
+    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
+
+
+def trained_plainly() -> tuple[list[float], torch.nn.Module]:
+    """Train mini-batches of two micro-batches, without division: there is no batch normalisation in the model."""
+    model = make_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    losses = []
+    for inputs, targets in batches(STEPS):
+        optimizer.zero_grad()
+        value = loss(model(inputs), (inputs, targets))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, model
+
+
+def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+
+def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(tmp_path: Path) -> None:
+    expected, truth = trained_plainly()
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with autopar.materialize(model, planned([1]), loss=loss, optimizer=make_optimizer) as job:
+        assert [job.step(batch).loss for batch in batches(STEPS)] == pytest.approx(expected, rel=1e-12)
+        state = job.state_dict()
+        job.save(tmp_path)
+        ((inputs, targets),) = batches(1)
+        truth.eval()
+        evaluated = job.evaluate((inputs[:7], targets[:7]))
+        assert evaluated == pytest.approx(loss(truth(inputs[:7]), (inputs, targets[:7])).item(), rel=1e-12)
+        # What only the loss reads need not be given for predictions.
+        predicted = job.predict((inputs[:5],))
+    assert state is not None
+    assert predicted is not None
+    torch.testing.assert_close(predicted["output"], truth(inputs[:5]).detach(), rtol=1e-12, atol=1e-12)
+    for name, value in truth.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
+    saved = weights.read(tmp_path, state)
+    assert all(torch.equal(saved[name], state[name]) for name, _ in truth.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+
+
+def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:
+    model, ((inputs, targets),) = make_model(), batches(1)
+    seen: list[int] = []
+    model[2].register_forward_hook(lambda module, given, output: seen.append(len(seen)))
+    message = "closure variable seen of <lambda> changes with every forward"
+    with pytest.raises(FileError, match=message):
+        autopar.materialize(model, planned([1]), (inputs, targets), loss=loss)
+    with pytest.raises(CaptureError, match=message):
+        autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
+    ignoring = planned([1]).model_copy(update={"ignored_state": ("seen",)})
+    with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=make_optimizer) as job:
+        assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
+    measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
+    assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
+
+
+def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
+
+
+def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
+    model, (batch,) = make_model(), batches(1)
+    with pytest.raises(FileError, match=r"no mean over samples.* `accept_loss=True`"):
+        autopar.materialize(model, planned([1]), batch, loss=contrastive)
+    with autopar.materialize(model, planned([1]), batch, loss=contrastive, accept_loss=True) as job:
+        job.step(batch)
+    with pytest.raises(ModelError, match="no mean over samples"):
+        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
+    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
+    divided = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert divided.loss_difference == measured.loss_difference
+    assert "results depend on micro-batches" in " ".join(divided.explain().split())
+    whole = autopar.plan(measured, gpus=1, micro_batches=1)
+    assert "results depend" not in " ".join(whole.explain().split())
+    for plan in (divided, whole):
+        with autopar.materialize(model, plan, batch, loss=contrastive) as job:
+            found = job.step(batch).loss
+    truth = contrastive(make_model()(batch[0]), batch).item()
+    assert found == pytest.approx(truth, rel=1e-12)
+
+
+def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
+    with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
+        with pytest.raises(UsageError, match="the job has seen no batch yet"):
+            job.state_dict()
+        (first, second, _) = batches(3)
+        job.step(first)
+        for batch, said in (
+            ((first[0][:5], first[1][:5]), "a batch of 5 samples, the plan is for 12; drop or fill up"),
+            (None, r"was given no batch, and its stages read batch.0, batch.1"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                job.step(batch)
+        for bad, said in (
+            ((first[0][:, :4], first[1]), r"batch.0 is torch.float64 of shape \(4,\) per sample, .* of shape \(5,\)"),
+            ((first[0].float(), first[1]), r"batch.0 is torch.float32 .* captured with torch.float64"),
+            ({"x": first[0]}, r"the batch has no batch.0; it has batch.x"),
+        ):
+            with pytest.raises(TrainingError, match=said):
+                job.step(bad)
+        assert job.step(second).step == 1
+
+
+def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
+    other = torch.nn.Sequential(*make_model(), torch.nn.Linear(3, 3)).double()
+    (batch,) = batches(1)
+    with pytest.raises(FileError, match=r"the plan does not fit Sequential: layer \d+ is .*"):
+        autopar.materialize(other, planned([1]), batch, loss=loss)
+    with pytest.raises(UsageError, match=r"the plan needs 2 ranks, .* torchrun --nproc-per-node 2"):
+        autopar.materialize(make_model(), planned([1, 1]), batch, loss=loss)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("widths", "shard"), [([1, 1, 1], "none"), ([2, 1], "none"), ([2, 1], "parameters")])
+def test_ranks_train_evaluate_and_refuse_together(
+    pool: RankPool, widths: list[int], shard: Shard, tmp_path: Path
+) -> None:
+    expected, truth = trained_plainly()
+    arguments = {"plan": planned(widths, shard).dumps(), "steps": STEPS, "folder": str(tmp_path)}
+    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=sum(widths), timeout_s=60)
+    assert all(result == results[0] for result in results)
+    losses, evaluated, said = results[0]["losses"], results[0]["evaluated"], results[0]["said"]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert re.fullmatch(r"rank 0: a batch of 5 samples, the plan is for 12; .*", said[0])
+    assert re.match(r"ranks 0 and 1 were given different batches; give every rank the same whole", said[1])
+    for name, value in load_file(tmp_path / "state.safetensors").items():
+        torch.testing.assert_close(value, truth.state_dict()[name], rtol=1e-10, atol=1e-12)
+    ((inputs, targets),) = batches(1)
+    assert evaluated == pytest.approx(loss(truth.eval()(inputs), (inputs, targets)).item(), rel=1e-12)
+    torch.testing.assert_close(
+        load_file(tmp_path / "predicted.safetensors")["output"], truth(inputs).detach(), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "train.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    for command in ([sys.executable, script], [*start, "--epochs", "1"]):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+    example = plain.load_file(EXAMPLES / "mlp.py")
+    torch.manual_seed(0)
+    model = example.model()
+    optimizer = example.optimizer(model.parameters())
+    loader = DataLoader(example.dataset(), 64, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    for batch in loader:
+        optimizer.zero_grad()
+        value = example.loss(model(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+    found = re.search(r"epoch 0: loss (\S+), evaluated (\S+),", done.stdout)
+    assert found is not None
+    # In single precision one ReLU's input rounds to either side of zero, as the micro-batches are summed: the last
+    # loss is 0.14198 or 0.14310 in plain training, too, whole or in micro-batches.
+    assert float(found[1]) == pytest.approx(value.item(), rel=2e-2)
+    model.load_state_dict(weights.read(tmp_path / "trained", model.state_dict()))
+    samples = next(iter(DataLoader(example.dataset(), 200)))
+    assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
+def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
+    for name, widths in {"a": [2, 2], "b": [1, 3]}.items():
+        planned(widths).save(tmp_path / f"{name}.json")
+    script = [str(HARNESS / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aaba")]
+    said = _on_four_ranks(start, script)
+    expected, _ = trained_plainly()
+    found = [re.search(r"job (\d) rank (\d): (.*)", line) for line in said.splitlines()]
+    losses = {(int(line[1]), int(line[2])): json.loads(line[3]) for line in found if line is not None}
+    assert losses.keys() == {(job, rank) for job in range(4) for rank in range(4)}, said
+    for (job, _), each in losses.items():
+        assert each == ([] if job == 1 else pytest.approx(expected, rel=1e-12))
+
+
+def _on_four_ranks(start: str, script: list[str]) -> str:
+    """Run a script; return what its ranks print."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if start != "a launcher":
+        if start == "the script":
+            environment["OWN_GROUP"] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *script],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        return "".join(rank.communicate(timeout=200)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_planning_from_python_needs_no_torch() -> None:
+    text = (
+        "import sys, autopar\n"
+        "cluster = autopar.Cluster.of('2xH100')\n"
+        "assert len(cluster.devices) == 2 and autopar.plan and autopar.Plan and autopar.Profile\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_batches_does() -> None:
+    transformers = pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    truth = copy.deepcopy(model)
+    tokens = torch.randint(1, 31, (3, 4, 12))
+    # Of the first batch, which is profiled, all labels count.
+    padded = [tokens[0].clone(), *(step.clone() for step in tokens[1:])]
+    for row in range(4):
+        padded[1][row, 12 - 3 * row :], padded[2][row, 2 + 3 * row :] = -100, -100
+    steps = [{"input_ids": inputs, "labels": labels} for inputs, labels in zip(tokens, padded, strict=True)]
+    measured = autopar.profile(model, steps[0], optimizer=make_optimizer, budget_s=0.1)
+    plan = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert (measured.counts_labels, plan.counts_labels, plan.loss_difference) == (True, True, None)
+    optimizer = make_optimizer(list(truth.parameters()))
+    with autopar.materialize(model, plan, optimizer=make_optimizer) as job:
+        for batch in steps:
+            expected = truth.train()(**batch).loss
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert job.step(batch).loss == pytest.approx(expected.item(), rel=1e-5)

@@ -1,0 +1,231 @@
+"""``autopar verify``: ranks that train what the plain loop trains are found equal, and no others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.capture.export import capture
+from autopar.capture.plain import PlainRun
+from autopar.capture.source import load
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.formats.report import Verification
+from autopar.ranks.pool import RankPool
+from autopar.runtime.start import verify as room
+from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
+from dictated import dictate
+from paths import MODELS, ROOT
+
+NARROW = """
+import importlib.util
+
+spec = importlib.util.spec_from_file_location("base", {path!r})
+base = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(base)
+for name, value in {narrow!r}.items():
+    setattr(base, name, value)
+model, dataset, loss, optimizer = base.model, base.dataset, base.loss, base.optimizer
+"""
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "gpt": {"WIDTH": 32, "CONTEXT": 16, "BLOCKS": 4},
+    "resnet": {"WIDTHS": (4, 8, 8)},
+    "mlp": {"WIDTHS": (64, 48, 96, 24, 64)},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 9,
+    },
+    # With the dropout that the library has it have.
+    "gpt2": {"model_type": "gpt2", "vocab_size": 40, "n_positions": 9, "n_embd": 16, "n_layer": 3, "n_head": 2},
+}
+WIDTHS, SHARDS = (1, 3, 2), ("none", "parameters", "optimizer")
+
+
+def planned(folder: Path, source: str, widths: Sequence[int] = WIDTHS, **options: Any) -> Plan:  # noqa: ANN401
+    model = load(source)
+    plan = dictate(capture(model, model.build(0)), model, widths, 2, 6, **options)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": source})})
+    plan.save(folder / "plan.json")
+    return plan
+
+
+def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verification:
+    return verify(plan, plan.model.source, None, steps, 60.0, pool=pool)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_are_trained_equally_sharded_on_stages_of_unequal_widths(
+    example: str, tmp_path: Path, pool: RankPool
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(NARROW.format(path=str(ROOT / "examples" / f"{example}.py"), narrow=EXAMPLES[example]))
+    found = verified(planned(tmp_path, str(file), shard=SHARDS), pool)
+    assert found.equal, found
+    assert found.computed == "float64"
+    assert {each.what: each.compared > 0 for each in found.differences}["gradients"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_the_library_are_trained_equally_sharded_on_stages_of_unequal_widths(
+    name: str, tmp_path: Path, pool: RankPool
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    found = verified(planned(tmp_path, f"hf:{tmp_path / 'config.json'}", shard=SHARDS), pool)
+    assert found.equal, found
+
+
+def _command(folder: Path, tree: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "autopar", "verify", "plan.json", "--steps", "2", "--json"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+SENSITIVE: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
+
+
+def _sensitive(folder: Path) -> None:
+    (folder / "sensitive.py").write_bytes((MODELS / "sensitive.py").read_bytes())
+    plan = planned(folder, str(folder / "sensitive.py"), (2, 1, 2), **SENSITIVE)
+    model = plan.model.model_copy(update={"source": "sensitive.py"})
+    update = {"device_type": "cuda", "precision": "bf16", "model": model}
+    plan.model_copy(update=update).save(folder / "plan.json")
+
+
+def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(tmp_path: Path) -> None:
+    _sensitive(tmp_path)
+    done = _command(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"]
+    assert [each["what"] for each in found["differences"]] == ["losses", "gradients", "parameters", "buffers"]
+    assert all(each["equal"] and each["largest"] <= each["allowed"] for each in found["differences"])
+    assert [note.partition(";")[0] for note in found["notes"]] == ["the plan is for GPUs", "the plan computes in bf16"]
+    assert "gradients" in done.stderr
+
+
+BUGS = {
+    "zero in place of none": ("gradients.py", "if not reached:", "if not reached and False:"),
+    "a share's weight": ("execute.py", "weight = self._rows /", "weight = self._plan.stages[index].rows[0] /"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_command_fails_on_a_runtime_with_a_fault(bug: str, tmp_path: Path) -> None:
+    for folder in ("autopar", "runtime", "planner", "profiler", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    name, right, wrong = BUGS[bug]
+    file = tmp_path / "runtime" / name
+    assert file.read_text().count(right) == 1
+    file.write_text(file.read_text().replace(right, wrong))
+    _sensitive(tmp_path)
+    done = _command(tmp_path, tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert not json.loads(done.stdout)["equal"]
+    assert "the ranks did not train what plain training does" in done.stderr.splitlines()[-1]
+
+
+SINGLE = """
+import torch
+from torch import nn
+
+
+class Single(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) @ torch.eye(4))
+
+
+def model():
+    return Single()
+
+
+def dataset():
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(x, x.sum(1))
+
+
+def loss(output, batch):
+    return (output.sum(1) - batch[-1]).square().mean()
+"""
+
+
+def test_a_model_that_computes_in_float32_alone_is_allowed_what_rounding_changes(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    file = tmp_path / "single.py"
+    file.write_text(SINGLE)
+    found = verified(planned(tmp_path, str(file), (2, 1)), pool)
+    assert found.equal, found
+    assert found.computed == "the types of the model"
+    assert "moved by the last bit of float32" in found.rounding
+    assert "does not compute in float64" in found.notes[0]
+    assert all(each.allowed < 1e-3 for each in found.differences)
+
+
+def test_what_this_host_has_no_memory_for_is_refused_before_anything_starts(
+    tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(tmp_path, str(MODELS / "sensitive.py"), (2, 1, 2), **SENSITIVE)
+    monkeypatch.setattr(room, "available_bytes", lambda: 2**29)
+    with pytest.raises(UsageError, match=r"5 ranks beside the plain loop, this host has 0.5 GiB of memory left"):
+        verified(plan, pool)
+    monkeypatch.setattr(room, "available_bytes", lambda: 2**10)
+    with pytest.raises(UsageError, match=r"for the plain loop of a model"):
+        verified(plan, pool)
+
+
+def _run(**changed: Any) -> PlainRun:  # noqa: ANN401
+    values = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.5])}
+    gradients = {"w": torch.tensor([0.1, -4.0]), "b": None}
+    whole: dict[str, Any] = {"losses": [2.0, 1.0], "gradients": gradients, "parameters": values, "buffers": {}}
+    return PlainRun(**{**whole, **changed})
+
+
+@pytest.mark.parametrize(
+    ("what", "changed", "largest"),
+    [
+        ("losses", {"losses": [2.0, 1.3]}, 0.1),
+        ("gradients", {"gradients": {"w": torch.tensor([0.1, -3.0]), "b": None}}, 0.25),
+        ("gradients", {"gradients": {"w": torch.tensor([0.1, -4.0]), "b": torch.zeros(1)}}, None),
+        ("gradients", {"gradients": {"w": None, "b": None}}, None),
+        ("parameters", {"parameters": {"w": torch.tensor([1.0, 2.3]), "b": torch.tensor([0.5])}}, 0.1),
+        ("parameters", {"parameters": {"w": torch.tensor([1.0, 2.0])}}, None),
+        ("parameters", {"parameters": {"w": torch.tensor([1.0, math.nan]), "b": torch.tensor([0.5])}}, None),
+        ("parameters", {"parameters": {"w": torch.ones(3), "b": torch.tensor([0.5])}}, None),
+        ("buffers", {"buffers": {"n": torch.tensor(3)}}, None),
+    ],
+)
+def test_a_difference_is_told_with_its_kind(what: str, changed: dict[str, Any], largest: float | None) -> None:
+    one, truth = _run(**changed), _run()
+    found = compare(one.losses, [Holder("", one.gradients, one.parameters, one.buffers)], truth, PROMISED)
+    assert [each.what for each in found if not each.equal] == [what]
+    (told,) = [each.largest for each in found if not each.equal]
+    assert told == (None if largest is None else pytest.approx(largest, rel=1e-6))
+
+
+def test_equal_runs_differ_in_nothing() -> None:
+    run = _run(buffers={"n": torch.tensor(3), "x": torch.tensor([math.nan, math.inf])})
+    found = compare(run.losses, [Holder("", run.gradients, run.parameters, run.buffers)], run, PROMISED)
+    assert all(each.equal and each.largest == 0 for each in found)

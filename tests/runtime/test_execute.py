@@ -1,0 +1,198 @@
+"""A device may be behind its host: what the host asks of it waits for as little as it can, and says the same."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar.errors import TrainingError
+from autopar.formats.program import Action
+from autopar.runtime import times as clocks
+from autopar.runtime.data import Prefetch
+from autopar.runtime.execute import Executor, StepRecord
+from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.worker import StepClock
+from autopar.runtime.times import CudaClock, HostClock
+from dictated import dictate
+from drawn_models import captured
+from fake_copies import FakeCopies
+from threads import train_in_threads
+
+
+@pytest.mark.parametrize("parts", [[[0.5], [0.25], [2.0]], [[3.0, 2.0], [1.0, 0.0]], []])
+def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhile(parts: list[list[float]]) -> None:
+    copies, plainly = FakeCopies(), LossTally(3, 12)
+    copies.going.clear()
+    # Nothing is brought before: whoever waited first would wait for ever.
+    brought = BroughtLossTally(3, 12, copies, copies.going.set)
+    for step in range(2):
+        plainly.begin_step()
+        brought.begin_step()
+        for part in parts:
+            outputs = [torch.tensor(value + step) for value in part]
+            plainly.add(outputs)
+            brought.add(outputs)
+        assert brought.settle() == plainly.settle()
+
+
+def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
+    tally = BroughtLossTally(1, 2, FakeCopies(), lambda: None)
+    for value in (1.0, float("nan")):
+        tally.add([torch.tensor(value)])
+    with pytest.raises(TrainingError, match="not finite in micro-batch 1; nothing was updated"):
+        tally.settle()
+
+
+class Loader:
+    """Counts, and refuses one step."""
+
+    def __init__(self, refused: int) -> None:
+        self.loaded: list[int] = []
+        self._refused = refused
+
+    def __call__(self, step: int) -> list[dict[str, torch.Tensor]]:
+        self.loaded.append(step)
+        if step == self._refused:
+            raise TrainingError(f"step {step} has no samples")
+        return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
+
+
+def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
+    load, copies = Loader(refused=3), FakeCopies()
+    prefetch = Prefetch(load, copies)
+    for step in range(3):
+        assert [inputs["x"].tolist() for inputs in prefetch.load(step)] == [[step, 0], [step, 1]]
+        assert copies.admitted == 2 * (step + 1)
+        prefetch.look_ahead(step + 1)
+    assert load.loaded == [0, 1, 2, 3]
+    with pytest.raises(TrainingError, match="step 3 has no samples"):
+        prefetch.load(3)
+    # Another step than was expected is loaded in its own right.
+    prefetch.look_ahead(7)
+    assert prefetch.load(5)[1]["x"].tolist() == [5, 1]
+
+
+class Device:
+    """A device that works through what it was given, and the clock of its host, whose calls take no time."""
+
+    def __init__(self) -> None:
+        self.host_s, self.busy_until_s = 100.0, 100.0
+        self.waited = 0
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self)
+
+    def work(self, seconds: float) -> None:
+        self.busy_until_s = max(self.busy_until_s, self.host_s) + seconds
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self.at_s = max(self._device.busy_until_s, self._device.host_s)
+
+    def synchronize(self) -> None:
+        self._device.waited += 1
+        self._device.host_s = max(self._device.host_s, self.at_s)
+
+    def elapsed_time(self, other: DeviceEvent) -> float:
+        assert other.at_s <= self._device.host_s, "the device has not come so far"
+        return (other.at_s - self.at_s) * 1e3
+
+
+def test_a_gpus_clock_waits_only_to_compare_clocks_and_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(clocks, "_event", device.event)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: device.host_s)
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    clock = CudaClock()
+    earlier: list[object] = []
+    for step in range(40):
+        device.host_s += 0.01
+        clock.start()
+        begin_s = max(device.busy_until_s, device.host_s)
+        marks = [clock.mark()]
+        for _ in range(3):
+            device.work(0.5)
+            marks.append(clock.mark())
+        if earlier:
+            times = clock.resolve(earlier)
+            # Of the step before, whose end is this one's beginning: the device is never without work.
+            assert times == pytest.approx([begin_s - 1.5 + 0.5 * index for index in range(4)])
+        earlier = marks
+        compared = 1 + (device.host_s - 100.0) / 10.0
+        assert device.waited <= step + compared, "once for each step that is told, and once in ten seconds"
+
+
+def test_a_step_ends_when_the_device_is_done_and_begins_no_earlier_than_the_one_before_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moments = itertools.count(10.0, 1.0)
+    monkeypatch.setattr("autopar.runtime.start.worker.time.perf_counter", lambda: next(moments))
+    ends = [15.0, 19.0, 20.5]
+    told: list[int] = []
+
+    def record(step: int) -> StepRecord:
+        def tell() -> list[tuple[float, float]]:
+            told.append(step)
+            return [(ends[step] - 1, ends[step])]
+
+        return StepRecord(untold=tell)
+
+    laps = StepClock(10.0, lags=True)
+    for step in range(3):
+        laps.begin()
+        laps.end(record(step))
+        assert told == list(range(step)), "no step is asked for before the next was given to the device"
+    laps.finish()
+    assert laps.starts_s == [0.0, 5.0, 9.0]
+    assert laps.ends_s == [5.0, 9.0, 10.5]
+
+
+class LaggingClock(HostClock):
+    lags = True
+
+
+def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_path: Path) -> None:
+    model, graph, state = captured("everything")
+    plan = dictate(graph, model, (1, 2, 1), 3, 4)
+    plainly, behind = tmp_path / "plainly", tmp_path / "behind"
+    for folder in (plainly, behind):
+        folder.mkdir()
+    losses = train_in_threads(plan, graph, model, state, plainly, 3)
+    records: dict[int, list[StepRecord]] = {}
+    with (
+        patch("autopar.runtime.start.job.copies_of", lambda device: FakeCopies()),
+        patch("autopar.runtime.start.job.clock_of", lambda device: LaggingClock()),
+    ):
+        assert train_in_threads(plan, graph, model, state, behind, 3, TrainSettings(), records) == losses
+    for rank in range(4):
+        for kind in ("gradients", "parameters", "buffers"):
+            expected, found = load_file(plainly / f"{kind}-{rank}"), load_file(behind / f"{kind}-{rank}")
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+        for record in records[rank]:
+            assert record.untold is not None
+            assert all(start_s <= end_s for start_s, end_s in record.times_s)
+            assert record.untold is None
+
+
+def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
+    executor = object.__new__(Executor)
+    executor._rank, executor._step = 2, 5
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
+        "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
+    )
+    error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
+    assert str(error) == (
+        "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.15 GiB of which 1.50 GiB is free; plan with a smaller `memory_bytes`"
+    )

@@ -1,0 +1,121 @@
+"""Programs from files in place of a plan's own: read back, checked, and refused by one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import FileError
+from autopar.formats.plan import Plan, SharedParameter
+from autopar.formats.program import RankProgram
+from autopar.schedules.check import check_bounds, read_program
+from autopar.schedules.expand import expand
+from autopar.schedules.order import holdings, in_flight
+from drawn_plans import chain, make, plans
+from edits import edited
+
+Edit = Callable[[list[str]], list[str]]
+
+
+@settings(max_examples=60)
+@given(plans(most_groups=5, most_micro_batches=8, most_replicas=3))
+def test_a_plans_own_program_is_within_its_bounds(plan: Plan) -> None:
+    check_bounds(expand(plan), plan)
+
+
+@settings(max_examples=30)
+@given(plans(most_groups=3, most_micro_batches=4, most_replicas=2), st.integers(0, 2**16))
+def test_an_edited_program_that_is_accepted_holds_no_more_than_the_plans_own(plan: Plan, seed: int) -> None:
+    program = edited(plan, seed)
+    for actions, own in zip(program.ranks, expand(plan).ranks, strict=True):
+        allowed = holdings(own)
+        for stage, holding in holdings(actions).items():
+            assert _counted(actions, stage) == holding.micro_batches <= allowed[stage].micro_batches
+            assert in_flight(actions)[stage] <= plan.stages[stage].warmup
+            assert holding.received_messages <= allowed[stage].received_messages
+            assert holding.unsent_messages <= allowed[stage].unsent_messages
+
+
+def _counted(actions: RankProgram, stage: int) -> int:
+    """Return the most micro-batches that a stage holds, position by position."""
+    texts = [str(action) for action in actions]
+    most = 0
+    for position in range(len(texts) + 1):
+        done = set(texts[:position])
+        numbers = [text[1 : text.index("@")] for text in done if text[0] == "F" and text.endswith(f"@{stage}")]
+        most = max(most, sum(not {f"B{n}@{stage}", f"W{n}@{stage}"} & done for n in numbers))
+    return most
+
+
+def test_a_replica_that_gets_no_turn_keeps_to_its_plan(tmp_path: Path) -> None:
+    plan = make("gpipe", 1, [(3,), (1, 2)], [1, 1], chain(2))
+    waiting = plan.stages[1].model_copy(update={"division": "round-robin", "shares": (3, 3)})
+    plan = plan.model_copy(update={"stages": (plan.stages[0], waiting)})
+    assert [str(action) for action in expand(plan).ranks[2]] == ["A@1", "U@1"]
+    expand(plan).save(tmp_path / "p.json")
+    assert read_program(tmp_path / "p.json", plan) == expand(plan)
+
+
+def test_a_written_program_reads_back_as_the_plans_own(tmp_path: Path) -> None:
+    plan = make("zb-v", 3, [(1, 2), (3,)], [3, 3, 2, 1], chain(4))
+    expand(plan).save(tmp_path / "p.json")
+    assert read_program(tmp_path / "p.json", plan) == expand(plan)
+
+
+def _moved(action: str, behind: str) -> Edit:
+    def move(actions: list[str]) -> list[str]:
+        rest = [each for each in actions if each != action]
+        at = rest.index(behind) + 1
+        return [*rest[:at], action, *rest[at:]]
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "message"),
+    [
+        (0, lambda actions: actions[1:], r"rank 0 \(stage 0\): F0@0 is missing"),
+        (0, lambda actions: [*actions, "F9@0"], r"rank 0 \(stage 0\): F9@0 is not part of the plan"),
+        (1, lambda actions: [*actions[:2], "Q"], r"\$\.ranks\[1\], position 2: not an action: 'Q'"),
+        (0, _moved("S0@0>1@1", "S1@0>1@1"), r"rank 1 expects R0@1<0@0, but rank 0 sends S1@0>1@1 first"),
+        (1, _moved("F0@1", "B0@1"), r"rank 1 \(stage 1\), position 1: B0@1 stands before F0@1, which it needs"),
+        (0, _moved("F2@0", "RG0@0<1@1"), r"rank 0 \(stage 0\) keeps 3 micro-batches in flight, allowed 2"),
+        (1, _moved("R2@1<0@0", "R1@1<0@0"), r"rank 1 \(stage 1\) holds 2 messages that are not yet computed with"),
+        (1, _moved("SG0@1>0@0", "B1@1"), r"rank 1 \(stage 1\) holds 2 messages that are not yet sent"),
+        (0, _moved("RG0@0<1@1", "F0@0"), r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1, position 1"),
+    ],
+)
+def test_an_edit_that_breaks_a_program_is_refused_by_rank_and_action(
+    tmp_path: Path, rank: int, edit: Edit, message: str
+) -> None:
+    _refused(tmp_path, make("1f1b", 4, [(1,), (1,)], [2, 1], chain(2)), rank, edit, message)
+
+
+def test_a_weight_half_that_comes_later_than_planned_is_refused(tmp_path: Path) -> None:
+    plan = make("zb-h1", 4, [(1,), (1,)], [2, 1], chain(2))
+    message = r"rank 1 \(stage 1\) holds 3 micro-batches whose backward is not complete, and memory was planned for 2"
+    _refused(tmp_path, plan, 1, _moved("W0@1", "F2@1"), message)
+
+
+def test_replicas_that_complete_their_stages_in_different_orders_are_refused(tmp_path: Path) -> None:
+    plan = make("zb-v", 2, [(1, 1)], [2, 1], chain(2))
+    message = r"rank 1 begins to reduce stage 0 where rank 0 begins with stage 1; they must keep one order"
+    _refused(tmp_path, plan, 1, _moved("W1@1", "B1@0"), message)
+    tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
+    plan = make("1f1b", 1, [(1, 1), (1, 1)], [1, 1], chain(2), tied)
+    check_bounds(expand(plan), plan)
+
+
+def _refused(folder: Path, plan: Plan, rank: int, edit: Edit, message: str) -> None:
+    content = json.loads(expand(plan).dumps())
+    content["ranks"][rank] = " ".join(edit(content["ranks"][rank].split()))
+    (folder / "p.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match=message) as refused:
+        read_program(folder / "p.json", plan)
+    assert str(refused.value).startswith(f"{folder / 'p.json'}: ")
+    assert "\n" not in str(refused.value)
