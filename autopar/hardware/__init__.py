@@ -1,1 +1,5 @@
-"""Hardware: where devices stand, and what is known of those and of links that are not at hand."""
+"""Hardware: where devices stand, and what is known of those and of links that are not at hand.
+
+In: names such as ``2x8xH100:400Gbps``. Out: a ``Cluster`` with the links and collectives that data sheets promise.
+Read ``clusters.py`` first; ``gpus.py`` is the table of GPUs, with its sources.
+"""

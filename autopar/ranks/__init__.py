@@ -1,1 +1,5 @@
-"""Ranks: processes, their rendezvous, deadlines and clean-up."""
+"""Ranks: processes, their rendezvous, deadlines and clean-up.
+
+In: a function's name and its arguments. Out: what every rank returned, or the one failure that is to blame.
+Read ``pool.py`` first (ranks of this host); ``environment.py`` and ``meeting.py`` are for launchers and several hosts.
+"""

@@ -21,7 +21,7 @@ from autopar.planner.peers.trial import LITTLE_WORK, MOST_WORK, counts_of, plann
 from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
-__all__ = ["Peer", "peers"]
+__all__ = ["PLANNERS", "Peer", "PeerPlanner", "peers"]
 
 
 class Peer(NamedTuple):
@@ -37,20 +37,23 @@ class Peer(NamedTuple):
     micro_batches: int | None = None
 
 
-class _Planner(NamedTuple):
+class PeerPlanner(NamedTuple):
+    """How a peer plans."""
+
     name: str
     schedule: str
     propose: Callable[[Prices], list[Proposal]]
+    """What it would choose, for one micro-batch count."""
     work: Callable[[Prices], int]
     """How many array elements a proposal takes to compute, about."""
 
 
-_PLANNERS = (
-    _Planner("GPipe", "gpipe", gpipe.propose, gpipe.work),
-    _Planner("torchgpipe, by time", "gpipe", torchgpipe.by_time, torchgpipe.work),
-    _Planner("torchgpipe, by size", "gpipe", torchgpipe.by_size, torchgpipe.work),
-    _Planner("PipeDream", "1f1b", pipedream.propose, pipedream.work),
-    _Planner("DAPPLE", "1f1b", dapple.propose, dapple.work),
+PLANNERS: tuple[PeerPlanner, ...] = (
+    PeerPlanner("GPipe", "gpipe", gpipe.propose, gpipe.work),
+    PeerPlanner("torchgpipe, by time", "gpipe", torchgpipe.by_time, torchgpipe.work),
+    PeerPlanner("torchgpipe, by size", "gpipe", torchgpipe.by_size, torchgpipe.work),
+    PeerPlanner("PipeDream", "1f1b", pipedream.propose, pipedream.work),
+    PeerPlanner("DAPPLE", "1f1b", dapple.propose, dapple.work),
 )
 
 
@@ -71,12 +74,12 @@ def peers(
     counts = counts_of(costs.batch, options.micro_batches)
     prices = [Prices(costs, count) for count in counts]
     most = LITTLE_WORK if quickly else MOST_WORK
-    found = [*known, *(_peer(simulator, planner, prices, most) for planner in _PLANNERS)]
+    found = [*known, *(_peer(simulator, planner, prices, most) for planner in PLANNERS)]
     return [*found, _hetpipe(simulator, prices, most)]
 
 
-def _peer(simulator: Simulator, planner: _Planner, prices: list[Prices], most_work: int) -> Peer:
-    simulator.progress(f"planning as {planner.name} does", 0.05 + 0.1 * _PLANNERS.index(planner) / len(_PLANNERS))
+def _peer(simulator: Simulator, planner: PeerPlanner, prices: list[Prices], most_work: int) -> Peer:
+    simulator.progress(f"planning as {planner.name} does", 0.05 + 0.1 * PLANNERS.index(planner) / len(PLANNERS))
     planned = planned_counts(prices, planner.work, most_work)
     if not planned:
         return Peer(planner.name, None, _too_long(prices[0]))
