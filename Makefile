@@ -1,4 +1,4 @@
-# make demo, make test: set up .venv and run; make check: what continuous integration runs.
+# make demo, make test: set up .venv and run; make check: what continuous integration runs; make quick: without slow tests.
 # Everything that is installed has the version that constraints.txt pins.
 
 BIN := .venv/bin
@@ -7,15 +7,18 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: demo test check format lint types contracts notebooks coverage setup clean
+.PHONY: demo test check quick format lint types contracts notebooks coverage setup clean
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 check: format lint types contracts test notebooks
+
+quick: format lint types contracts $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .

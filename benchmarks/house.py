@@ -32,6 +32,41 @@ OUTSIDE = ("tests", "benchmarks", "examples", "notebooks")
 LONG_FILE, LONG_FUNCTION, TOO_LONG_FUNCTION, COMPLEX, TESTED = 600, 35, 60, 10, 60
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 
+IRREGULAR = frozenset(
+    (
+        "given",
+        "held",
+        "drawn",
+        "said",
+        "asked",
+        "known",
+        "kept",
+        "found",
+        "made",
+        "taken",
+        "told",
+        "sent",
+        "shown",
+        "seen",
+        "met",
+        "written",
+        "chosen",
+        "begun",
+        "built",
+        "left",
+        "spent",
+        "lost",
+        "dealt",
+        "grown",
+        "bound",
+        "laid",
+        "hidden",
+        "fed",
+        "led",
+    )
+)
+NO_PARTICIPLES = frozenset(("seed", "need", "speed", "embed", "feed", "exceed", "red"))
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Defined = Function | ast.ClassDef | ast.Module
 
@@ -186,6 +221,32 @@ def names(files: Sequence[File]) -> dict[str, Any]:
     return {"class_names_in_several_files": {name: sorted(own) for name, own in sorted(homes.items()) if len(own) > 1}}
 
 
+def participles(files: Sequence[File]) -> dict[str, Any]:
+    """Return the functions, classes, parameters and fields that are called by a bare participle.
+
+    Fields of formats are keys of files, parameters of commands are flags, and parameters of the API are arguments.
+    """
+    found = []
+    for file in files:
+        keys = file.path.parts[:2] in (("autopar", "formats"), ("autopar", "interop"))
+        flags = file.path.parts[:2] == ("autopar", "cli") or file.path.name == "api.py"
+        for each in ast.walk(file.tree):
+            own = [each] if isinstance(each, Function | ast.ClassDef) else []
+            named = [one.name for one in own]
+            if isinstance(each, ast.arg) and not flags:
+                named = [each.arg]
+            elif isinstance(each, ast.ClassDef) and not keys:
+                targets = (one.target for one in each.body if isinstance(one, ast.AnnAssign))
+                named += [one.id for one in targets if isinstance(one, ast.Name)]
+            found += [f"{file.path}:{each.lineno} {name}" for name in named if _participle(name)]  # type: ignore[attr-defined]
+    return {"named_by_participles": found}
+
+
+def _participle(name: str) -> bool:
+    word = name.strip("_").lower()
+    return "_" not in word and word not in NO_PARTICIPLES and (word in IRREGULAR or word.endswith("ed"))
+
+
 def arrows(files: Sequence[File]) -> dict[str, Any]:
     """Return what the graph of imports tells: modules that one other imports, and circles."""
     graph = grimp.build_graph("autopar")
@@ -258,7 +319,16 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name what is counted")
     arguments = parser.parse_args()
     watch, files = Watch(), product()
-    found = [sizes(files), prose(files), functions(files), names(files), arrows(files), tests(files), starts()]
+    found = [
+        sizes(files),
+        prose(files),
+        functions(files),
+        names(files),
+        participles(files),
+        arrows(files),
+        tests(files),
+        starts(),
+    ]
     every = dict(chain.from_iterable(each.items() for each in found))
     watch.record(every if arguments.list else counted(every), arguments.json)
 
