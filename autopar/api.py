@@ -109,33 +109,14 @@ def profile(
         ModelError: model, batch and loss do not fit together.
         CaptureError: the model cannot be captured.
     """
-    from autopar.estimates import check_kinds, device_kinds, profile_kinds
+    from autopar.estimates import device_kinds, profile_kinds
     from autopar.profiler import ProfileOptions
-    from autopar.profiler import profile as measure
 
-    runs = None if calibrate_with is None else Path(calibrate_with)
-    kinds = device_kinds(device)
-    check_kinds(device, kinds, threads, compile, runs)
-    if isinstance(model, str | Path):
-        _check_absent(model, loss=loss, optimizer=optimizer, layers=layers, ignored_state=ignored_state or None)
-        rows = _count(batch)
-        user = _read_model(model, data, sequence)
-    else:
-        _check_absent(None, data=data, sequence=sequence)
-        user, rows = _given_model(model, batch, ignored_state, loss=loss, optimizer=optimizer, layers=layers)
-    options = ProfileOptions(
-        batch=rows,
-        device=kinds.here or "cpu",
-        threads=threads or 1,
-        seed=seed,
-        budget_s=budget_s,
-        precision=precision,
-        compile=compile,
-        accept_loss=accept_loss,
-    )
-    if kinds.gpus:
-        return profile_kinds(user, options, kinds, runs, progress)
-    return measure(user, options, progress)
+    kinds = device_kinds(device, threads, compile, None if calibrate_with is None else Path(calibrate_with))
+    functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
+    user, rows = _user_model(model, batch, functions, tuple(ignored_state), data, sequence)
+    options = ProfileOptions(rows, kinds.here or "cpu", threads or 1, seed, budget_s, precision, compile, accept_loss)
+    return profile_kinds(user, options, kinds, progress)
 
 
 def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, **options: Any) -> Profile:  # noqa: ANN401
@@ -482,14 +463,30 @@ def _runnable(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, str,
     return planned, model_of(planned, path), data_of(planned, path)
 
 
-def _read_model(spec: str | Path, data: str | Path | None, sequence: int | None) -> UserModel:
+def _user_model(
+    model: nn.Module | str | Path,
+    batch: object,
+    functions: dict[str, Callable[..., Any] | None],
+    ignored_state: tuple[str, ...],
+    data: str | Path | None,
+    sequence: int | None,
+) -> tuple[UserModel, int]:
+    """Return the model that is profiled, from a file or of a script, and the samples of a step."""
+    if not isinstance(model, str | Path):
+        _check_absent(None, data=data, sequence=sequence)
+        return _given_model(model, batch, ignored_state, **functions)
+    _check_absent(model, **functions, ignored_state=ignored_state or None)
+    if not isinstance(batch, int):
+        raise UsageError(
+            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
+        )
     from autopar.capture import load
 
-    return load(str(spec), None if data is None else str(data), sequence=sequence)
+    return load(str(model), None if data is None else str(data), sequence=sequence), batch
 
 
 def _given_model(
-    model: nn.Module, batch: object, ignored_state: Sequence[str], **functions: Callable[..., Any] | None
+    model: nn.Module, batch: object, ignored_state: tuple[str, ...], **functions: Callable[..., Any] | None
 ) -> tuple[UserModel, int]:
     """Return what a model file would say of a copy of a module, and the samples of a mini-batch."""
     from dataclasses import replace
@@ -504,7 +501,7 @@ def _given_model(
     if counts:
         functions["loss"] = counted_loss(own)
     user = given_model(own, batch, **functions)
-    user = replace(user, ignored_state=tuple(ignored_state), counts_labels=counts)
+    user = replace(user, ignored_state=ignored_state, counts_labels=counts)
     return user, row_count(named_tensors(batch))
 
 
@@ -515,14 +512,6 @@ def _check_absent(file: str | Path | None, **arguments: object) -> None:
             raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
         if value is not None:
             raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")
-
-
-def _count(batch: object) -> int:
-    if not isinstance(batch, int):
-        raise UsageError(
-            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
-        )
-    return batch
 
 
 def _plan_options(

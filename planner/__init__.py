@@ -1,9 +1,14 @@
-"""Planner: profile, cluster and options become a plan. Pure: no torch, no clock, no files."""
+"""Planner: profile, cluster and options become a plan. Pure: no torch, no clock, no files.
+
+``plan.py`` asks the rooms in turn: ``costs`` prices, ``placement`` says which devices are there, ``bounds`` what no
+schedule undercuts, ``simulator`` judges, ``search`` and ``milp`` find, ``peers`` propose. Read ``plan.py`` first.
+"""
 
 if __name__ != "autopar.planner":
     raise ImportError("import this package as autopar.planner; planner/ on its own is not a package")
 
 from autopar.planner.options import PlanOptions
-from autopar.planner.plan import plan, simulate
+from autopar.planner.plan import plan
+from autopar.planner.timeline import simulate
 
 __all__ = ["PlanOptions", "plan", "simulate"]

@@ -1,8 +1,7 @@
-"""Alternatives: the plans that anyone would try first, beside the best ones of the search.
+"""Alternatives: plans to list beside the chosen one.
 
-Neighbours: what the search met that differs from the chosen plan in a single respect.
-
-Simplicity: which of several plans that are about as fast is easiest to use.
+From the simulator: the plans that anyone would try first, given stages in every way to run them, those met in the
+search that differ from the chosen one in a single respect, and the simplest of those about as fast.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def _named_neighbours(
     for count in counts_beside(simulator.costs.batch, candidate.micro_batches):
         name = f"{count} micro-batch{'es' if count > 1 else ''}"
         yield name, best.by_trait.get(("micro_batches", count))
-    used = len({device for stage in candidate.stages for device in stage.devices})
+    used = len(set(candidate.devices))
     fewer = max((count for kind, count in best.by_trait if kind == "devices" and count < used), default=0)
     yield f"{fewer} device{'s' if fewer > 1 else ''}", best.by_trait.get(("devices", fewer))
     if any(stage.recompute for stage in candidate.stages):

@@ -1,10 +1,7 @@
 """Assemble: the chosen candidate becomes the plan file's content.
 
-Heading: what every plan file begins with, whatever its plan is the best of.
-
-Provenance: where a candidate's times come from, as the plan file says it.
-
-Shares: what the ranks' time in a step goes to.
+From a candidate and the cost model come the checked program, the prediction with what the ranks' time in a step goes
+to, the heading that every plan file begins with, and where the times come from.
 """
 
 from __future__ import annotations
@@ -91,7 +88,7 @@ def communication_provenance(costs: CostModel, candidate: Candidate) -> Provenan
 
 def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
     known, level = Routes(), costs.links.topology.pair
-    for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in candidate.stages]):
+    for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = candidate.stages[producer], candidate.stages[consumer]
         sent: set[tuple[float, Level]] = set()
         for route in known.between(sending, receiving):
@@ -107,7 +104,7 @@ def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
         ranks, level = len(stage.devices), costs.links.level(stage.devices)
         kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
         for kind in kinds if ranks > 1 else ():
-            for _, size in costs.buckets(stage.first, stage.stop):
+            for _, size in costs.reductions.buckets(stage.first, stage.stop):
                 yield costs.links.collective_provenance(kind, size, ranks, level)
     for index, holders in costs.tied_between(candidate.stages):
         devices = list(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
@@ -232,8 +229,8 @@ def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
 
 
 def _trace(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
-    devices = tuple(device for stage in candidate.stages for device in stage.devices)
-    return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
+    traffic = Traffic(costs.sharing, candidate.devices) if costs.sharing else None
+    return trace(program, durations(costs, candidate), traffic)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:
@@ -275,7 +272,7 @@ def _schedule(candidate: Candidate) -> ScheduleName:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
     count = candidate.micro_batches
     if not plain(candidate.schedule):
-        return candidate.schedule  # type: ignore[return-value]  # the options name these only
+        return candidate.schedule
     if count > 1 and all(stage.warmup == stage.turns(0, count) for stage in candidate.stages):
         return "gpipe"
     return "gpipe" if candidate.schedule == "gpipe" else "1f1b"

@@ -1,6 +1,7 @@
 """Candidate: a plan under consideration, without its numbers; and the families that candidates come in.
 
-Chunks: how a schedule lays stages on devices, and whether it halves backwards, as the planner asks.
+From a batch and options come families: micro-batch counts and schedules. Of a schedule it says how stages lie on
+devices, and whether backwards are halved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.plan import Division, Shard, groups_of, layout_of, turns
 from autopar.formats.program import INPUT_BACKWARD
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
 from autopar.schedules.route import shares_of
@@ -85,6 +86,21 @@ class Candidate(NamedTuple):
     micro_batch_size: int
     schedule: str
     stages: tuple[CandidateStage, ...]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers before which the stages end."""
+        return tuple(stage.stop for stage in self.stages)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas, by stage."""
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Of all stages, in their order; those that run several stages stand there several times."""
+        return tuple(device for stage in self.stages for device in stage.devices)
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
@@ -201,8 +217,8 @@ def splits_backward(schedule: str) -> bool:
 
 
 def plain(schedule: str) -> bool:
-    """Whether every rank of a schedule runs one stage, and backwards are whole."""
-    return not has_chunks(schedule) and not splits_backward(schedule)
+    """Whether a schedule's order follows from the depths of its stages, by which tables find its plans."""
+    return schedule in PLANNED
 
 
 def groups(stages: Sequence[CandidateStage]) -> tuple[tuple[int, ...], ...]:

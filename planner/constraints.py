@@ -1,8 +1,7 @@
-"""Constraints: what a user forbids of stages, beside how many devices there are.
+"""Constraints: which stages a user admits, beside how many devices there are.
 
-Dictated: the stages a user writes with ``--stages``, such as ``0-5:2,6-11:1`` or ``wte-h.5:2,h.6-head``.
-
-Named: which layer of a profile a user means, by its index or its name.
+From options and the profile's layers, named by index or name, come rules on stages, and the stages that ``--stages``
+dictates, such as ``0-5:2,6-11:1`` or ``wte-h.5:2,h.6-head``. Every solver asks the same rules.
 """
 
 from __future__ import annotations
@@ -104,6 +103,12 @@ class Rule(NamedTuple):
         """Return the rule of one replica for the first layer of a stage that it concerns."""
         named = zip(self.layers, self.reasons, strict=True)
         return self._replace(text=next(reason for layer, reason in named if stage.first <= layer < stage.stop))
+
+
+def refusal_of_all(broken: Sequence[Rule | None]) -> str | None:
+    """Return why stages are refused that break a rule in every family; none where they may be in one."""
+    first = broken[0]
+    return None if first is None or None in broken else first.refusal
 
 
 @dataclass(frozen=True)
@@ -278,6 +283,14 @@ class FixedStages(NamedTuple):
 
     cuts: tuple[int, ...]
     widths: tuple[int, ...]
+
+
+def too_wide(fixed_stages: FixedStages, batch: int) -> UsageError:
+    """Return the error that micro-batches have fewer samples than dictated stages have replicas."""
+    return UsageError(
+        f"`stages`: a stage has {max(fixed_stages.widths)} replicas, more than the samples of a micro-batch of the "
+        f"batch {batch}; use fewer replicas or micro-batches, or a larger `batch`"
+    )
 
 
 def parse(text: str, names: Sequence[str]) -> FixedStages:

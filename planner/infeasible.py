@@ -1,6 +1,6 @@
-"""Shortfall: when nothing fits, the plan that comes closest, and what would make one fit.
+"""Infeasible: the error when nothing fits, from the plan that comes closest, and options with which one fits.
 
-Remedies: options with which a plan would fit, each of them tried.
+Remedies are tried: each is an option changed alone, the least change that helps first, then some of them together.
 """
 
 from __future__ import annotations

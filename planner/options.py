@@ -1,7 +1,4 @@
-"""PlanOptions: what the user asks of a plan.
-
-Flags: which options an objective knows; the others contradict it.
-"""
+"""PlanOptions: what the user asks of a plan, and which of it contradicts the profile, the objective or the rest."""
 
 from __future__ import annotations
 
@@ -87,6 +84,14 @@ class PlanOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_search()
+        object.__setattr__(self, "schedule", schedule_named(self.schedule))
+        self._check_schedule()
+        self._check_names()
+        self._check_stages()
+
+    def _check_numbers(self) -> None:
         counts = ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "effort")
         for name in (*counts, "memory_bytes"):
             value = getattr(self, name)
@@ -100,6 +105,8 @@ class PlanOptions:
             raise UsageError(f"`deadline_s` must be positive seconds, found {self.deadline_s}")
         if not 0 <= self.gap < float("inf"):
             raise UsageError(f"`gap` must be 0 or more, found {self.gap}")
+
+    def _check_search(self) -> None:
         if self.equal_widths and (self.stages is not None or self.solver != "dp" or self.gap == 0):
             other = (
                 "`stages`" if self.stages is not None else "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
@@ -110,7 +117,8 @@ class PlanOptions:
             raise UsageError(f"`effort` does not go with {other}, which goes on until it is done; leave out `effort`")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"`seed` must lie in 0..2**63 - 1, found {self.seed}")
-        object.__setattr__(self, "schedule", schedule_named(self.schedule))
+
+    def _check_schedule(self) -> None:
         if self.chunks is not None and (self.chunks < 2 or layout_of(self.schedule) != "loop"):
             wanted = (
                 "at least 2" if layout_of(self.schedule) == "loop" else "left out but with `schedule='interleaved'`"
@@ -118,6 +126,8 @@ class PlanOptions:
             raise UsageError(f"`chunks` must be {wanted}, found {self.chunks}")
         if self.schedule in SCHEDULES and self.schedule not in PLANNED and self.solver != "dp":
             raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")
+
+    def _check_names(self) -> None:
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
             raise UsageError(f"`objective` must be one of {names}; found {self.objective!r}")
@@ -131,6 +141,8 @@ class PlanOptions:
             raise UsageError(f"`shard` must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
         if self.replicate_state not in (None, *get_args(ReplicatedState)):
             raise UsageError(f"`replicate_state` must be first or average, found {self.replicate_state!r}")
+
+    def _check_stages(self) -> None:
         if self.max_stages is not None and self.min_stages > self.max_stages:
             raise UsageError(f"`min_stages={self.min_stages}` contradicts `max_stages={self.max_stages}`")
         if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":

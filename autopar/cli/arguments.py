@@ -1,10 +1,6 @@
-"""Flags: arguments that the library's errors and notes name, as they are typed on the command line.
+"""Arguments of commands: those that commands which plan have in common, their completion in a shell, and their flags.
 
-What the commands that plan are asked alike: for which profile, devices, links and batch.
-
-Machines: what commands say of the cluster that they plan for.
-
-Completion: what a shell offers for the values of options.
+Errors and notes of the library name arguments as Python has them; here they become flags.
 """
 
 from __future__ import annotations

@@ -69,24 +69,23 @@ def probe(
         if leads:
             raise
         raise typer.Exit(UsageError.exit_code) from None
-
     if launched:
         measured = _measure_as_rank(device, threads, quick, largest_bytes)
     else:
-        from autopar import api
-        from autopar.cli.progress import phases
-
-        with phases() as progress:
-            measured = api.probe(
-                ranks=ranks,
-                device=device,
-                threads=threads,
-                quick=quick,
-                largest_bytes=largest_bytes,
-                progress=progress,
-            )
+        measured = _measure_here(ranks, device, threads, quick, largest_bytes)
     if measured is not None:
         _write_cluster(measured, output, as_json)
+
+
+def _measure_here(ranks: int | None, device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster:
+    """Measure between ranks that are started on this machine."""
+    from autopar import api
+    from autopar.cli.progress import phases
+
+    with phases() as progress:
+        return api.probe(
+            ranks=ranks, device=device, threads=threads, quick=quick, largest_bytes=largest_bytes, progress=progress
+        )
 
 
 def _check_ranks(ranks: int | None, under_torchrun: bool) -> None:

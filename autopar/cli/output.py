@@ -1,10 +1,6 @@
-"""Screen: where commands show tables, notes and progress: standard error, unless `--quiet` silences it.
+"""Output of commands: tables, notes and progress on standard error (unless ``--quiet``), results on standard output.
 
-Outputs: which files a command may write.
-
-Standard output: kept for a command's result, whoever else writes to it.
-
-Versions of autopar and of the libraries that it runs with, without importing them.
+Standard output is kept for a command's result, whoever else writes to it; files are checked before they are written.
 """
 
 from __future__ import annotations

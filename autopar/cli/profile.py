@@ -84,7 +84,7 @@ def command(
     from autopar.cli.arguments import with_flags
     from autopar.cli.output import check_output
     from autopar.cli.progress import phases
-    from autopar.estimates import check_kinds, device_kinds, node_of
+    from autopar.estimates import device_kinds, node_of
     from autopar.formats.references import rebase_paths
 
     links_output = cluster_output or output.parent / _CLUSTER
@@ -96,8 +96,7 @@ def command(
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    kinds = device_kinds(device)
-    check_kinds(device, kinds, threads, compile_layers, calibrate_with)
+    kinds = device_kinds(device, threads, compile_layers, calibrate_with)
     source = path_of(model)
     inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _OUTPUT, overwrite=overwrite, inputs=inputs)

@@ -1,6 +1,6 @@
 """What the commands that train have in common: reading a plan, and writing what a run gives.
 
-What ``--update-profile`` writes: the profile and the cluster of a plan, with the times that a run measured.
+With ``--update-profile`` that is also the plan's profile and cluster, with the times that the run measured.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Only tensors that the next stage reads count in c. Where none travels back, R(s)
 behind; where none travels forth either, V(s) has none, and V(s+1) bounds the step by itself. Tied parameters'
 reductions count 0.
 
-Work: the step time that remains if every device computes without pause.
+The work bound is the step that remains if every device computes without pause.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Activations: what stages keep of a micro-batch for its backward, and the most that its way through them holds.
 
-Areas: what stages hold, as a sum of numbers that each count for some first layers and some stops.
-
-Repeats: windows of layers that hold the same bytes as earlier ones, as those of repeated blocks do.
+From what layers save, by storage. What all stages hold is a sum of numbers that each count for some first layers and
+some stops (:class:`Areas`), so one sweep over the layers prices all stages; windows of layers that hold the same as
+earlier ones, as those of repeated blocks do, are priced once (:class:`Repeats`).
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) ->
     stages, known = candidate.stages, Routes()
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
     level = costs.links.topology.pair
-    for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages]):
+    for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = stages[producer], stages[consumer]
         alike: dict[tuple[float, Level], tuple[float, float]] = {}
         for route in known.between(sending, receiving):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.planner.candidate import Candidate, groups
+from autopar.planner.candidate import Candidate, CandidateStage, groups
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of
 from autopar.schedules import SCHEDULES
@@ -131,9 +131,13 @@ class StageInFlight(NamedTuple):
 def peak_terms_of(candidate: Candidate, at: int, rows: float) -> PeakTerms:
     """Return what the memory of a replica of a stage depends on; of later turns, none takes part in more."""
     stage, count = candidate.stages[at], candidate.micro_batches
-    lead = stage.lead(candidate.stages[at - 1], count) if at else 0
-    recompute = frozenset(stage.recompute)
-    return PeakTerms(rows, stage.warmup, stage.turns(0, count), len(stage.devices), lead, recompute, stage.shard)
+    return stage_terms(stage, count, stage.lead(candidate.stages[at - 1], count) if at else 0, rows)
+
+
+def stage_terms(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
+    """Return :func:`peak_terms_of` of a stage whose gradients are so many more turns on their way."""
+    turns, recompute = stage.turns(0, micro_batches), frozenset(stage.recompute)
+    return PeakTerms(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
 
 
 def _stage_in_flight(

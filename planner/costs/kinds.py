@@ -1,6 +1,6 @@
 """Kinds: which of a profile's kinds of devices has the times of each type of a cluster's.
 
-Estimate: a cluster to plan for where none was measured.
+From a profile, and the types of a cluster's devices; and, where no cluster was measured, an estimated one to plan for.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""LayerCosts: what was measured of the layers, at any number of rows.
+"""Layers: seconds and bytes of layers and ranges of layers, from what was measured of each at a few numbers of rows.
 
-Levels: sets of layers to recompute, each a part of the next.
-
-Sums: seconds of all layers before a position, with what recomputation and sharding add to them.
-
-Share limits: how many samples of a micro-batch layers take at once.
+A layer's costs are interpolated between the measured numbers of rows (:func:`at_rows`); running sums over the layers
+make a range's the difference of two. Recomputation adds forwards of some layers, of sets that each are a part of the
+next; sharding adds gathering and scattering, as far as computing does not hide it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple, overload
 
@@ -254,6 +253,7 @@ class StageSums:
         self._costs, self._layers, self._links = costs, layers, links
         self._slower, self.waits = slower, waits
         self._sums: dict[object, list[float]] = {}
+        self._halves = cache(self._computed_halves)
 
     def forward(
         self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
@@ -319,6 +319,11 @@ class StageSums:
         The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
         sharded ones are reduced of.
         """
+        return self._halves(rows, adding, recompute, shard, ranks, level, kind)
+
+    def _computed_halves(
+        self, rows: float, adding: float, recompute: frozenset[int], shard: Shard, ranks: int, level: Level, kind: int
+    ) -> tuple[list[float], list[float]]:
         layers = self._costs[kind]
         adding = adding / ranks if shard in SCATTERING else adding
         first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)

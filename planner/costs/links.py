@@ -1,6 +1,7 @@
-"""Links: seconds of messages and collectives, from a cluster's curves or its latencies and bandwidths.
+"""Links: seconds of messages and collectives, and who shares links.
 
-Sharing: which devices send through one port, and how computing and communicating slow each other.
+From a cluster's measured curves, or, where it has none, from latencies and bandwidths, as rings. Sharing tells which
+devices send through one port, and how computing and communicating slow each other.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -149,6 +149,18 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     return longest + answered
 
 
+def lengths_swept(layers: int) -> Iterator[int]:
+    """Yield up to how many layers stages are looked at together: ever twice as many, fewer than the model has.
+
+    >>> list(lengths_swept(100))
+    [16, 32, 64]
+    """
+    length = LEAST_LONGEST
+    while length < layers:
+        yield length
+        length *= 2
+
+
 class MemoryModel:
     """Peak memory of a stage (docs/planning.md), with k of the step's M micro-batches in flight at a replica's rows.
 
@@ -194,19 +206,7 @@ class MemoryModel:
         self._activations = Activations(costs, flows, self._gradients_made, self._repeats)
         self._largest = [layer.parameters_bytes for layer in layers]
         self._updates = [layer.update_bytes for layer in layers]
-        gradients = [tensor for tensor in flows.crossing if tensor.gradient]
-        self._messages = (
-            self._read(flows.inputs),
-            self._read(flows.crossing),
-            self._read(gradients),
-            Areas(
-                self._count,
-                (
-                    Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
-                    for tensor in gradients
-                ),
-            ),
-        )
+        self._messages = self._message_areas()
         """Per sample: model inputs, activations received, gradients sent back, gradients received."""
         self._lasting = self._lasting_areas()
 
@@ -247,10 +247,7 @@ class MemoryModel:
         known = self._activation_bytes.get((rows, recompute))
         if known is not None and known[0] >= longest:
             return known[1]
-        reach = LEAST_LONGEST
-        while reach < longest:
-            reach *= 2
-        reach = min(reach, self._count)
+        reach = next((length for length in lengths_swept(self._count) if length >= longest), self._count)
         swept = self._activations.window(rows, recompute, reach, np.asarray(self._window(reach).gradients))
         if 3 * reach * self._count * (1 + len(self._activation_bytes)) > MOST_SWEPT:
             self._activation_bytes.clear()
@@ -352,6 +349,15 @@ class MemoryModel:
                     found.append(Area(before + 1, layer, layer + 1, self._count, tied.bytes))
                 found.append(Area(0, first, last + 1, self._count, -tied.bytes))
         return Areas(self._count, found)
+
+    def _message_areas(self) -> tuple[Areas, ...]:
+        gradients = [tensor for tensor in self._flows.crossing if tensor.gradient]
+        received = (
+            Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
+            for tensor in gradients
+        )
+        read = (self._read(tensors) for tensors in (self._flows.inputs, self._flows.crossing, gradients))
+        return (*read, Areas(self._count, received))
 
     def _read(self, tensors: Iterable[FlowTensor]) -> Areas:
         """Bytes per sample that layers first:stop read of what is made before them."""

@@ -5,31 +5,30 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Level
-from autopar.formats.plan import SCATTERING, Division, Shard
+from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, plain
 from autopar.planner.costs.flows import Flows
-from autopar.planner.costs.in_flight import peak_terms_of, rank_peaks
+from autopar.planner.costs.in_flight import rank_peaks, stage_terms
 from autopar.planner.costs.kinds import kinds_of
 from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
-from autopar.planner.costs.links import Collective, LinkModel, Sharing
+from autopar.planner.costs.links import LinkModel, Sharing
 from autopar.planner.costs.memory import MemoryModel
+from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.planner.options import PlanOptions
 from autopar.schedules.route import Route, shares_of
-from autopar.schedules.route import buckets as grouped
 
 UNLIMITED_BYTES = 2**62
-MOST_KEPT = 2**18
+MOST_SHORTFALLS = 2**18
 """Stages whose shortfall of memory is remembered."""
 MOST_BYTES = 2**60
 """Of all layers together; sums and differences of a few such numbers are exact in 64 bits."""
-
-_Halves = tuple[list[float], list[float]]
 
 
 class Single(NamedTuple):
@@ -43,13 +42,12 @@ class CostModel:
     """Prices stages, messages and reductions; search, bounds, oracle and simulator all ask it."""
 
     def __init__(self, profile: Profile, cluster: Cluster, options: PlanOptions) -> None:
-        self.profile = profile
+        self.profile, self.cluster, self.divisible = profile, cluster, options.divisible
         self.batch = options.batch or profile.batch
         if self.batch >= 2**31:
             raise UsageError(f"`batch` must be below {2**31}, found {self.batch}")
         self.notes: list[str] = []
         self.devices = self._devices(cluster, options.gpus or len(cluster.devices))
-        limit = options.memory_bytes
         kinds = kinds_of(profile, self.devices, options.times_of)
         self.notes += kinds.notes
         self.stands = kinds.stands
@@ -57,25 +55,25 @@ class CostModel:
         self.kinds = tuple(each.device for each in kinds.costs)
         self.kind_of = [kinds.of_type[device.type] for device in self.devices]
         """By device, the index of its kind."""
-        reserved = [self.kinds[kind].reserved_bytes for kind in self.kind_of]
-        limits = [device.memory_bytes if limit is None else limit for device in self.devices]
-        self.limits_bytes = [max(0, each - own) for each, own in zip(limits, reserved, strict=True)]
+        self.limits_bytes = [self._limit_bytes(device, options) for device in range(len(self.devices))]
         self.layers = [LayerCosts(each.layers) for each in kinds.costs]
         """By kind."""
         self.flows = Flows(profile)
         self.links = LinkModel(cluster, self.devices, options.bytes_per_s, latencies=not options.divisible)
+        self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
         self.memory = [MemoryModel(layers, self.flows, profile.updates_at_once) for layers in self.layers]
         """By kind."""
         self._check_sums()
         self.layer_count = len(profile.layers)
         self.every_layer = frozenset(range(self.layer_count))
-        self.sharing = Sharing.of(cluster, self.devices, options.bytes_per_s)
-        self.divisible = options.divisible
         self.single = _single(profile, options)
         """Layers that may have one replica only, and why."""
         self.share_limits = share_limits(profile)
-        self.cluster = cluster
-        self._forget()
+        self._price()
+
+    def _limit_bytes(self, device: int, options: PlanOptions) -> int:
+        whole = self.devices[device].memory_bytes if options.memory_bytes is None else options.memory_bytes
+        return max(0, whole - self.kinds[self.kind_of[device]].reserved_bytes)
 
     def _check_sums(self) -> None:
         """Refuse sizes whose sums could exceed the integers of arrays.
@@ -97,17 +95,19 @@ class CostModel:
             f"planned with; $.layers[{largest}] ({layers[largest].name}) holds most"
         )
 
-    def _forget(self) -> None:
+    def _price(self) -> None:
+        """Begin the prices that follow from the times of layers, and from the links."""
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
         slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
-        waits = self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, self.profile.layers, self.links, slower, waits=waits)
-        self._reductions: dict[tuple[int, int, int, Level, Collective], list[tuple[int, float]]] = {}
-        self._exposed_times: dict[tuple[int, int, float, int, Level, Shard, int, bool], float] = {}
-        self._levels: dict[tuple[float, int], Levels] = {}
-        self._shortfalls: dict[tuple[CandidateStage, int, int], int] = {}
-        """By stage, micro-batches, and what it leads by."""
-        self._halves: dict[tuple[float, float, frozenset[int], Shard, int, Level, int], _Halves] = {}
+        layers, waits = self.profile.layers, self.profile.device.type == "cpu"
+        self.sums = StageSums(self.layers, layers, self.links, slower, waits=waits)
+        self.reductions = Reductions(self.layers, layers, self.flows, self.links, self.sums, divisible=self.divisible)
+        self._levels = cache(self._computed_levels)
+        self._look_at_devices()
+
+    def _look_at_devices(self) -> None:
+        """Begin what is remembered of the devices that are planned for."""
+        self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
         listed = cluster.devices
@@ -131,13 +131,14 @@ class CostModel:
         other.limits_bytes = [self.limits_bytes[device] for device in devices]
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)
+        other._look_at_devices()
         return other
 
     def with_layer_costs(self, layers: LayerCosts) -> CostModel:
         """Return this model with other times of the layers, of a single kind; memory stays as it was."""
         other = copy(self)
         other.layers = [layers]
-        other._forget()
+        other._price()
         return other
 
     def without(self, *, links: bool = False, memory: bool = False) -> CostModel:
@@ -147,7 +148,7 @@ class CostModel:
             other.links = LinkModel(self.cluster, self.devices, float("inf"), latencies=False)
         if memory:
             other.limits_bytes = [UNLIMITED_BYTES] * len(self.devices)
-        other._forget()
+        other._price()
         return other
 
     def shares(self, rows: int, replicas: int, division: Division = "split") -> tuple[float, ...]:
@@ -191,14 +192,14 @@ class CostModel:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
         ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
         where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
-        key = (stage.shares[replica], self.adding(micro_batches, ranks), *where)
-        if key not in self._halves:
-            self._halves[key] = self.sums.halves(*key)
-        first, second = self._halves[key]
+        first, second = self.sums.halves(stage.shares[replica], self.adding(micro_batches, ranks), *where)
         return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
 
     def _level(self, stage: CandidateStage) -> Level:
         return self.links.level(stage.devices)
+
+    def _kinds(self, stage: CandidateStage) -> set[int]:
+        return {self.kind_of[device] for device in stage.devices}
 
     @staticmethod
     def adding(micro_batches: int, ranks: int) -> float:
@@ -215,17 +216,16 @@ class CostModel:
         Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
         own layers that are in one of the sets. Layers whose forward cannot be run twice are in none.
         """
-        if (rows, kind) not in self._levels:
-            ranked = []
-            for layer in range(self.layer_count):
-                writes = self.profile.layers[layer].writes
-                if writes is not None and writes.once:
-                    continue
+        return self._levels(rows, kind)
+
+    def _computed_levels(self, rows: float, kind: int) -> Levels:
+        ranked = []
+        for layer, each in enumerate(self.profile.layers):
+            if each.writes is None or not each.writes.once:
                 freed = self.memory[kind].freed_bytes(layer, rows)
                 if freed > 0:
                     ranked.append((self.layers[kind].recompute_s(layer, rows) / freed, layer))
-            self._levels[rows, kind] = Levels([layer for _, layer in sorted(ranked)])
-        return self._levels[rows, kind]
+        return Levels([layer for _, layer in sorted(ranked)])
 
     def replicated_single(self, stages: Iterable[CandidateStage]) -> str | None:
         """Return why some stages are not to have as many replicas as they have; None where they may."""
@@ -239,8 +239,8 @@ class CostModel:
     def update_s(self, stage: CandidateStage) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
         ranks, level = len(stage.devices), self._level(stage)
-        kinds = {self.kind_of[device] for device in stage.devices}
-        return max(self.updating_s(stage.first, stage.stop, ranks, level, stage.shard, kind) for kind in kinds)
+        where = stage.first, stage.stop, ranks, level, stage.shard
+        return max(self.updating_s(*where, kind) for kind in self._kinds(stage))
 
     def updating_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int = 0) -> float:
         """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
@@ -270,73 +270,30 @@ class CostModel:
 
     def reduce_s(self, stage: CandidateStage) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
-        ranks, level = len(stage.devices), self._level(stage)
-        if self.sums.waits and stage.shard != "none":
-            kinds = {self.kind_of[device] for device in stage.devices}
-            return max(self._left_s(stage.first, stage.stop, ranks, level, stage.shard, kind) for kind in kinds)
-        if stage.shard in SCATTERING:
-            return self.sums.scatters(ranks, level)[stage.first]
-        operation: Collective = "all_reduce" if stage.shard == "none" else "reduce_scatter"
-        return sum(seconds for _, seconds in self._reduction(stage.first, stage.stop, ranks, level, operation))
-
-    def _left_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int) -> float:
-        """Return what a device that waits for every scatter does after a step's last backward.
-
-        Of gradients that every backward reduces, nothing; else all of it, although the last backward does it layer by
-        layer.
-        """
-        if shard in SCATTERING:
-            return 0.0
-        return self.sums.in_turn_s("reduce_scatter", first, stop, ranks, level, kind)
+        where = stage.first, stage.stop, len(stage.devices), self._level(stage), stage.shard
+        return max(self.reductions.occupied_s(Reduction(*where, kind)) for kind in self._kinds(stage))
 
     def replica_exposed_s(self, stage: CandidateStage, replica: int, *, split: bool = False) -> float:
         """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
-        ranks, level = len(stage.devices), self._level(stage)
-        kind = self.kind_of[stage.devices[replica]]
-        return self.exposed_s(stage.first, stage.stop, stage.shares[replica], ranks, level, stage.shard, kind, split)
-
-    def exposed_s(
-        self,
-        first: int,
-        stop: int,
-        rows: float,
-        ranks: int,
-        level: Level,
-        shard: Shard = "none",
-        kind: int = 0,
-        split: bool = False,
-    ) -> float:
-        """Return :meth:`replica_exposed_s` of layers ``first:stop``.
-
-        Buckets are reduced one after the other, each from the moment when the backward has left its layers; sharded
-        gradients layer by layer in every backward, so that those of the first layer are left, unless the device waits.
-        """
-        if ranks == 1:
-            return 0.0
-        key = (first, stop, rows, ranks, level, shard, kind, split)
-        if key not in self._exposed_times:
-            self._exposed_times[key] = self._exposed_s(*key)
-        return self._exposed_times[key]
-
-    def _exposed_s(
-        self, first: int, stop: int, rows: float, ranks: int, level: Level, shard: Shard, kind: int, split: bool
-    ) -> float:
-        if self.sums.waits and shard != "none":
-            return self._left_s(first, stop, ranks, level, shard, kind)
-        if shard in SCATTERING:
-            return self.sums.scatters(ranks, level)[first]
-        sums = self.layers[kind].weight_sums(rows, 1.0) if split else self.layers[kind].backward_sums(rows, 1.0)
-        free = 0.0
-        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
-        for layer, seconds in self._reduction(first, stop, ranks, level, operation):
-            left = sums[stop] - sums[first if self.divisible else layer]
-            free = max(free, left) + seconds
-        return max(0.0, free - (sums[stop] - sums[first]))
+        kind, rows = self.kind_of[stage.devices[replica]], stage.shares[replica]
+        where = stage.first, stage.stop, len(stage.devices), self._level(stage), stage.shard
+        return self.reductions.exposed_s(Reduction(*where, kind, rows, split))
 
     def tied_s(self, index: int, devices: Sequence[int]) -> float:
         """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
         level = self.links.level(devices)
         return self.links.collective_s("all_reduce", self.flows.tied[index].bytes, len(devices), level)
+
+    def tied_between(self, stages: Sequence[CandidateStage]) -> list[tuple[int, tuple[int, ...]]]:
+        """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
+        stops = [stage.stop for stage in stages]
+        found = []
+        for tied in self.flows.tied:
+            held = (layer for layer in tied.layers if stages[0].first <= layer < stops[-1])
+            holders = tuple(sorted({bisect_right(stops, layer) for layer in held}))
+            if tied.trainable and len(holders) > 1:
+                found.append((tied.number, holders))
+        return found
 
     def message_bytes(self, route: Route, rows: int, bytes_per_sample: int) -> float:
         """Return the bytes of a message of a micro-batch of ``rows``.
@@ -351,73 +308,35 @@ class CostModel:
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica, with what else its rank holds."""
-        if not plain(candidate.schedule):
-            return rank_peaks(self.memory, self.kind_of, candidate)
-        return [self._stage_peak(candidate, index) for index in range(len(candidate.stages))]
+        limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
+        return [short + limit for short, limit in zip(self.shortfalls(candidate), limits, strict=True)]
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
+        if plain(candidate.schedule):
+            return [self.shortfall(candidate, index) for index in range(len(candidate.stages))]
+        peaks = rank_peaks(self.memory, self.kind_of, candidate)
         limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
-        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
+        return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
         if not plain(candidate.schedule):
             return self.shortfalls(candidate)[index]
-        stage, count = candidate.stages[index], candidate.micro_batches
-        if self.flows.forked_tensors(stage.first, stage.stop):
-            return self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
-        key = stage, count, stage.lead(candidate.stages[index - 1], count) if index else 0
-        if key not in self._shortfalls:
-            if len(self._shortfalls) >= MOST_KEPT:
-                self._shortfalls.clear()
-            self._shortfalls[key] = self._stage_peak(candidate, index) - self.limit_bytes(stage.devices)
-        return self._shortfalls[key]
-
-    def tied_between(self, stages: Sequence[CandidateStage]) -> list[tuple[int, tuple[int, ...]]]:
-        """Return (index into ``Profile.tied``, stages) of every trained parameter that several stages hold."""
-        stops = [stage.stop for stage in stages]
-        found = []
-        for tied in self.flows.tied:
-            held = (layer for layer in tied.layers if stages[0].first <= layer < stops[-1])
-            holders = tuple(sorted({bisect_right(stops, layer) for layer in held}))
-            if tied.trainable and len(holders) > 1:
-                found.append((tied.number, holders))
-        return found
-
-    def _stage_peak(self, candidate: Candidate, index: int) -> int:
-        stage = candidate.stages[index]
+        stages, count = candidate.stages, candidate.micro_batches
+        stage = stages[index]
         forked = self.flows.forked_tensors(stage.first, stage.stop)
-        cuts = [later.stop for later in candidate.stages[index + 1 :]] if forked else []
-        placed = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
-        return max(
-            self.memory[kind].peak(stage.first, stage.stop, peak_terms_of(candidate, index, rows), cuts)
-            for rows, kind in placed
+        cuts = tuple(later.stop for later in stages[index + 1 :]) if forked else ()
+        return self._stage_shortfall(stage, count, stage.lead(stages[index - 1], count) if index else 0, cuts)
+
+    def _computed_shortfall(self, stage: CandidateStage, count: int, lead: int, cuts: tuple[int, ...]) -> int:
+        """Return :meth:`shortfall` of a stage whose forked tensors go to stages that end before the layers ``cuts``."""
+        replicas = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
+        peak = max(
+            self.memory[kind].peak(stage.first, stage.stop, stage_terms(stage, count, lead, rows), cuts)
+            for rows, kind in replicas
         )
-
-    def _reduction(self, first: int, stop: int, ranks: int, level: Level, kind: Collective) -> list[tuple[int, float]]:
-        """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
-        key = (first, stop, ranks, level, kind)
-        if key not in self._reductions:
-            self._reductions[key] = [
-                (layer, self.links.collective_s(kind, size, ranks, level)) for layer, size in self.buckets(first, stop)
-            ]
-        return self._reductions[key]
-
-    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
-        sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
-        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
-
-    def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
-        total = self.profile.layers[layer].trainable_bytes
-        for tied in self.flows.tied:
-            if tied.trainable and layer in tied.layers:
-                shared = any(not first <= other < stop for other in tied.layers)
-                # Within one stage the sum is complete when the backward leaves the first layer that uses it.
-                if shared or any(first <= other < layer for other in tied.layers):
-                    total -= tied.bytes
-        return max(0, total)
+        return peak - self.limit_bytes(stage.devices)
 
 
 def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:

@@ -235,7 +235,7 @@ def prices_of(costs: CostModel) -> list[float]:
 
 def _price(prices: Sequence[float], candidate: Candidate) -> float:
     """Return the price per second of the devices that a candidate uses."""
-    return sum(prices[device] for stage in candidate.stages for device in stage.devices) / _HOUR_S
+    return sum(prices[device] for device in candidate.devices) / _HOUR_S
 
 
 def _row(
@@ -261,7 +261,7 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
         best = None if best is None or best.step_s >= cap_s else best
     if best is not None:
         cost = best.step_s * _price(prices, best.candidate)
-        by_count[sum(len(stage.devices) for stage in best.candidate.stages)] = best
+        by_count[len(best.candidate.devices)] = best
     for number, each in enumerate(_sets(costs, families, options)):
         if each.least > each.price * cap_s:
             continue
@@ -405,7 +405,7 @@ def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[s
         notes.append(
             f"no step was to take longer than {options.deadline_s:g} s (`deadline_s`); those that do are listed too"
         )
-    idle = len(costs.devices) - sum(len(stage.devices) for stage in best.simulated_plan.candidate.stages)
+    idle = len(costs.devices) - len(best.simulated_plan.candidate.devices)
     if idle:
         notes.append(f"{idle} of {len(costs.devices)} devices stay idle, and are not paid for (`use_all` forbids this)")
     if best.cost > (1 + options.gap) * best.lower_bound * (1 + 1e-9):

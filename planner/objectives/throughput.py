@@ -281,12 +281,8 @@ class _StageTable:
         *,
         with_memory_limit: bool,
     ) -> None:
-        self.prices, self.costs, self.recompute, self.with_memory_limit = (
-            prices,
-            prices.costs,
-            recompute,
-            with_memory_limit,
-        )
+        self.prices, self.costs, self.recompute = prices, prices.costs, recompute
+        self.with_memory_limit = with_memory_limit
         self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
         self.shapes = list(_shapes(prices, self.pool))
@@ -296,10 +292,7 @@ class _StageTable:
         self.levels: list[Level] = []
         self.states = [self._states(shape) for shape in self.shapes]
         self.after = [self.pool.take(0, shape.kind, shape.width) + states for shape, states in self._each()]
-        self.stage_level = [
-            np.array([self._level(self.pool.devices(state, shape.kind, shape.width)) for state in states.tolist()])
-            for shape, states in self._each()
-        ]
+        self.stage_level = [self._stage_levels(shape, states) for shape, states in self._each()]
         self.link_level = self._link_levels()
         self.rows, self.periods = self._messages()
         self.depth = [self._depths(shape, states) for shape, states in self._each()] if with_memory_limit else []
@@ -312,6 +305,11 @@ class _StageTable:
         self.behind[self.layers, ended, :, 0] = 0.0
         for first in reversed(range(self.layers)):
             self._fill(first)
+
+    def _stage_levels(self, shape: StageShape, states: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the index of the level of a stage's devices, by state."""
+        devices = (self.pool.devices(state, shape.kind, shape.width) for state in states.tolist())
+        return np.array([self._level(each) for each in devices])
 
     def best(self) -> FastestPipeline | None:
         """Return the best candidate; none if nothing fits."""

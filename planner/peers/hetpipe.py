@@ -1,6 +1,6 @@
 """HetPipe: virtual workers, pipelines over devices that may differ, which share the data.
 
-Park et al., 2020: devices are dealt to virtual workers by a policy (:mod:`autopar.planner.peers.hetpipe`), each of
+Park et al., 2020: devices are dealt to virtual workers by a policy, each of
 which is cut so that its slowest stage is fastest within the memory of its micro-batches in flight
 (:mod:`autopar.planner.peers.partition`); of these there are as many in every virtual worker. The paper's workers push
 updates in waves and wait only for those that are far behind; here all wait at the end of every step.

@@ -1,7 +1,4 @@
-"""Prices: the numbers that peers' formulas are made of, read from the cost model.
-
-Proposal: the stages that a peer's planner chose, without micro-batches and schedule.
-"""
+"""Prices: what peers' formulas are made of, from the cost model; and the stages that a peer's planner proposes."""
 
 from __future__ import annotations
 

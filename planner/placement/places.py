@@ -1,6 +1,6 @@
 """Places: where the devices that a stage takes stand, in every state of the pool.
 
-Placement: the devices of a cluster in groups, within which and among which it is all one which are taken first.
+From the cluster's levels: devices come in groups, within which and among which it is all one which are taken first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Pool: the devices that are left, of all kinds, while stages take theirs one after the other.
 
-Reserve: the devices of one kind that are left, and the ways in which a stage takes some of them.
-
-Policies: the ways in which DAPPLE's planner takes devices for a stage.
+A state of the pool holds, for each kind, how many devices of how many nodes are left; a stage takes some of one kind,
+in cluster order or in the ways of DAPPLE's planner.
 
 Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", 2021, section 4.2. The next stage
 takes devices

@@ -3,7 +3,7 @@
 Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
 its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
 
-Stack: lower bounds of the step that each know more than the one before, from work alone to links.
+A plan's three bounds each know more than the one before: work alone, contiguous stages, links.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Room: how many micro-batches in flight fit, on all stages of one family.
+"""DepthLimits: how many micro-batches in flight fit on all stages of one family, with some layers recomputed.
 
-Ordered: the layers of all stages in the order in which they are recomputed.
+A stage recomputes the first so many of its layers in their order; what it then keeps of each micro-batch is what it
+keeps without, less what these layers free. Devices hold as many as the bytes of each leave room for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.activations import Counts, rows_bytes
 from autopar.planner.costs.layers import Levels
-from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.variants import Choice
@@ -69,8 +70,6 @@ class LayerOrder:
 MANY_LAYERS = 200
 LEAD = 3
 """For how many more micro-batches than are in flight a gradient is on its way, where that is not known."""
-LONGEST = 16
-"""Of stages looked at first; if any of so many layers fits, twice as many are looked at."""
 
 
 class DepthLimits:
@@ -90,8 +89,7 @@ class DepthLimits:
 
     def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
-        longest = LONGEST
-        while longest < self.layers:
+        for longest in lengths_swept(self.layers):
             fits = np.zeros(longest, dtype=bool)
             for kind in self.pool.kinds:
                 limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
@@ -100,7 +98,6 @@ class DepthLimits:
                     fits |= self._fitting(kind, choice, limit, longest)
             if not fits[-1]:
                 return int(np.flatnonzero(fits).max(initial=0)) + 1
-            longest = min(2 * longest, self.layers)
         return self.layers
 
     def _fitting(self, kind: int, choice: Choice, limit: int, longest: int) -> npt.NDArray[np.bool_]:
@@ -158,12 +155,12 @@ class DepthLimits:
         :meth:`depth` takes both to be free.
         """
         rows, held = max(self.shares(choice, width)), self.peak_terms(choice, max(self.shares(choice, width)), width)
-        return self._deepest(self._sure_parts(choice, rows, kind), held._replace(lead=LEAD), limit)
+        return self._deepest(self._parts_of(choice, rows, kind, sure=True), held._replace(lead=LEAD), limit)
 
     def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
         """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
         rows = max(self.shares(choice, width))
-        parts = self._sure_parts(choice, rows, kind)
+        parts = self._parts_of(choice, rows, kind, sure=True)
         answered = np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64)
         found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
         return found
@@ -188,55 +185,34 @@ class DepthLimits:
             self._orders[kind] = LayerOrder(levels, self.layers, self.lengths)
         return self._orders[kind]
 
-    def _parts_of(self, choice: Choice, rows: float, kind: int) -> Parts:
+    def _parts_of(self, choice: Choice, rows: float, kind: int, *, sure: bool = False) -> Parts:
         """What stages' peaks are made of, with as many layers recomputed as the choice allows.
 
-        Where these are some of a stage's layers, all that each of them saves by itself is taken to be free.
+        Where these are some of a stage's layers, all that each of them saves by itself is taken to be free; with
+        ``sure``, as few are recomputed as the choice allows, and what the largest frees is held while it is at work.
         """
         none = self._whole_parts(rows, False, kind)
         if not choice.recomputes:
             return none
-        key = (rows, choice.part, choice.parts, choice.every, kind)
+        key = (sure, rows, choice.part, choice.parts, choice.every, kind)
         if key not in self._parts:
-            self._parts[key] = self._partly(choice, rows, kind, none)
+            order, every = self.layer_order(kind), self._whole_parts(rows, True, kind)
+            low, high = choice.recompute_range(order.counts)
+            freed, whole = self._freed_bytes(rows, kind), low == order.counts
+            saved = self._byte_sums(order, freed, low if sure else high)
+            passing = saved - self._largest_of(freed) if sure else saved
+            self._parts[key] = none._replace(
+                activations=np.where(whole, every.activations, none.activations - saved),
+                peak=np.where(whole, every.peak, none.peak - passing),
+                first_peak=np.where(whole, every.first_peak, none.first_peak - passing),
+            )
         return self._parts[key]
 
-    def _partly(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
-        order = self.layer_order(kind)
-        low, high = choice.recompute_range(order.counts)
-        freed = self._byte_sums(order, self._freed_bytes(rows, kind), high)
-        every = self._whole_parts(rows, True, kind)
-        whole = low == order.counts
-        return none._replace(
-            activations=np.where(whole, every.activations, none.activations - freed),
-            peak=np.where(whole, every.peak, none.peak - freed),
-            first_peak=np.where(whole, every.first_peak, none.first_peak - freed),
-        )
-
-    def _sure_parts(self, choice: Choice, rows: float, kind: int) -> Parts:
-        none = self._whole_parts(rows, False, kind)
-        if not choice.recomputes:
-            return none
-        key = ("sure", rows, choice.part, choice.parts, choice.every, kind)
-        if key not in self._parts:
-            self._parts[key] = self._surely(choice, rows, kind, none)
-        return self._parts[key]
-
-    def _surely(self, choice: Choice, rows: float, kind: int, none: Parts) -> Parts:
-        order = self.layer_order(kind)
-        low, _ = choice.recompute_range(order.counts)
-        freed = self._freed_bytes(rows, kind)
-        saved = self._byte_sums(order, freed, low)
+    def _largest_of(self, sizes: Counts) -> Counts:
+        """The largest of the sizes of a stage's layers, ``[first, length]``."""
         longest = int(self.lengths[-1])
-        windows = np.lib.stride_tricks.sliding_window_view(np.append(freed, np.zeros(longest - 1, np.int64)), longest)
-        at_work = np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1]
-        every = self._whole_parts(rows, True, kind)
-        whole = low == order.counts
-        return none._replace(
-            activations=np.where(whole, every.activations, none.activations - saved),
-            peak=np.where(whole, every.peak, none.peak - saved + at_work),
-            first_peak=np.where(whole, every.first_peak, none.first_peak - saved + at_work),
-        )
+        windows = np.lib.stride_tricks.sliding_window_view(np.append(sizes, np.zeros(longest - 1, np.int64)), longest)
+        return np.asarray(np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1])
 
     def _freed_bytes(self, rows: float, kind: int) -> Counts:
         """Bytes by which recomputing it shrinks what a micro-batch in flight keeps, by layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from math import ceil, log, prod
 from typing import NamedTuple
@@ -50,24 +51,7 @@ def depth_choices(
     ``spans`` are, by stage, the levels of recomputation of which the least that fits is taken. With ``exact`` these are
     all candidates, unless they are too many.
     """
-    most = [stage.warmup for stage in stages]
-    complete = True
-    if family.schedule == "gpipe":
-        vectors = [tuple(stage.turns(0, family.micro_batches) for stage in stages)]
-    elif exact and prod(most) <= MOST_VECTORS:
-        vectors = list(_all(stages, family.micro_batches, most))
-    else:
-        paced = list(_Pacing(costs, family, stages, spans).vectors())
-        timed = (
-            paced if few and paced else list(dict.fromkeys((*_round_trip_depths(costs, family, stages, spans), *paced)))
-        )
-        usual = (
-            _steady_depths(stages, family.micro_batches, most)
-            if (len(stages) <= MANY_STAGES and not few) or not timed
-            else []
-        )
-        vectors = list(dict.fromkeys((*usual, *timed)))
-        complete = prod(most) <= 1
+    vectors, complete = _vectors(costs, family, stages, spans, exact=exact, few=few)
     found: list[Candidate] = []
     closest: tuple[int, Candidate] | None = None
     least = _least(stages, family.micro_batches)
@@ -82,6 +66,29 @@ def depth_choices(
         elif closest is None or short < closest[0]:
             closest = (short, candidate)
     return DepthChoices(found, complete, closest)
+
+
+def _vectors(
+    costs: CostModel,
+    family: Family,
+    stages: Sequence[CandidateStage],
+    spans: Sequence[Span],
+    *,
+    exact: bool,
+    few: bool,
+) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the depths to try, and whether no others are possible."""
+    most = [stage.warmup for stage in stages]
+    if family.schedule == "gpipe":
+        return [tuple(stage.turns(0, family.micro_batches) for stage in stages)], True
+    if exact and prod(most) <= MOST_VECTORS:
+        return list(_all(stages, family.micro_batches, most)), True
+    timed = list(_Pacing(costs, family, stages, spans).vectors())
+    if not few or not timed:
+        timed = [*_round_trip_depths(costs, family, stages, spans), *timed]
+    steady = not timed or (len(stages) <= MANY_STAGES and not few)
+    usual = _steady_depths(stages, family.micro_batches, most) if steady else []
+    return list(dict.fromkeys((*usual, *timed))), prod(most) <= 1
 
 
 def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: CandidateStage) -> Span:
@@ -139,53 +146,73 @@ def _round_trip_depths(
     """
     trips = round_trips(costs, Candidate(*family, tuple(stages)))
     turns = [stage.turns(0, family.micro_batches) for stage in stages]
-    alone = [
-        costs.forward_s(stage, 0) + costs.backward_s(stage, 0, count)
-        for stage, count in zip(stages, turns, strict=True)
-    ]
+    pairs = zip(stages, turns, strict=True)
+    alone = [costs.forward_s(stage, 0) + costs.backward_s(stage, 0, count) for stage, count in pairs]
     pace_s = max(own_s * count for own_s, count in zip(alone, turns, strict=True)) / family.micro_batches
     if pace_s <= 0:
         return []
     last = (span.within(stage.first, stage.stop)[-1] for stage, span in zip(stages, spans, strict=True))
     least = [stage._replace(recompute=recompute) for stage, recompute in zip(stages, last, strict=True)]
+    depths_at = partial(_pace_depths, family, stages, trips, alone)
 
-    def fitting(vector: Sequence[int] | None) -> bool:
+    def fitting(at_s: float) -> bool:
+        vector = depths_at(at_s)
         if vector is None:
             return False
         candidate = with_depths(family, least, vector)
         return all(costs.shortfall(candidate, index) <= 0 for index in range(len(least)))
 
-    found: list[tuple[int, ...]] = []
+    paces: list[float] = []
     for more in AHEAD:
-        vector = _pace_depths(family, stages, trips, alone, pace_s / more)
-        if vector is None or not fitting(vector):
-            paces = [pace_s / more * FINER**power for power in range(1 + int(log(trips[0] * more / pace_s, FINER)) + 1)]
-            at = bisect_left(paces, True, key=lambda each: fitting(_pace_depths(family, stages, trips, alone, each)))
-            vector = None if at == len(paces) else _pace_depths(family, stages, trips, alone, paces[at])
-            return [*found, vector] if vector is not None else found
-        found.append(vector)
-    return found
+        if not fitting(pace_s / more):
+            slower_s = _quickest(pace_s / more, trips[0] * more / pace_s, fitting)
+            paces += [] if slower_s is None else [slower_s]
+            break
+        paces.append(pace_s / more)
+    return [vector for each in paces if (vector := depths_at(each)) is not None]
 
 
-def _pace_depths(
-    family: Family, stages: Sequence[CandidateStage], trips: Sequence[float], alone: Sequence[float], pace_s: float
-) -> tuple[int, ...] | None:
-    """Depths with which stages keep a pace, or None where a stage cannot have so many in flight.
+def _quickest(pace_s: float, slowdown: float, keeps: Callable[[float], bool]) -> float | None:
+    """Return the quickest pace that is kept, from one to another so many times as slow; None where none is."""
+    paces = [pace_s * FINER**power for power in range(2 + int(log(slowdown, FINER)))]
+    at = bisect_left(paces, True, key=keeps)
+    return None if at == len(paces) else paces[at]
+
+
+class _Behind(NamedTuple):
+    """What the stages behind ask of the depth of the next one before them.
 
     From stage a, of k in flight, to stage b, of l: b begins the backward of a micro-batch behind the forward of the one
     that is l - 1 later, which a has sent behind the backward of the one that is k earlier. A micro-batch's way from a
     to b and back hence takes no more than k - l + 1 micro-batches' time.
     """
+
+    in_flight: int = 1
+    ahead: float = 0.0
+
+    def depth(self, family: Family, stage: CandidateStage, trips: float) -> int:
+        """Return with how many in flight a stage keeps the pace, of which its round trip takes so many times."""
+        wanted = max(self.in_flight, min(family.micro_batches, ceil((trips + self.ahead) * (1 - ROUNDING))))
+        return min(-(-wanted // stage.turning), stage.turns(0, family.micro_batches))
+
+    def before(self, family: Family, stage: CandidateStage, depth: int, waiting: float) -> _Behind:
+        """Return what a stage asks, too, which waits for those behind as many paces as ``waiting`` is below 0."""
+        in_flight = min(family.micro_batches, depth * stage.turning)
+        return _Behind(in_flight, max(self.ahead, in_flight - 1 + waiting))
+
+
+def _pace_depths(
+    family: Family, stages: Sequence[CandidateStage], trips: Sequence[float], alone: Sequence[float], pace_s: float
+) -> tuple[int, ...] | None:
+    """Depths with which stages keep a pace, or None where a stage cannot have so many in flight."""
     vector: list[int] = []
-    behind, ahead = 1, 0.0
+    behind = _Behind()
     for stage, trip_s, own_s in zip(reversed(stages), reversed(trips), reversed(alone), strict=True):
-        wanted = max(behind, min(family.micro_batches, ceil((trip_s / pace_s + ahead) * (1 - ROUNDING))))
-        depth = min(-(-wanted // stage.turning), stage.turns(0, family.micro_batches))
+        depth = behind.depth(family, stage, trip_s / pace_s)
         if depth > stage.warmup:
             return None
         vector.append(depth)
-        behind = min(family.micro_batches, depth * stage.turning)
-        ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
+        behind = behind.before(family, stage, depth, (own_s - trip_s) / pace_s)
     return tuple(vector[::-1])
 
 
@@ -218,29 +245,20 @@ class _Pacing:
             return None
         slowest_s = sum(free_s) + sum(link_s or 0.0 for link_s in self.links_s)
         # Slower than one micro-batch after the other, with everything recomputed, is no pace.
-        count = 1 + int(log(max(1.0, 4 * slowest_s / low_s), FINER)) + 1
-        paces = [low_s * FINER**power for power in range(count)]
-        at = bisect_left(paces, True, key=lambda each: self._keeping(each, each) is not None)
-        return None if at == count else paces[at]
+        slowdown = max(1.0, 4 * slowest_s / low_s)
+        return _quickest(low_s, slowdown, lambda pace_s: self._keeping(pace_s, pace_s) is not None)
 
     def _keeping(self, pace_s: float, most_s: float) -> tuple[int, ...] | None:
-        """Return depths with which stages keep a pace, each computing no longer than ``most_s``; None: they cannot.
-
-        From stage a, of k in flight, to stage b, of l: b begins the backward of a micro-batch behind the forward of the
-        one that is l - 1 later, which a has sent behind the backward of the one that is k earlier. A micro-batch's way
-        from a to b and back hence takes no more than k - l + 1 micro-batches' time.
-        """
+        """Return depths with which stages keep a pace, each computing no longer than ``most_s``; None: they cannot."""
         vector: list[int] = []
-        behind, ahead, trip_s = 1, 0.0, 0.0
+        behind, trip_s = _Behind(), 0.0
         for index in reversed(range(len(self.stages))):
             stage, link_s = self.stages[index], self.links_s[index]
             around_s = 0.0 if link_s is None else link_s + trip_s
             # How long the stage takes depends on what it recomputes, and that on its depth: a few rounds settle it.
             own_s = self._own_s(index, stage)
             for _ in range(ROUNDS):
-                deep = ceil(((own_s + around_s) / pace_s + ahead) * (1 - ROUNDING))
-                wanted = max(behind, min(self.family.micro_batches, deep))
-                depth = min(-(-wanted // stage.turning), self.turns[index])
+                depth = behind.depth(self.family, stage, (own_s + around_s) / pace_s)
                 fitted = self._fitting(index, depth)
                 if fitted is None or self._paced_s(index, fitted) > most_s * (1 + ROUNDING):
                     return None
@@ -249,8 +267,7 @@ class _Pacing:
                 own_s = fitted
             vector.append(depth)
             trip_s = own_s + around_s
-            behind = min(self.family.micro_batches, depth * stage.turning)
-            ahead = max(ahead, behind - 1 + (own_s - trip_s) / pace_s)
+            behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
         return tuple(vector[::-1])
 
     def _fitting(self, index: int, depth: int) -> float | None:

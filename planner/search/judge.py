@@ -1,8 +1,7 @@
-"""Best: candidates judged by memory and simulation, and the best of them.
+"""Best: candidates judged by memory and simulation, and the best of them by several traits.
 
-Work: about how long parts of a search take, in microseconds of a core: counted and not timed.
-
-What bounds a search is a sum of these, so that the same question has the same answer on every machine.
+What bounds a search is a sum of about how long its parts take, in microseconds of a core, counted and not timed: so the
+same question has the same answer on every machine.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def traits_of(candidate: Candidate) -> list[Trait]:
     stages = candidate.stages
     found: list[Trait] = [
         ("micro_batches", candidate.micro_batches),
-        ("devices", len({device for stage in stages for device in stage.devices})),
+        ("devices", len(set(candidate.devices))),
         ("recompute", any(stage.recompute for stage in stages)),
         ("shard", max(SHARDS.index(stage.shard) for stage in stages)),
     ]

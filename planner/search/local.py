@@ -1,6 +1,4 @@
-"""Improve: good plans from several starts, and local moves from the best of them.
-
-Climb: local moves from good plans, judged by the simulator.
+"""Local: good plans from several starts, and moves from the best of them, judged by the simulator.
 
 A move is priced by what it changes: what the stages it touches would compute with as much in flight as the stages there
 have now, recomputing what then does not fit. The most promising ones are simulated. Of plans as fast as each other, one
@@ -365,7 +363,7 @@ class LocalSearch:
 
     def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
         candidate = simulated_plan.candidate
-        used = tuple(device for stage in candidate.stages for device in stage.devices)
+        used = candidate.devices
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
         return _SearchState(simulated_plan, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
 

@@ -1,6 +1,7 @@
-"""Moves: from where stages end and how they are run to layouts beside it; every local search takes them from here.
+"""Moves: the layouts beside a layout, by moved cuts, moved devices and other manners of running stages.
 
-Shapes: where stages end and how wide groups of devices are, for schedules of which plans are found by trying.
+From where stages end, how wide they are and how they run; and balanced shapes of groups of devices, for schedules of
+which plans are found by trying. Every local search takes its moves from here.
 """
 
 from __future__ import annotations
@@ -36,12 +37,8 @@ class Layout(NamedTuple):
         >>> Layout.of(Candidate(2, 4, "1f1b", place(Family(2, 4, "1f1b"), (3, 5), (2, 1))))
         Layout(cuts=(3, 5), widths=(2, 1), manners=(('split', 'none'), ('split', 'none')))
         """
-        stages = candidate.stages
-        return cls(
-            tuple(stage.stop for stage in stages),
-            tuple(len(stage.devices) for stage in stages),
-            tuple((stage.division, stage.shard) for stage in stages),
-        )
+        manners = tuple((stage.division, stage.shard) for stage in candidate.stages)
+        return cls(candidate.cuts, candidate.widths, manners)
 
     def with_width(self, at: int, width: int, manner: Manner) -> Layout:
         """Return the layout with another width of one stage, which is run in some manner where it has replicas."""

@@ -1,6 +1,4 @@
-"""Scheduled: plans of schedules that are found by trying, asked for by name or as an improvement on what was found.
-
-Trials: plans of schedules that no table bounds, found by balanced shapes, moves and simulation.
+"""Trials: plans of schedules that no table bounds, asked for by name or as an improvement on what was found.
 
 Of schedules whose ranks run several stages, or whose backwards are in halves, shapes are priced by their own lower
 bounds and simulated in the order of these; then cuts, devices and micro-batch counts are moved as long as that helps.
@@ -31,7 +29,7 @@ from autopar.planner.candidate import (
     splits_backward,
     with_depths,
 )
-from autopar.planner.constraints import Constraints, FixedStages, Rule
+from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, too_wide
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
@@ -147,9 +145,7 @@ class Trials:
 
     def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
         for seed in seeds:
-            shape = Shape(
-                tuple(stage.stop for stage in seed.stages), tuple(len(stage.devices) for stage in seed.stages)
-            )
+            shape = Shape(seed.cuts, seed.widths)
             for family in families:
                 if self._serves(family, shape.widths):
                     yield family, shape
@@ -343,15 +339,12 @@ def dictated_best(
     _check_halves(costs, options.schedule)
     trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
     every = [(family, shape) for family in runnable(costs, options)]
-    broken = [trials.broken(*start) for start in every]
-    if broken[0] is not None and None not in broken:
-        raise UsageError(broken[0].refusal)
+    refusal = refusal_of_all([trials.broken(*start) for start in every])
+    if refusal is not None:
+        raise UsageError(refusal)
     best = trials.run_all(every)
     if best.fastest is None and best.closest is None:
-        raise UsageError(
-            f"`stages`: a stage has {max(fixed_stages.widths)} replicas, more than the samples of a micro-batch of the "
-            f"batch {costs.batch}; use fewer replicas or micro-batches, or a larger `batch`"
-        )
+        raise too_wide(fixed_stages, costs.batch)
     if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
     return best
@@ -429,8 +422,7 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     Stages are its own, or, where a rank runs several, two balanced ones on every group of devices.
     """
     costs, found = simulator.costs, []
-    shape = Shape(tuple(stage.stop for stage in own.stages), tuple(len(stage.devices) for stage in own.stages))
-    order = tuple(device for stage in own.stages for device in stage.devices)
+    shape, order = Shape(own.cuts, own.widths), own.devices
     for schedule in SCHEDULES if len(own.stages) > 1 and not has_chunks(own.schedule) else ():
         if schedule == own.schedule or (splits_backward(schedule) and not costs.has_halves):
             continue
@@ -473,8 +465,7 @@ def _seeds(best: Mapping[int, SimulatedPlan], most: int) -> list[Candidate]:
 
 def _order(costs: CostModel, candidate: Candidate | None) -> tuple[int, ...]:
     """Return the devices in the order in which a plan's stages take them, idle ones last."""
-    stages = () if candidate is None else candidate.stages
-    used = [device for stage in stages for device in stage.devices]
+    used = () if candidate is None else candidate.devices
     return tuple(dict.fromkeys((*used, *range(len(costs.devices)))))
 
 

@@ -1,7 +1,6 @@
-"""Opening: good plans, and a lower bound, of a family too large to tell every stage apart.
+"""Pace: good plans, and a lower bound, of a family too large to tell every stage apart.
 
-Paced: of the plans whose stages all keep a pace, one with a short round trip; where the search starts on large
-problems.
+Of the plans whose stages all keep a pace, those with a short round trip are found, one for each pace that is tried.
 
 A step takes a micro-batch's round trip R(1) from the first stage, and B beside it. In a step of B + R(1), a stage s has
 B + R(s) from its first forward on: of M micro-batches, it keeps as many in flight as a round trip takes at that pace,
@@ -254,9 +253,8 @@ class PacePlan:
         turning, turns = self._paces.turning[way][:, None], self._paces.turns[way][:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             # What does not fit is infinite, or no number, and not within the limit.
-            wanted = np.maximum(
-                in_flight, np.ceil(self._in_flight_when_waiting(trip_s, since_s, deep) * (1 - ROUNDING))
-            )
+            waiting = np.ceil(self._in_flight_when_waiting(trip_s, since_s, deep) * (1 - ROUNDING))
+            wanted = np.maximum(in_flight, waiting)
             depth = np.minimum(turns, np.full_like(wanted, np.inf) if self._paces.whole else np.ceil(wanted / turning))
             beside = beside_s(forward_s, backward_s, turns, depth)
         in_flight = np.minimum(depth * turning, self._paces.micro_batches)
@@ -266,22 +264,23 @@ class PacePlan:
         best, column = trip_s.argmin(axis=0), np.arange(len(states))
         found = np.isfinite(trip_s[best, column])
         best, column, states = best[found], column[found], states[found]
-        trip_s, in_flight, depth = (each[best, column] for each in (trip_s, in_flight, depth))
-        own_s = (forward_s + backward_s)[best, column]
-        since_s, deep = since_s[best, column], deep[best, column]
-        own = trip_s - own_s, in_flight - 1
-        later_s = trip_s + own_s
-        longer = self._in_flight_when_waiting(later_s, *own) > self._in_flight_when_waiting(later_s, since_s, deep)
-        self._suffixes.trip_s[first, states] = trip_s
-        self._suffixes.since_s[first, states] = np.where(longer, own[0], since_s)
-        self._suffixes.deep[first, states] = np.where(longer, own[1], deep)
-        self._suffixes.in_flight[first, states] = in_flight
+        every = trip_s, forward_s + backward_s, in_flight, since_s, deep, depth
+        trip_s, own_s, in_flight, since_s, deep, depth = (each[best, column] for each in every)
+        longest = self._longest_waiting(trip_s, own_s, in_flight, since_s, deep)
         more = LEAD + np.floor((room[best] - depth) * exchange[best])
-        self._suffixes.most[first, states] = (depth + more) * turning[best, 0]
-        self._suffixes.turning[first, states] = turning[best, 0]
-        self._suffixes.way[first, states] = way[best]
-        self._suffixes.stop[first, states] = stop[best]
+        most, turning = (depth + more) * turning[best, 0], turning[best, 0]
+        kept = _Suffixes(trip_s, *longest, in_flight, most, turning, way[best], stop[best])
+        for table, numbers in zip(self._suffixes, kept, strict=True):
+            table[first, states] = numbers
         return len(states) > 0
+
+    def _longest_waiting(
+        self, trip_s: Numbers, own_s: Numbers, in_flight: Numbers, since_s: Numbers, deep: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Return ``since_s`` and ``deep`` of suffixes: those of their first stage where it keeps others longer."""
+        own, later_s = (trip_s - own_s, in_flight - 1), trip_s + own_s
+        longer = self._in_flight_when_waiting(later_s, *own) > self._in_flight_when_waiting(later_s, since_s, deep)
+        return np.where(longer, own[0], since_s), np.where(longer, own[1], deep)
 
 
 MANY_ELEMENTS = 5_000_000

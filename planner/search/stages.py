@@ -6,7 +6,7 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from autopar.planner.costs.activations import Area, Areas, Counts
 from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import Places
+from autopar.planner.placement.places import Places, StateMove
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
@@ -95,41 +95,35 @@ class StageTables:
     ) -> None:
         """Price all stages.
 
-        Args:
-            fineness: how many stages are told apart; none: every width and length.
-            places: those of the pool, which other families may have looked up before.
+        ``fineness`` says how many are told apart (none: those of every width and length); ``places`` are those of the
+        pool, which other families may have looked up before.
         """
-        self.costs, self.pool, self.family, self.apart = costs, pool, family, fineness is None
-        self.layers = costs.layer_count
-        self._has_halves, self._late = splits_backward(family.schedule), late
+        self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
+        self.apart, self._has_halves, self._late = fineness is None, splits_backward(family.schedule), late
         self._next: dict[int, NextStages] = {}
         self._alone_s: dict[int, Numbers] = {}
         self.depth_limits = DepthLimits(costs, family, pool)
         self.choices = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(self.choices)
-        most = None if fineness is None else fineness.classes
-        every = [way for kind in pool.kinds for way in ways_of(costs, family, kind, self.choices[kind], most)]
         places = places or Places(costs, pool)
-        moves = [places.moves(way.kind, way.width) for way in every]
+        every = list(self._ways_and_moves(places, None if fineness is None else fineness.classes))
+        self.ways, self.moves = [way for way, _ in every], [move for _, move in every]
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
-        self.ways = [
-            way._replace(variant=variant) for way, own in zip(every, moves, strict=True) for variant in range(len(own))
-        ]
-        self.moves = [move for own in moves for move in own]
         self.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
         self.depth_limits.look_at(self.lengths)
-        self._widths = np.array([way.width for way in self.ways])
         self._firsts = np.arange(self.layers)[:, None]
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
-        trained = (float(layer.trainable_bytes) for layer in costs.profile.layers)
-        self._trainable_bytes = self._over(list(accumulate(trained, initial=0.0)))
         self._check_size()
         self._stages = self._stacked_stages()
-        self._crossing = [self._crossing_bytes(gradient) for gradient in (False, True)]
-        self._keys = list(dict.fromkeys((way.choice.division, way.widths) for way in self.ways))
-        self._key_of = np.array([self._keys.index((way.choice.division, way.widths)) for way in self.ways])
-        self._links = self._stacked_links()
+        self._links, self._key_of = self._stacked_links()
+
+    def _ways_and_moves(self, places: Places, most: int | None) -> Iterator[tuple[Variant, StateMove]]:
+        """Yield the ways to run a stage, each wherever it stands; of at most so many widths, where not all."""
+        for kind in self.pool.kinds:
+            for way in ways_of(self.costs, self.family, kind, self.choices[kind], most):
+                for variant, move in enumerate(places.moves(way.kind, way.width)):
+                    yield way._replace(variant=variant), move
 
     def _check_size(self) -> None:
         """Refuse tables that no ordinary machine holds, instead of dying of them."""
@@ -171,7 +165,7 @@ class StageTables:
         found = (
             np.repeat(np.arange(self.layers), [len(each.way) for each in every]),
             np.concatenate([np.searchsorted(self.lengths, each.length) for each in every]),
-            self._widths[np.concatenate([each.way for each in every])],
+            np.array([way.width for way in self.ways])[np.concatenate([each.way for each in every])],
             np.concatenate([self.alone_s(first).min(axis=0, initial=np.inf) for first in range(self.layers)]),
         )
         return Spans(*found)
@@ -306,6 +300,11 @@ class StageTables:
         seconds[0] = 0.0
         return seconds
 
+    @cached_property
+    def _trainable_bytes(self) -> Numbers:
+        sizes = (float(layer.trainable_bytes) for layer in self.costs.profile.layers)
+        return self._over(list(accumulate(sizes, initial=0.0)))
+
     def _reducing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)
@@ -354,13 +353,18 @@ class StageTables:
         least = np.minimum.reduceat(found, self.lengths - 1, axis=1)
         return np.where(np.isfinite(least), least, 0.0)
 
-    def _stacked_links(self) -> LinkTerms:
-        """Terms ``[levels, key, first, length]``."""
-        rows = [[self._link(widths, levels, division) for division, widths in self._keys] for levels in self.nears]
-        return LinkTerms(*(np.stack([np.stack([each[term] for each in row]) for row in rows]) for term in range(6)))
+    def _stacked_links(self) -> tuple[LinkTerms, Counts]:
+        """Terms ``[levels, key, first, length]``, and every way's key: what ways of the same terms have in common."""
+        key_of = [(way.choice.division, way.widths) for way in self.ways]
+        keys = list(dict.fromkeys(key_of))
+        crossing = [self._crossing_bytes(gradient) for gradient in (False, True)]
+        rows = [[self._link(widths, levels, division, *crossing) for division, widths in keys] for levels in self.nears]
+        terms = (np.stack([np.stack([each[term] for each in row]) for row in rows]) for term in range(6))
+        return LinkTerms(*terms), np.array([keys.index(each) for each in key_of])
 
-    def _link(self, widths: Sequence[int], levels: frozenset[Level], division: Division) -> LinkTerms:
-        forth, back = self._crossing
+    def _link(
+        self, widths: Sequence[int], levels: frozenset[Level], division: Division, forth: Numbers, back: Numbers
+    ) -> LinkTerms:
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
         found = [self._passing(width, division, most) for width in (widths[0], widths[-1])]
         least = min(each.least_rows for each in found)

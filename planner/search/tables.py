@@ -4,11 +4,9 @@ For the layers from ``first`` on, placed on the devices that a state of the pool
 component-wise minimum of the terms of all stages that fit: as :func:`autopar.planner.bounds.chain.fold` never falls
 when one of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
 
-States: how stages move through the states of the pool.
-
-Capped: the stages that a plan of fewer seconds than a cap may have, and how many devices it needs at least.
-
-Prefix: the first stages of a plan, as a function from the terms of what follows to the seconds of the step.
+Stages move from one state of the pool to another. With a cap on the step, a table leaves out stages that no plan below
+it has, and states with fewer devices than the layers need. A prefix of stages is a function from the terms of what
+follows to the seconds of the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Choices: how a stage may be run on its devices, apart from how many micro-batches are in flight.
+"""Variants: the ways to run a stage, from the options and the kinds of devices.
 
-Ways: how a stage may be run and on how many devices; widths that run alike are one way.
-
-Queues: how many messages of how many rows pass behind a stage, whatever the next one is.
+A choice is how replicas divide micro-batches, what they shard and what they recompute; a way is a choice on a number of
+devices, where widths that run alike are one. Of each, the messages that pass behind a stage, whatever the next one is.
 """
 
 from __future__ import annotations

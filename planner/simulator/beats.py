@@ -5,13 +5,14 @@ what its rank did before and behind all that it receives. No duration is in them
 can be had. A forward of micro-batch m on stage s has beat s + P m, its backward has beat b(s) + P m, with the least
 period P for which that order is every rank's own.
 
-Awaited: the messages that may be waited for; what passes stages by is often there before what they hand on.
+A message that passes stages by is often there before what these hand on: only messages that may be late are waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -66,15 +67,7 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
     depths = np.minimum(turns, [stage.warmup for stage in stages])
     if candidate.schedule == "gpipe":
         depths = turns
-    own = np.arange(len(stages))
-    followed = depths < turns
-
-    def backwards(period: int) -> Whole | None:
-        least = 2 * own + period * wide * (depths - 1) + 1
-        found = np.maximum.accumulate(least[::-1])[::-1] - own
-        fits = found[followed] < (own + period * wide * depths)[followed]
-        return np.asarray(found) if fits.all() else None
-
+    backwards = partial(_backward_beats, wide, depths, depths < turns)
     # Feasible periods have no gaps, and beyond this none follows where none came before.
     low, high = 1, 2 * len(stages) + 2
     backward = backwards(high)
@@ -84,7 +77,17 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
         low, high, backward = (middle + 1, high, backward) if found is None else (low, middle, found)
     if backward is None:
         return None
-    return ActionLevels(high, own, backward, int(backward[0]) + high * (micro_batches - 1) + 1)
+    total = int(backward[0]) + high * (micro_batches - 1) + 1
+    return ActionLevels(high, np.arange(len(stages)), backward, total)
+
+
+def _backward_beats(wide: Whole, depths: Whole, followed: npt.NDArray[np.bool_], period: int) -> Whole | None:
+    """Return b(s) of every stage with a period P, where others follow the k first if ``followed``; None: none."""
+    own = np.arange(len(wide))
+    least = 2 * own + period * wide * (depths - 1) + 1
+    found = np.maximum.accumulate(least[::-1])[::-1] - own
+    fits = found[followed] < (own + period * wide * depths)[followed]
+    return np.asarray(found) if fits.all() else None
 
 
 def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, beats: ActionLevels) -> float | None:

@@ -1,8 +1,7 @@
-"""Rows: a program as small integers, which simulators read, and the ranks that meet in it.
+"""Rows: a program as small integers, and what simulators read of it.
 
-Lanes: the transfers of a program that may slow each other, grouped into those that always move at one speed.
-
-View: what one rank performs, laid out for a simulation that turns from rank to rank.
+From a program come each rank's actions, the ranks that meet in one action, each rank's view with the seconds of its
+actions, and the lanes: groups of transfers that always move at one speed, and may slow other groups.
 """
 
 from __future__ import annotations

@@ -269,8 +269,7 @@ class Simulator:
         """Return where a candidate's ranks stand, if anything can slow them there."""
         if not self.sharing:
             return None
-        devices = dict.fromkeys(device for stage in candidate.stages for device in stage.devices)
-        traffic = Traffic(self.sharing, tuple(devices))
+        traffic = Traffic(self.sharing, tuple(dict.fromkeys(candidate.devices)))
         ranks: dict[int, list[int]] = {}
         for rank, stage in zip(times.ranks, times.stage, strict=True):
             ranks.setdefault(stage, []).append(rank)
@@ -287,7 +286,7 @@ class Simulator:
     def _rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
         """Return a candidate's program, of messages between some pairs of stages only."""
         stages = candidate.stages
-        exchanges = self.costs.flows.exchanges([stage.stop for stage in stages])
+        exchanges = self.costs.flows.exchanges(candidate.cuts)
         flows = tuple(
             (producer, consumer, flow.gradients > 0)
             for producer, consumer, flow in exchanges
