@@ -32,47 +32,43 @@ class DeviceKinds(NamedTuple):
     """What is measured: ``auto``, ``cpu`` or ``cuda``; None: nothing is."""
     gpus: tuple[Gpu, ...]
     """Those that are not there, for which all is estimated."""
+    runs: Path | None = None
+    """Measured runs (CSV) that estimates are fitted to."""
 
 
-def device_kinds(device: str) -> DeviceKinds:
-    """Return what ``--device`` names.
+def device_kinds(
+    device: str, threads: int | None = None, compile_layers: bool = False, runs: Path | None = None
+) -> DeviceKinds:
+    """Return what ``--device`` names; refuse other options that do not go with it.
 
     Raises:
-        UsageError: a GPU is not known, a kind is named twice, or kinds do not go together.
+        UsageError: a GPU is not known, a kind is named twice, or kinds do not go together, or with the options.
     """
     names = [name.strip() for name in device.split(",")]
     here = [name for name in names if name in ("auto", "cpu", "cuda")]
     gpus = tuple(_gpu(device, name) for name in names if name not in here)
-    if len(names) == 1 and here:
-        return DeviceKinds(here[0], ())
-    if here not in ([], ["cuda"]):
+    if here and not (len(names) == 1 or here == ["cuda"]):
         raise UsageError(
             f"`device={device!r}`: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most "
             "is measured here; name GPUs, and cuda for the one of this machine"
         )
     if len({gpu.name for gpu in gpus}) < len(gpus):
         raise UsageError(f"`device={device!r}`: the same GPU is named twice; name every kind once")
-    return DeviceKinds(here[0] if here else None, gpus)
-
-
-def check_kinds(device: str, kinds: DeviceKinds, threads: int | None, compile_layers: bool, runs: Path | None) -> None:
-    """Refuse what does not go with the kinds of devices that ``device`` names.
-
-    Raises:
-        UsageError: names the option.
-    """
-    fitting = f"`calibrate_with={str(runs)!r}`"
-    if not kinds.gpus:
-        if runs is not None:
-            raise UsageError(f"{fitting}: fits estimates; name a GPU that is not there with `device`")
-        return
-    if threads is not None or compile_layers:
+    if gpus and (threads is not None or compile_layers):
         option = "`compile`" if compile_layers else f"`threads={threads}`"
         raise UsageError(f"{option}: says how to measure, but `device={device!r}` is estimated; leave it out")
-    count = len(kinds.gpus) + (kinds.here is not None)
-    if runs is not None and count > 1:
+    if runs is not None:
+        _check_fitting(device, len(names), bool(gpus), f"`calibrate_with={str(runs)!r}`")
+    return DeviceKinds(here[0] if here else None, gpus, runs)
+
+
+def _check_fitting(device: str, count: int, estimated: bool, option: str) -> None:
+    """Refuse to fit estimates of no GPU, or of several kinds."""
+    if not estimated:
+        raise UsageError(f"{option}: fits estimates; name a GPU that is not there with `device`")
+    if count > 1:
         raise UsageError(
-            f"{fitting}: the runs of one kind of GPU, but `device={device!r}` names {count}; profile each with its own "
+            f"{option}: the runs of one kind of GPU, but `device={device!r}` names {count}; profile each with its own "
             "runs, and join the profiles with `autopar import profiles`"
         )
 
@@ -86,10 +82,12 @@ def _gpu(device: str, name: str) -> Gpu:
         raise UsageError(f"`device={device!r}`: none of auto, cpu and cuda, and {error}") from error
 
 
-def profile_kinds(
-    user: UserModel, options: ProfileOptions, kinds: DeviceKinds, runs: Path | None, progress: Progress
-) -> Profile:
-    """Return the profile of GPUs that are not there, and of one that is if that is asked."""
+def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, progress: Progress) -> Profile:
+    """Return the profile of GPUs that are not there, and of a device that is if that is asked."""
+    if not kinds.gpus:
+        from autopar.profiler import profile
+
+        return profile(user, options, progress)
     from autopar.interop.kinds import NamedProfile, join_profiles
     from autopar.profiler.device import choose
     from autopar.profiler.subject import prepare
@@ -98,7 +96,7 @@ def profile_kinds(
         choose(kinds.here)
     subject = prepare(user, options, progress)
     found = [
-        NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, runs, progress))
+        NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, kinds.runs, progress))
         for gpu in kinds.gpus
     ]
     if kinds.here is not None:

@@ -1,7 +1,4 @@
-"""Calibrate: fit the constants of estimates to a few measured runs.
-
-Runs: the measured training runs that a user calibrates estimates with, read from a CSV file.
-"""
+"""Calibrate: fit the constants of estimates to a few measured training runs, read from a CSV file."""
 
 from __future__ import annotations
 

@@ -1,14 +1,7 @@
-"""The device that is measured on.
+"""The device that is measured on: its clock, its threads, its memory, the types it computes in, and its condition.
 
-Clock: times calls, on the host or between events of the device.
-
-Threads: as many as a rank gets, each kept on cores of its own.
-
-Precision: what layers compute in, as a context that their forwards run in.
-
-Most bytes alive at once while something runs.
-
-Conditions: what the device's clock did while it was measured, where the machine tells.
+Times are those of the host, or between events of the device. A rank's threads are each kept on cores of its own. Most
+bytes are those alive at once while something runs. Where the machine tells, it is noted what its clock did meanwhile.
 """
 
 from __future__ import annotations

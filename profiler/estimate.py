@@ -15,7 +15,7 @@ from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.costs import describe_tensors, describe_ties, layer_record, owned_parameters
+from autopar.profiler.costs import describe_tensors, layer_record, owned_parameters
 from autopar.profiler.device import COMMUNICATORS_BYTES
 from autopar.profiler.kernels import Kernel
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
@@ -97,19 +97,8 @@ def workload(
         CaptureError: a layer needs the values of its tensors to run.
     """
     _check_precision(subject, gpu)
-    single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
-    # Parameters that are in half precision themselves need no autocast.
-    precision = subject.precision if single else "fp32"
-    asked = tuple(sizes) if sizes is not None else tuple(sizes_up_to(batch))
-    works: dict[int, GraphWork] = {}
-    for index, size in enumerate(asked):
-        progress("recording layers on fake tensors", index / len(asked))
-        try:
-            works[size] = graph_work(subject.graph, size, gpu, precision)
-        except CaptureError:
-            # A normalisation over the batch may have no variance of a single sample; larger sizes tell the rest.
-            if size > 1 or sizes is not None or len(asked) == 1:
-                raise
+    asked = sizes_up_to(batch) if sizes is None else sizes
+    works = _works(subject, gpu, asked, progress, skip_one=sizes is None and len(asked) > 1)
     first = {layer.fingerprint: layer for layer in reversed(subject.graph.layers)}
     kinds = {fingerprint: layer.named_parameters() for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
@@ -124,6 +113,25 @@ def workload(
         table=KernelTable.of(groups, gpu),
         places=np.array([[index_of[id(layer)] for layer in work.layers] for work in works.values()], dtype=np.int64),
     )
+
+
+def _works(
+    subject: Subject, gpu: Gpu, sizes: Sequence[int], progress: Progress, *, skip_one: bool
+) -> dict[int, GraphWork]:
+    """Return what the layers do by micro-batch size; with ``skip_one`` a single sample may be more than they take."""
+    single = any(parameter.dtype == torch.float32 for parameter in subject.module.parameters())
+    # Parameters that are in half precision themselves need no autocast.
+    precision = subject.precision if single else "fp32"
+    works: dict[int, GraphWork] = {}
+    for index, size in enumerate(sizes):
+        progress("recording layers on fake tensors", index / len(sizes))
+        try:
+            works[size] = graph_work(subject.graph, size, gpu, precision)
+        except CaptureError:
+            # A normalisation over the batch may have no variance of a single sample; larger sizes tell the rest.
+            if size > 1 or not skip_one:
+                raise
+    return works
 
 
 def _check_precision(subject: Subject, gpu: Gpu) -> None:
@@ -177,23 +185,16 @@ def profile_of(
     for index, layer in enumerate(subject.graph.layers):
         original = first.setdefault(layer.fingerprint, layer.name)
         layers.append(_layer(subject, load, times, index, None if original == layer.name else original))
-    return formats.Profile(
-        model=subject.user.model_source,
-        batch=batch,
+    return subject.record(
+        batch,
         device=formats.DeviceKind(
             type="cuda", name=gpu.name, memory_bytes=gpu.memory_bytes, reserved_bytes=RESERVED_BYTES
         ),
-        precision=subject.precision,
         layers=tuple(layers),
         tensors=_tensors(subject, load.works[0]),
-        tied=describe_ties(subject.graph),
         updates_at_once=load.optimizer.at_once,
-        indivisible=subject.indivisible,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
-        ignored_state=subject.user.ignored_state,
-        loss_difference=subject.loss_difference,
-        counts_labels=subject.user.counts_labels,
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/estimating.md)",

@@ -1,11 +1,10 @@
-"""Kernels: what a layer launches, found by running it on fake tensors.
+"""Kernels: what a layer launches on a GPU, found by running it on fake tensors of the CPU.
 
-CudaRules: what a GPU runs where the CPU, on whose fake tensors a layer is recorded, would run something else.
-
-Four things differ. Scaled dot-product attention is one kernel on a GPU, chosen by the rules of PyTorch's
-``sdp_utils.cpp``; dropout is one kernel that keeps a mask of bytes; CUDA's autocast computes softmax, norms,
-powers and losses in float32 (torch.amp, "CUDA Ops that can autocast to float32"), which the CPU's leaves as they are.
-An LSTM, which oneDNN runs as one operator, is taken step by step, as other recurrences are.
+In come a layer and its inputs' shapes; out come its kernels' operations and bytes. Four things differ between the
+devices. Scaled dot-product attention is one kernel on a GPU, chosen by the rules of PyTorch's ``sdp_utils.cpp``;
+dropout is one kernel that keeps a mask of bytes; CUDA's autocast computes softmax, norms, powers and losses in float32
+(torch.amp, "CUDA Ops that can autocast to float32"), which the CPU's leaves as they are. An LSTM, which oneDNN runs as
+one operator, is taken step by step, as other recurrences are.
 """
 
 from __future__ import annotations
@@ -44,13 +43,25 @@ class Kernel(NamedTuple):
     """Of products: terms that are added up in each of them."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _row_products(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Rows times the matrix of the group that each belongs to, as experts compute them."""
+    return args[0].shape[0] * args[1].shape[-1], args[0].shape[-1]
 
 
-_GATHERS = _names("embedding index index_select gather nll_loss_forward nll_loss2d_forward")
-_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-"""Products of rows with the matrix of the group that each belongs to, as experts compute them: how many per row."""
+def _row_products_twice(args: tuple[Any, ...]) -> tuple[int, int]:
+    outputs, depth = _row_products(args)
+    return 2 * outputs, depth
+
+
+PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[int, int]]] = {
+    "_grouped_mm": _row_products,
+    "grouped_mm_fallback": _row_products,
+    "grouped_mm_fallback_backward": _row_products_twice,
+}
+"""Operators whose work torch does not count: of their arguments, how many numbers they compute by products, and how
+many terms are added up in each."""
+GATHERS = {"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"}
+"""Operators that read of their first argument, a table, the rows that they are asked for."""
 _ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -58,9 +69,9 @@ _ON_CPU = {
     ),
 }
 """The CPU's attention, which torch's own modules call without being asked, and what is counted of it: the GPU's."""
-_NOT_READ = _names("copy_ zero_ fill_ bernoulli_ normal_ uniform_ random_ exponential_")
+NOT_READ = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
 """In-place operators that overwrite without reading."""
-_FREE = _names("empty empty_like empty_strided new_empty new_empty_strided lift_fresh set_ resize_")
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_"}
 """Operators that allocate, and launch nothing."""
 
 
@@ -93,7 +104,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = list(_distinct(_tensors((args, kwargs))))
         result = func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
-        if func.is_view or name in _FREE:
+        if func.is_view or name in FREE:
             return result
         storages = {_storage(tensor) for tensor in given}
         made = [tensor for tensor in _distinct(_tensors(result)) if _storage(tensor) not in storages]
@@ -113,7 +124,7 @@ def _describe(
     kwargs: dict[str, Any],
     result: object,
 ) -> Kernel:
-    if name in _NOT_READ:
+    if name in NOT_READ:
         untouched = {id(tensor) for tensor in written_tensors}
         inputs = [tensor for tensor in inputs if id(tensor) not in untouched]
     written = sum(map(_bytes, (*new_tensors, *written_tensors)))
@@ -124,7 +135,7 @@ def _describe(
         read = sum(map(_bytes, inputs[1:])) + min(_bytes(inputs[0]), sum(map(_bytes, new_tensors)))
     outputs, depth = _product(name, args, new_tensors) if kind in ("matmul", "convolution") else (0, 0)
     dtype = (inputs or new_tensors or written_tensors)[0].dtype
-    flops = 2 * outputs * depth if name in _GROUPED else _flops(func, args, kwargs, result)
+    flops = 2 * outputs * depth if name in PRODUCTS else _flops(func, args, kwargs, result)
     return Kernel(name, kind, dtype, flops, read, written, outputs, depth)
 
 
@@ -133,9 +144,9 @@ def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
         return "convolution"
     if "attention" in name:
         return "attention"
-    if func.overloadpacket in flop_registry or name in _GROUPED:
+    if func.overloadpacket in flop_registry or name in PRODUCTS:
         return "matmul"
-    return "gather" if name in _GATHERS else "other"
+    return "gather" if name in GATHERS else "other"
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:  # noqa: ANN401
@@ -162,9 +173,8 @@ def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tenso
         backward = name == "convolution_backward"
         weight: torch.Tensor = args[2] if backward else args[1]
         return (args[0] if backward else new_tensors[0]).numel(), prod(weight.shape[1:])
-    if name in _GROUPED:
-        rows, columns = args[0].shape[0], args[1].shape[-1]
-        return _GROUPED[name] * rows * columns, args[0].shape[-1]
+    if name in PRODUCTS:
+        return PRODUCTS[name](args)
     left: torch.Tensor = args[1 if name in ("addmm", "baddbmm") else 0]
     return new_tensors[0].numel(), left.shape[-1]
 

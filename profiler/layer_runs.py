@@ -1,17 +1,13 @@
-"""One layer on given inputs: its forward and backward as the runtime performs them.
+"""Layers on given inputs, run forward and backward as the runtime does, for their times and for what they keep.
 
-What a layer keeps from its forward to its backward, by storage.
+A chain runs layers as a training step does, with a clock read between them. Every layer computes on what the layer
+before it has just made, and its backward starts from what the layer after it has just sent back; all forwards precede
+all backwards, what a backward is done with is freed, and gradients are new in every step. So caches, memory and
+allocator are in the state in which a plain step finds them, which the times of a layer that is run again and again on
+the same tensors are not.
 
-Chained: layers run as a training step runs them, with a clock read between them.
-
-Every layer computes on what the layer before it has just made, and its backward starts from what the layer after it
-has just sent back; all forwards precede all backwards, what a backward is done with is freed, and gradients are new in
-every step. So caches, memory and allocator are in the state in which a plain step finds them, which the times of a
-layer that is run again and again on the same tensors are not.
-
-One layer at a time, of a model that is larger than memory: given weights, measured, and emptied again.
-
-Layers compiled with ``torch.compile``, one by one.
+A recording runs each layer once and notes the storages that it keeps from forward to backward. Of a model that is
+larger than memory one layer at a time is given weights, measured, and emptied again.
 """
 
 from __future__ import annotations

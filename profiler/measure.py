@@ -4,9 +4,7 @@ In a round a size runs several times in a row, the first time unrecorded: a step
 another kind, meets memory that the allocator has given back (a tenth of a forward of GPT-2, half of a split backward),
 which in training it does not.
 Of identical layers (equal fingerprints) up to sixteen are run and their times pooled, so that weights are as cold in
-the caches as in a real step.
-
-The affine function of the micro-batch size that fits a layer's times.
+the caches as in a real step. An affine function of the micro-batch size is fitted to a layer's times.
 """
 
 from __future__ import annotations
@@ -34,6 +32,8 @@ IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
 WARM_UP, EXTRA = 0.1, 0.15
 
 _Timed = TypeVar("_Timed")
+_Step = Callable[[LayerInputs], Sequence[tuple[Layer, Time] | tuple[Layer, Time, Time]]]
+"""Runs all layers; returns what of each was timed."""
 
 
 @dataclass
@@ -74,27 +74,23 @@ def measure(
     sizes = tuple(inputs_by_size)
     timings = {(layer.fingerprint, size): Timing() for layer in chain.layers for size in inputs_by_size}
 
-    def plain(size: int) -> None:
-        for layer, forward, backward in _in_a_row(partial(chain.step, inputs_by_size[size]), IN_A_ROW):
-            timings[layer.fingerprint, size].forward.append(forward)
-            timings[layer.fingerprint, size].backward.append(backward)
+    def recording(step: _Step, times: int, *names: str) -> Callable[[int], None]:
+        def take(size: int) -> None:
+            for layer, *seconds in _in_a_row(partial(step, inputs_by_size[size]), times):
+                for name, each in zip(names, seconds, strict=True):
+                    getattr(timings[layer.fingerprint, size], name).append(each)
 
-    def halves(size: int) -> None:
-        for layer, first, second in _in_a_row(partial(chain.split, inputs_by_size[size]), EXTRA_IN_A_ROW):
-            timings[layer.fingerprint, size].backward_input.append(first)
-            timings[layer.fingerprint, size].backward_weight.append(second)
+        return take
 
-    def recomputation(size: int) -> None:
-        for layer, again in _in_a_row(partial(chain.recompute, inputs_by_size[size]), EXTRA_IN_A_ROW):
-            timings[layer.fingerprint, size].recompute.append(again)
-
-    _rounds(
-        lambda size: chain.step(inputs_by_size[size]), sizes[:1], WARM_UP * budget_s, partial(progress, "warming up")
-    )
+    warm_up = recording(chain.step, 0)
+    plain = recording(chain.step, IN_A_ROW, "forward", "backward")
+    halves = recording(chain.split, EXTRA_IN_A_ROW, "backward_input", "backward_weight")
+    again = recording(chain.recompute, EXTRA_IN_A_ROW, "recompute")
+    _rounds(warm_up, sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
     _rounds(plain, sizes, budget_s, partial(progress, "timing layers"))
     if split:
         _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
-    _rounds(recomputation, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
+    _rounds(again, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
     return timings
 
 

@@ -1,21 +1,16 @@
-"""Operations: how long ranks take to communicate, in the manner of nccl-tests.
+"""Operations: how long ranks take to communicate, in the manner of nccl-tests, and how that slows computing.
 
 Sizes are of the whole vector that is reduced, gathered or scattered. A point-to-point time is half of a round trip, as
 who begins it sees it. Between CPUs it begins after a pause: in training, who is sent a message sleeps until it comes,
 and to wake takes longer than to send a small one.
-What ranks on CPUs gather and scatter is a layer that they divide, as in training (:mod:`autopar.profiler.operations`):
-after computing about as long, for ranks that compute arrive one after the other. Of each time the mean over the ranks
-counts, since whoever comes late has not waited.
+
+What ranks on CPUs gather and scatter is a layer that they divide, as in training, by ``fully_shard`` itself: it copies
+what it gathers out of one buffer and what it scatters into another, in memory that is fresh every time, and waits for
+both; on GPUs that goes on beside computing. Ranks do so after computing about as long, for ranks that compute arrive
+one after the other. Of each time the mean over the ranks counts, since whoever comes late has not waited.
+
 Five rounds warm up, twenty iterations are timed; rounds go over all sizes, so that the machine's drift meets every
 size alike, and a time is the median over rounds. Slow links get fewer rounds, at least five.
-
-Divided: what ranks that divide a layer's parameters do on CPUs, where it takes more than the collective inside it.
-
-Torch's ``fully_shard`` copies what it gathers out of one buffer and what it scatters into another, in memory that is
-fresh every time, and waits for both; on GPUs that goes on beside computing. So a layer of a given size is gathered and
-scattered here as in training: by ``fully_shard`` itself.
-
-Overlap: how computing and communicating slow each other while a device does both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The optimizer's step over layers' parameters: its time, and that of the adding up before it.
+"""The optimizer's step over layers' parameters: its time, that of the adding up before it, its bytes and its memory.
 
-What an optimizer's step over a layer moves, found by stepping tiny parameters.
-
-What an optimizer keeps for parameters, and what its step holds for a while, found on tensors without data.
+Times are measured on the device. What a step moves is found by stepping tiny parameters; what the optimizer keeps, and
+what its step holds for a while, on tensors without data.
 """
 
 from __future__ import annotations

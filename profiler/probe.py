@@ -1,6 +1,7 @@
 """Probe: what every rank does while the links between ranks are measured.
 
-Topology: which ranks share a host, and what ``nvidia-smi topo -m`` says connects its GPUs.
+Ranks tell each other which host they are on, measure operations in groups within a node and between nodes, and note
+what ``nvidia-smi topo -m`` says connects the GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -199,26 +200,30 @@ def groups_of(nodes: Sequence[int]) -> list[RankGroups]:
     [((0, 1), (2, 3))]
     """
     places = [[rank for rank, node in enumerate(nodes) if node == each] for each in dict.fromkeys(nodes)]
-    fullest = max(places, key=len)
     found: dict[tuple[CurveKind, Level, int], RankGroups] = {}
+    for groups in (*_node_groups(max(places, key=len)), *_network_groups(places)):
+        found.setdefault((groups.kind, groups.level, len(groups.members[0])), groups)
+    return list(found.values())
 
-    def add(kind: CurveKind, level: Level, *members: Sequence[int]) -> None:
-        key = (kind, level, len(members[0]))
-        found.setdefault(key, RankGroups(kind, level, tuple(tuple(group) for group in members)))
 
-    if len(fullest) > 1:
-        add("p2p", "node", *zip(fullest[::2], fullest[1::2], strict=False))
-        for count in group_sizes(len(fullest)):
+def _node_groups(ranks: Sequence[int]) -> Iterator[RankGroups]:
+    """Yield what to measure among the ranks of one node."""
+    if len(ranks) > 1:
+        yield RankGroups("p2p", "node", tuple(zip(ranks[::2], ranks[1::2], strict=False)))
+        for count in group_sizes(len(ranks)):
             for kind in _COLLECTIVES:
-                add(kind, "node", fullest[:count])
+                yield RankGroups(kind, "node", (tuple(ranks[:count]),))
+
+
+def _network_groups(places: Sequence[Sequence[int]]) -> Iterator[RankGroups]:
+    """Yield what to measure among nodes, given the ranks of each."""
     if len(places) > 1:
-        add("p2p", "network", *zip(*places[:2], strict=False))
+        yield RankGroups("p2p", "network", tuple(zip(*places[:2], strict=False)))
         for count in group_sizes(len(places)):
             for kind in _COLLECTIVES:
-                add(kind, "network", *zip(*places[:count], strict=False))
+                yield RankGroups(kind, "network", tuple(zip(*places[:count], strict=False)))
         for kind in _COLLECTIVES:
-            add(kind, "network", range(len(nodes)))
-    return list(found.values())
+            yield RankGroups(kind, "network", (tuple(range(sum(map(len, places)))),))
 
 
 def measure(context: RankContext, arguments: Mapping[str, Any]) -> LinkMeasurements:

@@ -19,7 +19,7 @@ from autopar.ending import unwinding_aborts
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
-from autopar.profiler.costs import Costs, describe_layers, describe_tensors, describe_ties, update_kinds
+from autopar.profiler.costs import Costs, describe_layers, describe_tensors, update_kinds
 from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pin_threads
 from autopar.profiler.layer_runs import (
     OF_A_KIND,
@@ -85,22 +85,15 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
     noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
-    return formats.Profile(
-        model=subject.user.model_source,
-        batch=options.batch,
+    return subject.record(
+        options.batch,
         device=devices.describe(device, options.threads),
-        precision=subject.precision,
         compiled=options.compile,
         layers=layers,
         tensors=describe_tensors(subject.graph, costs),
-        tied=describe_ties(subject.graph),
         updates_at_once=costs.optimizer.at_once,
-        indivisible=subject.indivisible,
         noise=noise,
         step_overhead_s=overhead_s,
-        ignored_state=subject.user.ignored_state,
-        loss_difference=subject.loss_difference,
-        counts_labels=subject.user.counts_labels,
         notes=(*subject.notes, *survey.notes, *notes),
     )
 

@@ -1,8 +1,8 @@
-"""Corrected: a profile whose times are those that a run measured.
+"""Recalibrate: a profile and a cluster with the times that a run measured.
 
-Relinked: a cluster whose messages take as long as those of a run.
-
-Regathered: a cluster whose gathers and scatters take as long as those of a run that divided what it trained.
+In come what a plan was made of, and every action's measured and predicted seconds; out come layers whose times are
+multiplied by what their stages took longer, links and curves whose messages take as long as those of the run, and
+curves of gathers and scatters where ranks divided what they trained.
 """
 
 from __future__ import annotations
@@ -65,31 +65,36 @@ def correct_profile(
     Args:
         profile: what the plan was made of.
         plan: what was run.
-        measured: every action's seconds.
-        predicted: what the profile has of them.
+        measured_times: every action's seconds.
+        predicted_times: what the profile has of them.
         layers_s: what the layers took inside them.
         overhead_s: what a step takes before its first action.
     """
+    found = _factors_of_layers(profile, plan, measured_times, predicted_times, layers_s)
+    rows = frozenset(row for stage in plan.stages for row in stage.rows)
+    others = tuple(
+        other.model_copy(update={"layers": _scale_layers(other.layers, found.get(other.device.name, {}), rows)})
+        for other in profile.others
+    )
+    layers = _scale_layers(profile.layers, found.get(profile.device.name, {}), rows)
+    notes = (*(note for note in profile.notes if note != NOTE), NOTE) if any(found.values()) else profile.notes
+    update = {"layers": layers, "others": others, "step_overhead_s": overhead_s, "notes": notes}
+    return profile.model_copy(update=update)
+
+
+def _factors_of_layers(
+    profile: Profile, plan: Plan, measured_times: OwnTimes, predicted_times: OwnTimes, layers_s: LayerSeconds
+) -> Mapping[str, Mapping[str, Sequence[_Factors]]]:
+    """Return, by kind of device and name of a layer, what every rank found."""
     found: dict[str, dict[str, list[_Factors]]] = defaultdict(lambda: defaultdict(list))
     for rank in range(len(plan.devices)):
         for index in stages_of(plan, rank)[0]:
             kind = _kind_of(plan.stages[index], profile)
             if kind is not None and plan.stages[index].shard not in SCATTERING:
-                ratios = _ratios(index, rank, measured_times, predicted_times)
-                if plan.stages[index].shard != "none":
-                    # Predicted with the gathering behind it, which a run does in the next step's first forward.
-                    ratios = ratios._replace(update=1.0)
+                ratios = _ratios(plan, index, rank, measured_times, predicted_times)
                 for name, factors in _layer_factors(profile, plan, rank, index, kind, ratios, layers_s).items():
                     found[kind][name].append(factors)
-    rows = frozenset(row for stage in plan.stages for row in stage.rows)
-    layers = _scale_layers(profile.layers, found[profile.device.name], rows)
-    others = tuple(
-        other.model_copy(update={"layers": _scale_layers(other.layers, found[other.device.name], rows)})
-        for other in profile.others
-    )
-    notes = (*(note for note in profile.notes if note != NOTE), NOTE) if any(found.values()) else profile.notes
-    update = {"layers": layers, "others": others, "step_overhead_s": overhead_s, "notes": notes}
-    return profile.model_copy(update=update)
+    return found
 
 
 def _kind_of(stage: Stage, profile: Profile) -> str | None:
@@ -99,7 +104,7 @@ def _kind_of(stage: Stage, profile: Profile) -> str | None:
     return stage.types[0] if stage.types else profile.device.name
 
 
-def _ratios(stage: int, rank: int, measured_times: OwnTimes, predicted_times: OwnTimes) -> _Factors:
+def _ratios(plan: Plan, stage: int, rank: int, measured_times: OwnTimes, predicted_times: OwnTimes) -> _Factors:
     """Return a stage's measured over predicted times on one rank."""
     found: dict[str, list[float]] = defaultdict(list)
     for (other, action), seconds in predicted_times.items():
@@ -116,7 +121,10 @@ def _ratios(stage: int, rank: int, measured_times: OwnTimes, predicted_times: Ow
         _middle(found[kind]) if found[kind] else backward for kind in (INPUT_BACKWARD, WEIGHT_BACKWARD)
     )
     whole = _middle(found[BACKWARD]) if found[BACKWARD] else backward
-    return _Factors(_middle(found[FORWARD]), whole, by_input, by_weight, _middle(updates))
+    # Where replicas divide what they hold, an update is predicted with the gathering behind it, which a run does in the
+    # next step's first forward.
+    update = _middle(updates) if plan.stages[stage].shard == "none" else 1.0
+    return _Factors(_middle(found[FORWARD]), whole, by_input, by_weight, update)
 
 
 def _middle(ratios: Iterable[float]) -> float:
@@ -328,8 +336,8 @@ def correct_gathering(
     Args:
         cluster: what the plan was made for.
         plan: what was run.
-        measured: every action's seconds.
-        predicted: what the cluster has of them.
+        measured_times: every action's seconds.
+        predicted_times: what the cluster has of them.
         computing: what they take where the cluster is :func:`without_gathering`.
     """
     added: dict[Level, list[_AddedSeconds]] = defaultdict(list)

@@ -1,13 +1,11 @@
-"""Subject: a user's model, built, captured and held against itself; what is then measured or estimated.
-
-ProfileOptions: what is measured, and how.
-"""
+"""Subject: a user's model, built, captured and compared with itself; what is then measured or estimated."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +17,9 @@ from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
-from autopar.formats.profile import Precision
+from autopar.formats.profile import Precision, Profile
 from autopar.profiler import device as devices
+from autopar.profiler.costs import describe_ties
 from autopar.progress import Progress, no_progress
 
 MOST = 2**31 - 1
@@ -92,6 +91,20 @@ class Subject:
         """Return the dataset's first samples as named tensors, on the CPU."""
         return named_tensors(self.user.load_batch(self.user.dataset(), range(rows)))
 
+    def record(self, batch: int, **fields: Any) -> Profile:  # noqa: ANN401
+        """Return a profile of the model; ``fields`` are what was measured or estimated of it."""
+        return Profile(
+            model=self.user.model_source,
+            batch=batch,
+            precision=self.precision,
+            tied=describe_ties(self.graph),
+            indivisible=self.indivisible,
+            ignored_state=self.user.ignored_state,
+            loss_difference=self.loss_difference,
+            counts_labels=self.user.counts_labels,
+            **fields,
+        )
+
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.module.parameters())
@@ -107,15 +120,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         CaptureError: the model cannot be captured.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        samples = user.sample_count(user.dataset())
-        if samples == 0:
-            raise ModelError(f"{user.data or user.path}: dataset() is empty; profiling needs at least 2 samples")
-        if samples < options.batch:
-            raise UsageError(
-                f"{user.path}: the dataset has {samples} samples, `batch` asks for {options.batch}: no dataset sample "
-                f"for the asked batch; give `batch={samples}` or less"
-            )
-        _check_batch(user, options.batch)
+        samples = _check_batch(user, options.batch)
         check_reading(user, options.seed)
         progress("building the model", 0.0)
         module = _build(user, options)
@@ -186,14 +191,23 @@ def _remarks_on_writes(graph: LayerGraph) -> list[str]:
     ]
 
 
-def _check_batch(user: UserModel, batch: int) -> None:
-    """Refuse a batch that no memory holds, before trying."""
+def _check_batch(user: UserModel, batch: int) -> int:
+    """Return the number of samples; refuse a batch of more, or one that no memory holds, before trying."""
+    samples = user.sample_count(user.dataset())
+    if samples == 0:
+        raise ModelError(f"{user.data or user.path}: dataset() is empty; profiling needs at least 2 samples")
+    if samples < batch:
+        raise UsageError(
+            f"{user.path}: the dataset has {samples} samples, `batch` asks for {batch}: no dataset sample "
+            f"for the asked batch; give `batch={samples}` or less"
+        )
     sample = named_tensors(user.load_batch(user.dataset(), range(1)))
     size, most = batch * sum(tensor.nbytes for tensor in sample.values()), devices.memory_bytes(torch.device("cpu"))
     if size > most:
         raise UsageError(
             f"`batch={batch}`: so many samples of {user.path} take {size} bytes, this machine has {most}; give less"
         )
+    return samples
 
 
 def _build(user: UserModel, options: ProfileOptions) -> nn.Module:

@@ -1,8 +1,7 @@
-"""Data: which samples make up a rank's share of every micro-batch.
+"""Data: the mini-batches of a rank, read for its share of every micro-batch.
 
-Batches: the mini-batches of a rank, one step's after the other's.
-
-Prefetch: a GPU's mini-batches, brought there beside its work.
+In come a dataset and a plan; out come tensors by name, a dict a micro-batch. For a GPU the next mini-batch is copied
+there while it works on this one.
 """
 
 from __future__ import annotations

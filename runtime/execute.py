@@ -1,6 +1,8 @@
-"""Executor: interprets a rank's program, the way the simulator does, but for real.
+"""Executor: performs the actions of a rank's program, one after another, as the simulator does with predicted times.
 
-Foresight: what a rank's program tells of its actions before any is performed.
+In come the program, the rank's stages, its mailbox, reducer and update; out comes a record of every step. What actions
+tell of each other (which backward is the last, which receive leaves time to recompute) is found once, before the first
+step.
 """
 
 from __future__ import annotations
@@ -117,45 +119,53 @@ class StepRecord:
         return self._times_s
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """Where an executor runs, and what."""
+
+    plan: Plan
+    """What is carried out."""
+    actions: RankProgram
+    """This rank's program."""
+    rank: int
+    """Which rank this is."""
+    device: torch.device
+    """Where tensors live."""
+    clock: Clock
+    """Times the actions."""
+    note: Callable[[int, int], None]
+    """Called with (step, position in the program) before every action that may take a while."""
+    scale: LossScale | None
+    """What losses are multiplied by before their backward."""
+
+
 class Executor:
     """Runs the steps of one rank."""
 
     def __init__(
         self,
-        plan: Plan,
-        actions: RankProgram,
-        rank: int,
+        surroundings: Surroundings,
         stages: Mapping[int, Stage],
         mailbox: Mailbox,
         reducer: Reducer,
         tally: LossTally,
         update: Callable[[StepRecord], None],
-        scale: LossScale | None,
-        clock: Clock,
-        device: torch.device,
-        note: Callable[[int, int], None],
     ) -> None:
         """Prepare to run.
 
         Args:
-            plan: what is carried out.
-            actions: this rank's program.
-            rank: which rank this is.
-            stages: its stages, by index.
+            surroundings: what is run, and where.
+            stages: the rank's, by index.
             mailbox: its messages.
             reducer: its gradients.
             tally: its losses.
             update: steps the optimizer, gradients being complete.
-            scale: what losses are multiplied by before their backward.
-            clock: times the actions.
-            device: where tensors live.
-            note: called with (step, position in the program) before every action that may take a while.
         """
-        self._plan, self._actions, self._rank = plan, list(actions), rank
+        plan, device = surroundings.plan, surroundings.device
+        self._surroundings, self._actions = surroundings, list(surroundings.actions)
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
-        self._tally, self._scale = tally, scale
-        self._update, self._clock, self._device, self._note = update, clock, device, note
-        chunks, replica = stages_of(plan, rank)
+        self._tally, self._update, self._clock = tally, update, surroundings.clock
+        chunks, replica = stages_of(plan, surroundings.rank)
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
@@ -187,7 +197,7 @@ class Executor:
         self._reducer.begin_step()
         self._mailbox.begin_step()
         self._began.clear()
-        note, mark, post, due = self._note, self._clock.mark, self._mailbox.post, self._mailbox.due
+        note, mark, post, due = self._surroundings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
         passing = self._passing
         marks = [mark()]
         for position, perform in enumerate(self._performs):
@@ -216,7 +226,7 @@ class Executor:
 
     def _error_at(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
-        place = f"rank {self._rank} (stage {action.stage}, step {self._step}, {action})"
+        place = f"rank {self._surroundings.rank} (stage {action.stage}, step {self._step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
@@ -263,13 +273,14 @@ class Executor:
         if stage.loss:
             self._tally.add([outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
-        weight = self._rows / self._plan.batch if len(stage.loss) == 1 else 1.0
-        weight *= self._scale.value if self._scale is not None else 1.0
+        weight = self._rows / self._surroundings.plan.batch if len(stage.loss) == 1 else 1.0
+        scale = self._surroundings.scale
+        weight *= scale.value if scale is not None else 1.0
         self._flights[index, micro_batch] = InFlightMicroBatch(stage, passes, received, outputs, weight)
 
     def _seed(self, micro_batch: int, layer: str) -> None:
-        number = seed_of(self._plan.seed, layer, self._step, micro_batch, self._share)
-        seed_generator(self._device, number)
+        number = seed_of(self._surroundings.plan.seed, layer, self._step, micro_batch, self._share)
+        seed_generator(self._surroundings.device, number)
 
     def _backward(self, kind: str, index: int, micro_batch: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
@@ -325,7 +336,7 @@ class Executor:
 
         Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
         """
-        self._record.loss, self._record.count = self._tally.settle(finite=self._scale is None)
+        self._record.loss, self._record.count = self._tally.settle(finite=self._surroundings.scale is None)
         self._update(self._record)
 
 

@@ -1,7 +1,4 @@
-"""TrainSettings: how ranks train, apart from what the plan says.
-
-Scope: what a plan may ask for that this runtime does not do.
-"""
+"""TrainSettings: how ranks train, apart from what the plan says, and what a plan may ask for that is not done."""
 
 from __future__ import annotations
 

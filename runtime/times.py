@@ -1,6 +1,7 @@
-"""Layer times: how long the layers of a stage run forward and backward, inside its actions.
+"""Times of a rank's actions, and of the layers inside them, in seconds of this host's performance counter.
 
-Clock: times of actions on the device that runs them, in seconds of this host's performance counter.
+A clock marks moments on the device that runs the actions, and resolves marks to seconds; layer times collect, of marks
+around the layers of a stage, how long each runs forward and backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Update: a rank's gradients, complete, become a step of its optimizer.
 
-Stepping: what must hold of the user's optimizer so that ranks, each with its own, step as one for all would.
+In come gradients; they are scaled, clipped by the norm of all ranks' together, and applied. The user's optimizer is
+checked first: that ranks, each with its own, step as one for all parameters would.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -78,7 +80,7 @@ def left_out(
 
     Args:
         optimizer: a rank's.
-        given: what it was made for.
+        parameters: what it was made for.
         user: whose it is.
         whole: the names of those that one for the whole model steps, if that is known.
 
@@ -139,73 +141,68 @@ TINY = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What an update is of, and what is asked of it."""
+
+    plan: Plan
+    """What is carried out."""
+    rank: int
+    """Which rank this is."""
+    user: UserModel
+    """Makes the optimizer."""
+    stage_of: Mapping[str, int]
+    """The first stage that reads each of the rank's parameters."""
+    whole: Settings | None
+    """What the optimizer gives every parameter of the whole model, if that is known."""
+    counts: bool
+    """Whether losses are a sum and a count, and gradients are to be divided by the latter."""
+    clip_norm: float | None
+    """Largest norm of all gradients together."""
+    scale: LossScale | None
+    """What losses were multiplied by."""
+
+
 class Update:
     """Scales, clips and applies the gradients of a rank; what concerns all ranks they decide alike."""
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        twins: OptimizerParameters,
-        stage_of: Mapping[str, int],
-        model: UserModel,
-        reducer: Reducer,
-        transport: Transport,
-        *,
-        whole: Settings | None,
-        counts: bool,
-        clip_norm: float | None,
-        scale: LossScale | None,
+        self, settings: UpdateSettings, twins: OptimizerParameters, reducer: Reducer, transport: Transport
     ) -> None:
         """Make the optimizer and its scheduler.
 
         Args:
-            plan: what is carried out.
-            rank: which rank this is.
+            settings: what is updated, and how.
             twins: this rank's trained parameters; an optimizer is made if there are any.
-            stage_of: the first stage that reads each of them.
-            model: the user's file, which makes the optimizer.
             reducer: the gradients.
             transport: carries sums over all ranks.
-            whole: what the optimizer gives every parameter of the whole model, if that is known.
-            counts: whether losses are a sum and a count, and gradients are to be divided by the latter.
-            clip_norm: largest norm of all gradients together.
-            scale: what losses were multiplied by.
 
         Raises:
             ModelError: the optimizer wants to run forwards itself, or does something else with these parameters than
                 with all of the model's.
         """
-        self._rank = rank
-        self._device = next((each.device for each in twins.trainable_parameters.values()), torch.device("cpu"))
-        self._plan, self._trainable_parameters, self._stage_of = plan, twins.trainable_parameters, stage_of
-        self.optimizer = (
-            model.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
-        )
-        self._scheduler = None if self.optimizer is None else model.make_scheduler(self.optimizer)
+        self._settings, user = settings, settings.user
+        self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(settings.plan.devices)))
+        self._trainable_parameters = twins.trainable_parameters
+        self._device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))
+        self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
+        self._scheduler = None if self.optimizer is None else user.make_scheduler(self.optimizer)
         self.notes: list[str] = []
         """What whoever reads the report should know."""
         if self.optimizer is not None:
-            _check_steps(self.optimizer, model)
-            self._check_parameters(self.optimizer, twins.optimizer_parameters, model, whole)
-        self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(plan.devices)))
-        self._counts, self._clip_norm, self._scale = counts, clip_norm, scale
-        self._watches: bool | None = None if model.schedules else False
+            _check_steps(self.optimizer, user)
+            self._check_parameters(self.optimizer, twins.optimizer_parameters)
+        self._watches: bool | None = None if user.schedules else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
 
-    def _check_parameters(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, torch.nn.Parameter],
-        model: UserModel,
-        whole: Settings | None,
-    ) -> None:
-        left = left_out(optimizer, parameters, model, whole)
+    def _check_parameters(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        user, whole = self._settings.user, self._settings.whole
+        left = left_out(optimizer, parameters, user, whole)
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
         if whole is not None:
-            check_settings(model, parameters, whole, self._rank)
+            check_settings(user, parameters, whole, self._settings.rank)
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -225,35 +222,36 @@ class Update:
             self._step_scheduler(record)
 
     def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        seed_optimizer(self._device, self._plan.seed, step)
+        seed_optimizer(self._device, self._settings.plan.seed, step)
         optimizer.step()
 
     def _agree(self, record: StepRecord) -> tuple[float, bool]:
         """Return what all gradients are to be multiplied by, and whether they are to be applied."""
+        counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
             self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
-        normed = self._clip_norm is not None or self._scale is not None
+        normed = clip_norm is not None or scale is not None
         squares = self._squares() if normed else self._unless_finite()
-        if self._counts or normed or self._watches:
+        if counts or normed or self._watches:
             loss, count, squares = self._sum([record.loss, record.count, squares])
-        if self._scale is None and not math.isfinite(squares):
+        if scale is None and not math.isfinite(squares):
             raise self._not_finite()
-        if not (self._counts or normed or self._watches):
+        if not (counts or normed or self._watches):
             return 1.0, True
-        if self._counts and not count:
+        if counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
-        divisor = count if self._counts else 1.0
+        divisor = count if counts else 1.0
         record.total_loss = loss / divisor
         factor = 1.0 / divisor
-        if self._scale is not None:
-            factor /= self._scale.value
+        if scale is not None:
+            factor /= scale.value
             record.overflow = not math.isfinite(squares)
-            self._scale.settle(record.overflow)
+            scale.settle(record.overflow)
         if normed and not record.overflow:
             record.gradient_norm = math.sqrt(squares) * factor
-        if self._clip_norm is not None and record.gradient_norm is not None:
-            factor *= min(1.0, self._clip_norm / (record.gradient_norm + TINY))
+        if clip_norm is not None and record.gradient_norm is not None:
+            factor *= min(1.0, clip_norm / (record.gradient_norm + TINY))
         return factor, not record.overflow
 
     def _unless_finite(self) -> float:
@@ -265,7 +263,8 @@ class Update:
         there = ((name, each.grad) for name, each in self._trainable_parameters.items())
         name = first_not_finite((name, local(gradient)) for name, gradient in there if gradient is not None)
         if name is not None:
-            place = f"stage {self._stage_of[name]}" + (", micro-batch 0" if self._plan.micro_batches == 1 else "")
+            single = self._settings.plan.micro_batches == 1
+            place = f"stage {self._settings.stage_of[name]}" + (", micro-batch 0" if single else "")
             return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
         if len(self._everyone) > 1 and math.isfinite(self._squares()):
             return PeerLostError("the gradients of another rank are not finite; nothing was updated")

@@ -1,6 +1,6 @@
 """Batches: from what ``collate`` gives to named tensors, to rows of them, and into the model's call.
 
-A model that a script holds already, with its batch and functions, in place of a model file.
+A model that a script holds already, with its batch and functions, becomes what a model file would give.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Turn segments of an exported graph into layers that run on their own.
+"""Turn segments of an exported graph into layers that run on their own, and find what their forwards change.
 
-What a layer's forward changes beside its outputs, running statistics of batch normalisation apart.
+Of a captured layer the graph tells what it changes beside its outputs; of a listed module, what operators write while
+it runs, and which of its buffers are others afterwards. Running statistics of batch normalisation do not count.
 
-Of a captured layer the graph tells; of a listed module, what operators write while it runs, and which of its buffers
-are others afterwards.
-
-How many samples a captured layer needs.
-
-Batch normalisation in training refuses a single value per channel, as torch's modules do; its operator, which is what a
-graph holds, goes on, and makes its running variance not a number. And a model may do something else with a single
-sample (``if len(x) == 1:``), of which a graph that was captured with two shows nothing.
+It is found, too, how many samples a layer needs. Batch normalisation in training refuses a single value per channel, as
+torch's modules do; its operator, which is what a graph holds, goes on, and makes its running variance not a number. And
+a model may do something else with a single sample (``if len(x) == 1:``), of which a graph that was captured with two
+shows nothing.
 """
 
 from __future__ import annotations

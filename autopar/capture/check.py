@@ -1,6 +1,6 @@
-"""Hold a captured graph against the plain model.
+"""Compare a captured graph with the plain model: gradients and buffers that one batch gives.
 
-Run a layer graph one layer after another in this process, with one autograd tape per layer.
+The graph's layers run one after another in this process, with one autograd tape per layer.
 """
 
 from __future__ import annotations
@@ -90,18 +90,22 @@ def check_gradients(
     _check_buffers(left, buffers)
     largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
     for name in sorted(expected.keys() | found.keys()):
-        one, other = expected.get(name), found.get(name)
-        reference = one if one is not None else other
-        assert reference is not None
-        zero = torch.zeros_like(reference)
-        difference = float(((zero if one is None else one) - (zero if other is None else other)).norm())
-        # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
-        scale = max(float(reference.norm()), 1e-3 * largest)
-        if not difference <= TOLERANCE.get(reference.dtype, 1e-4) * scale:
-            raise CaptureError(
-                f"the captured graph gives another gradient of {name} than the model (relative difference "
-                f"{difference / scale if scale else difference:.1e}); give layers(model) in the model file"
-            )
+        _check_gradient(name, expected.get(name), found.get(name), largest)
+
+
+def _check_gradient(name: str, expected: torch.Tensor | None, found: torch.Tensor | None, largest: float) -> None:
+    """Compare the gradients of a parameter, of which one at most is none; ``largest`` is the norm of the model's."""
+    reference = expected if expected is not None else found
+    assert reference is not None
+    zero = torch.zeros_like(reference)
+    difference = float(((zero if expected is None else expected) - (zero if found is None else found)).norm())
+    # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
+    scale = max(float(reference.norm()), 1e-3 * largest)
+    if not difference <= TOLERANCE.get(reference.dtype, 1e-4) * scale:
+        raise CaptureError(
+            f"the captured graph gives another gradient of {name} than the model (relative difference "
+            f"{difference / scale if scale else difference:.1e}); give layers(model) in the model file"
+        )
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,9 +1,8 @@
-"""Reading: whether data is the same however often, and in whichever order, it is read.
+"""Reading data: whether a sample is the same however often, and in whichever order, samples are read.
 
 Every rank has a dataset of its own, and reads the samples of its own share: what one gives may depend on its index and
-on the default generators, and on nothing that was read before.
-
-Seeds of data: what is drawn for a sample is the same on every rank that reads it (``docs/seeds.md``).
+on the default generators, which are seeded alike on every rank that reads it (``docs/seeds.md``), and on nothing that
+was read before.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Where all stages divide a micro-batch alike, the model runs once a share. Where they do not, it runs once, and each call
 of a module that lies within one stage is run share by share. What the calls of a model look like is found by trying
-them out on two and on three rows.
-
-Walk: one forward of a model followed call by call, so that it is known which layer of a plan runs.
+them out on two and on three rows, and following each forward call by call, so that it is known which layer of a plan
+runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a node of an exported graph does besides computing: writes, aliases, random numbers.
+"""What a model does besides computing: writes, aliases and random numbers of an exported graph's nodes.
 
-Find what torch.export would capture wrongly without a word, by watching one ordinary forward.
+What torch.export would capture wrongly without a word is found by watching one ordinary forward.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
             ``torch.utils.checkpoint`` was used (its recomputation would be lost), a hook was put on a gradient (it
-            would not run), a buffer or a number of a module was
-            replaced (the next forward would find the old one), or a random number was drawn otherwise than with torch
-            (every step would find the first one); names file and line.
+            would not run), a buffer or a number of a module was replaced (the next forward would find the old one), or
+            a random number was drawn otherwise than with torch (every step would find the first one); names file and
+            line.
     """
     found: list[str] = []
 
@@ -204,19 +204,8 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
         if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _numpy_state():
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
-        if event != "call" or found:
-            return
-        if frame.f_code is _CHECKPOINT:
-            remedy = "remove the checkpointing"
-            found.append(f"{_caller(frame)}: torch.utils.checkpoint cannot be captured; {remedy}, {FALLBACK}")
-        elif frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
-            name = f"{function.__qualname__}"
-            remedy = "write it with differentiable operators"
-            found.append(f"{_caller(frame)}: autograd.Function {name} cannot be captured; {remedy}, {FALLBACK}")
-        elif frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
-            found.append(f"{_caller(frame)}: a hook on a gradient cannot be captured; remove it, {FALLBACK}")
-        elif frame.f_code is _ASSIGN and (replaced := _describe_replacement(frame, is_ignored)):
-            found.append(f"{_caller(frame)}: {replaced}, {FALLBACK}")
+        if event == "call" and not found and (said := _describe_call(frame, is_ignored)):
+            found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
 
     before, drawn = sys.getprofile(), _numpy_state()
     sys.setprofile(on_event)
@@ -226,6 +215,18 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
         sys.setprofile(before)
     if found:
         raise CaptureError(found[0])
+
+
+def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:
+    """Say what cannot be captured of a call, and what to do; nothing of one that can be."""
+    if frame.f_code is _CHECKPOINT:
+        return "torch.utils.checkpoint cannot be captured; remove the checkpointing"
+    if frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
+        remedy = "write it with differentiable operators"
+        return f"autograd.Function {function.__qualname__} cannot be captured; {remedy}"
+    if frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
+        return "a hook on a gradient cannot be captured; remove it"
+    return _describe_replacement(frame, is_ignored) if frame.f_code is _ASSIGN else ""
 
 
 def _numpy_state() -> tuple[int, int]:

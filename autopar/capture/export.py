@@ -1,8 +1,8 @@
 """Capture: a model, a loss and an example batch become a LayerGraph.
 
-Outline: a model captured without values for its parameters, for whoever needs its graph and shapes only.
-
-Modes: which modules were given in evaluation mode, and are put into training mode.
+In training mode one ordinary forward is tried out, the model with its loss is exported for any number of rows, and the
+exported graph is cut into layers. Where that fails, the modules that the model or its user lists are taken instead. The
+parameters of a model that is captured for its graph and shapes alone need no values.
 """
 
 from __future__ import annotations
@@ -138,41 +138,56 @@ def capture_module(
     """
     model.train()
     refuse_lost(model)
-    hollow = is_hollow(model)
-    if hollow:
+    if is_hollow(model):
         refuse_lost_buffers(model)
     tensors = named_tensors(batch)
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
-    step = StepModule(model, batch, loss).train()
-    more = other_batches(batch, others)
+    step, more = StepModule(model, batch, loss).train(), other_batches(batch, others)
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
             with preserve_parameters(model), convert_user_errors("running the modules of layers(model)"):
                 return listed_layers(model, batch, loss, layers, more, ignored_state)
         try:
-            with fake_parameters(model) if hollow else contextlib.nullcontext() as mode:
-                refuse_backward_hooks(model)
-                _try_out_with_retry(step, tensors, mode, ignored_state)
-                if not hollow:
-                    _refuse_state(step, more, ignored_state)
-                # What is only logged would keep tensors of the graph, which have no values.
-                with preserve_state(step.roots.value, ()):
-                    program = export_rows(step, tensors)
+            program = _export_step(step, tensors, more, ignored_state)
         except CaptureError as error:
             declared = _try_declared_layers(model, batch, loss, more, ignored_state)
-            if declared is not None:
-                return declared
-            if not hollow:
-                _refuse_carried_over(step, more, error)
-            raise
+            if declared is None:
+                if not is_hollow(model):
+                    _refuse_carried_over(step, more, error)
+                raise
+            return declared
+    return _checked_graph(program, step, tensors)
+
+
+def _export_step(
+    step: StepModule,
+    tensors: Mapping[str, torch.Tensor],
+    others: Sequence[Mapping[str, torch.Tensor]],
+    ignored_state: tuple[str, ...],
+) -> ExportedProgram:
+    """Export a model with its loss once an ordinary forward has shown nothing that export would lose."""
+    hollow = is_hollow(step.model)
+    with fake_parameters(step.model) if hollow else contextlib.nullcontext() as mode:
+        refuse_backward_hooks(step.model)
+        _try_out_with_retry(step, tensors, mode, ignored_state)
+        if not hollow:
+            _refuse_state(step, others, ignored_state)
+        # What is only logged would keep tensors of the graph, which have no values.
+        with preserve_state(step.roots.value, ()):
+            program = export_rows(step, tensors)
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
-        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
-    graph = _cut(program, model, tensors)
+        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(step.model)})
+    return program
+
+
+def _checked_graph(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+    """Cut an exported model into layers, and find how many samples they take at least."""
+    graph = _cut(program, step.model, tensors)
     refuse_stale(graph, step.replaced_tensors.value)
-    refuse_shared_writes(graph, model)
-    if hollow or graph.layers[0].least_rows > 1:
+    refuse_shared_writes(graph, step.model)
+    if graph.hollow or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):
         return graph if right_for_one(step, graph.layers, tensors) else with_least(graph, 2)

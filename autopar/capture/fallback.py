@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,26 @@ def _names(model: nn.Module, elements: list[nn.Module]) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """What the layers of a list gave and did, run on batches of two sizes."""
+
+    outputs: Sequence[tuple[torch.Tensor, ...]]
+    """By layer, of the smaller batch."""
+    more_outputs: Sequence[tuple[torch.Tensor, ...]]
+    """Of the larger one."""
+    predictions: Mapping[str, torch.Tensor]
+    """The model's own outputs of the smaller batch."""
+    more_predictions: Mapping[str, torch.Tensor]
+    """Of the larger one."""
+    randoms: Sequence[bool]
+    """By layer, whether it draws random numbers."""
+    stateful: Sequence[tuple[str, ...]]
+    """By layer, the Python state of its own that it changes."""
+    least_rows: Sequence[int]
+    """By layer, how many samples it takes at least."""
+
+
 class Listing:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
@@ -190,7 +210,42 @@ class Listing:
         ignored_state: tuple[str, ...] = (),
         notes: tuple[str, ...] = (),
     ) -> LayerGraph:
+        """Return the graph of the list, given a batch of each size and others; ``notes`` are what it says of itself."""
+        runs = self._run_sizes(small, large, others, ignored_state)
         sizes = (row_count(small), row_count(large))
+        self.layers[-1].outputs = _predictions(runs.predictions, runs.more_predictions, sizes)
+        layers, specs = [], self._batch_specs(small)
+        previous: tuple[str, ...] = ()
+        for index, name in enumerate(self.names):
+            count = len(runs.outputs[index])
+            last = index == len(self.layers) - 1
+            outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
+            writes = self._writes(index, runs.stateful[index])
+            own = self._layer(index, previous, outputs, runs.randoms[index], writes)
+            layers.append(replace(own, least_rows=runs.least_rows[index]))
+            if not last:
+                pairs = zip(outputs, runs.outputs[index], runs.more_outputs[index], strict=True)
+                specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
+            previous = outputs
+        return LayerGraph(
+            layers=tuple(layers),
+            tensors=tuple(specs),
+            inputs=self.batch_names,
+            outputs=previous,
+            loss="mean" if len(previous) == 1 else "sum_count",
+            portable=False,
+            hollow=is_hollow(self.model),
+            notes=notes,
+        )
+
+    def _run_sizes(
+        self,
+        small: Mapping[str, torch.Tensor],
+        large: Mapping[str, torch.Tensor],
+        others: Sequence[Mapping[str, torch.Tensor]],
+        ignored_state: tuple[str, ...],
+    ) -> _Runs:
+        """Run the list on batches of two sizes, and, where it has values, see what else its modules do."""
         stateful: Sequence[tuple[str, ...]] = [()] * len(self.layers)
         least = [1] * len(self.layers)
         roots = {path: value for each in self._roots() for path, value in each.items()}
@@ -204,29 +259,7 @@ class Listing:
                 least = self._least_rows(running, small, first, second)
         if any(stateful):
             refuse_lasting(start, snapshot(roots), stateful)
-        self.layers[-1].outputs = _predictions(given, also_given, sizes)
-        layers, specs, reads = [], [], self._batch_specs(small)
-        previous: tuple[str, ...] = ()
-        for index, name in enumerate(self.names):
-            count = len(first[index])
-            last = index == len(self.layers) - 1
-            outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            own = self._layer(index, previous, outputs, randoms[index], self._writes(index, stateful[index]))
-            layers.append(replace(own, least_rows=least[index]))
-            if not last:
-                pairs = zip(outputs, first[index], second[index], strict=True)
-                specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
-            previous = outputs
-        return LayerGraph(
-            layers=tuple(layers),
-            tensors=(*reads, *specs),
-            inputs=self.batch_names,
-            outputs=previous,
-            loss="mean" if len(previous) == 1 else "sum_count",
-            portable=False,
-            hollow=is_hollow(self.model),
-            notes=notes,
-        )
+        return _Runs(first, second, given, also_given, randoms, stateful, least)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[Running]:

@@ -1,6 +1,6 @@
 """Models of the Transformers library, from their configuration: random weights, synthetic inputs, no network.
 
-Synthetic samples of the shapes that a Transformers configuration states, for the tasks that are known.
+Synthetic samples have the shapes that a configuration states, for the tasks that are known.
 """
 
 from __future__ import annotations

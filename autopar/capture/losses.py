@@ -1,14 +1,12 @@
 """Losses: whether training depends on how a mini-batch is divided, and what to write so that it does not.
 
-Separable: whether a mini-batch's loss is that of its parts, weighted by their samples or counts.
+A mini-batch's loss must be that of its parts, weighted by their samples or counts; micro-batches and shares are such
+parts. A mean over labelled tokens is not, where samples have unevenly many; neither is a loss that compares samples
+with one another.
 
-Micro-batches and shares are such parts. A mean over labelled tokens is not, where samples have unevenly many; neither
-is a loss that compares samples with one another.
-
-Neutral: computing in which rows of a batch meet in the loss only, in float64, so that losses can be compared.
-
-Random numbers are replaced by their means (dropout leaves everything as it is), buffers stay as they are (no average
-moves), and batch normalisation uses its running statistics.
+Losses are compared in float64, computed so that rows of a batch meet in the loss only: random numbers are replaced by
+their means (dropout leaves everything as it is), buffers stay as they are (no average moves), and batch normalisation
+uses its running statistics.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ Parameters lose their values at the moment they are registered, so that never mo
 buffers that a constructor computes keep theirs. While such a model is captured its parameters are fake tensors that
 claim to be on the CPU, so that the graph is the one that a real model would give.
 
-Stand-ins: modules of a model that is larger than memory, run for what they return.
+Listed modules are run on fake tensors, which compute nothing, for what they return. Where shapes do not tell, since
+values decide what a module runs, that module alone is given random weights, and run on random numbers.
 
-Parameters are fake tensors, which compute nothing. Where shapes do not tell what a module returns, since values decide
-what it runs, that module alone is given random weights, and run on random numbers.
-
-Give a layer its weights, and fit its graph to a device.
+A rank gives its layers their weights here, and fits their graphs to its device.
 """
 
 from __future__ import annotations

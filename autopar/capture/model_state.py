@@ -1,7 +1,4 @@
-"""Leave a model as it was: its parameters, its buffers and the random state, whatever its forward writes.
-
-Copied: a deep copy of a model that may hold tensors which autograd has computed, such as old ``weight_norm``'s.
-"""
+"""Leave a model as it was: parameters, buffers and the random state, whatever its forward writes; or copy it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The settings that a user's optimizer gives each parameter, as plain data that can be compared.
+"""A user's optimizer: the settings that it gives each parameter, as plain data, and trials of it on small parameters.
 
-Trials of a user's optimizer on small parameters: does it need all of them at once, and can it step parts of them.
-
-A step that takes a norm, or another statistic, over all parameters does something else on ranks that hold some of them.
-One that takes it over a parameter may do something else, or fail, where replicas hold parts of it.
+Trials tell whether it needs all parameters at once, and whether it can step parts of them. A step that takes a norm, or
+another statistic, over all parameters does something else on ranks that hold some of them. One that takes it over a
+parameter may do something else, or fail, where replicas hold parts of it.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def sharding_problem(
 
     Args:
         user: whose optimizer it is.
-        named: the model's trained parameters.
+        named_parameters: the model's trained parameters.
         divide: returns a tensor divided among replicas.
         join: returns the whole of such a one.
         acting: makes the context in which this is done.
@@ -162,10 +161,8 @@ def sharding_problem(
     except Exception as error:
         said = (str(error).strip().splitlines() or ["no message"])[0]
         return f"its step raises {type(error).__name__} where replicas hold parts of parameters ({said[:100]})"
-    for (_, value), expected, found in zip(small, whole, joined, strict=True):
-        if not _equal(value, found, expected):
-            return "its step does something else where replicas hold parts of parameters"
-    return None
+    alike = all(_equal(value, mine, other) for (_, value), mine, other in zip(small, joined, whole, strict=True))
+    return None if alike else "its step does something else where replicas hold parts of parameters"
 
 
 def try_sharding(user: UserModel, named_parameters: NamedParameters) -> str | None:

@@ -1,4 +1,4 @@
-"""The plain loop: one process trains the whole model, the truth that every run is held to.
+"""The plain loop: one process trains the whole model, the truth that every run is compared with.
 
     from autopar.capture.plain import train_plainly
     from autopar.capture.source import load
@@ -9,12 +9,8 @@
 
 Nothing is captured, cut or sent here: the model's own forward runs, on the micro-batches and shares of the plan, with
 the seeds of ``docs/seeds.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a model
-file and its batches are read, and the plan's format. How stages divide micro-batches is the work of
-:mod:`autopar.capture.plain`.
-
-A user's model in float64: parameters, buffers and inputs are cast, so that rounding hides nothing.
-
-The forward and the loss of a whole model, run by the shares of a plan's stages and with its seeds.
+file and its batches are read, the plan's format, and how stages divide micro-batches
+(:mod:`autopar.capture.division`). In float64, parameters, buffers and inputs are cast, so that rounding hides nothing.
 """
 
 from __future__ import annotations
@@ -308,35 +304,51 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    chosen = float64_model(user) if double else user
-    samples = _Samples(chosen, plan)
-    division = divide(lambda: _build_model(chosen, plan), plan, chosen, samples.first())
-    model = _build_model(chosen, plan)
-    optimizer = chosen.make_optimizer(model.named_parameters())
-    scheduler = chosen.make_scheduler(optimizer)
-    forward = DividedForward(model, plan, chosen, division)
-    losses: list[float] = []
-    gradients: dict[str, torch.Tensor | None] = {}
+    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm)
     for step in range(steps):
-        optimizer.zero_grad()
-        tally = _LossAccumulator(plan)
-        for micro_batch, batch in enumerate(samples.load(step)):
-            tally.add(forward.run(MicroBatchIndex(step, micro_batch), batch))
-        losses.append(tally.settle(model))
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        training.step(step)
+    return training.result()
+
+
+class _PlainTraining:
+    """A model and its optimizer, and what their steps gave."""
+
+    def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None) -> None:
+        self._plan, self._clip_norm = plan, clip_norm
+        self._samples = _Samples(user, plan)
+        division = divide(lambda: _build_model(user, plan), plan, user, self._samples.first())
+        self._model = _build_model(user, plan)
+        self._optimizer = user.make_optimizer(self._model.named_parameters())
+        self._scheduler = user.make_scheduler(self._optimizer)
+        self._forward = DividedForward(self._model, plan, user, division)
+        self._losses: list[float] = []
+        self._gradients: dict[str, torch.Tensor | None] = {}
+
+    def step(self, step: int) -> None:
+        """Train one mini-batch."""
+        self._optimizer.zero_grad()
+        tally = _LossAccumulator(self._plan)
+        for micro_batch, batch in enumerate(self._samples.load(step)):
+            tally.add(self._forward.run(MicroBatchIndex(step, micro_batch), batch))
+        self._losses.append(tally.settle(self._model))
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         if step == 0:
-            gradients = {name: _copy(value.grad) for name, value in model.named_parameters()}
-        _seed(plan.seed, "optimizer", step)
-        optimizer.step()
-        forward.end_step()
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(losses[-1])
-        elif scheduler is not None:
-            scheduler.step()
-    forward.close()
-    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    return PlainRun(losses, gradients, parameters, {name: value.clone() for name, value in model.named_buffers()})
+            self._gradients = {name: _copy(value.grad) for name, value in self._model.named_parameters()}
+        _seed(self._plan.seed, "optimizer", step)
+        self._optimizer.step()
+        self._forward.end_step()
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(self._losses[-1])
+        elif self._scheduler is not None:
+            self._scheduler.step()
+
+    def result(self) -> PlainRun:
+        """Return what the steps gave."""
+        self._forward.close()
+        parameters = {name: value.detach().clone() for name, value in self._model.named_parameters()}
+        buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+        return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:

@@ -1,12 +1,10 @@
 """Python state: values outside of tensors that a forward reaches, as they are at a moment, by path.
 
+It is walked from a value through attributes, items, closures, and globals of the user's own files.
 ``M.state['n']`` is in an attribute of the model M, ``closure variable n of loss`` in a function, ``global COUNT of
 model.py`` in a file of the user's own. Values are compared by structure, never by ``==``, which may be costly, raise,
-or give no truth value. Globals of installed packages are not looked at, nor what C extensions keep.
-
-Reached: what Python code reaches from a value: attributes, items, closures, and globals of the user's own files.
-
-Restore: put Python state back as it was, so that training starts where plain training does.
+or give no truth value. Globals of installed packages are not looked at, nor what C extensions keep. State is put back
+as it was after capturing, so that training starts where plain training does.
 """
 
 from __future__ import annotations

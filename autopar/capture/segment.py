@@ -2,7 +2,7 @@
 
 A layer begins at the call of a *unit*, a named module such as a block (``units.py``). What runs between units (residual
 additions, the loss) belongs to the layer before it. Modules outside of lists that multiply no matrices are joined to
-others (``joined.py``). A unit that holds blocks is split behind that, so that no boundary goes.
+others (``units.py``). A unit that holds blocks is split behind that, so that no boundary goes.
 
 Some values are *free*: they depend on inputs only or on parameters only, draw no random numbers and write nothing
 that outlives them (masks, positions, expanded tokens). They are computed again in every layer that reads them, so

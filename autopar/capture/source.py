@@ -1,9 +1,8 @@
 """The user's model file: loaded once, its functions found, its mistakes named by file and line.
 
-Own code: the files that a model's file is made of, found and hashed before any of them runs.
-
-The imports of a file are read from its text, and followed as far as they lead to files below the same folder. What is
-imported by a name that only running the code shows is not seen, nor is what a file reads.
+Before any of it runs, the files that it is made of are found and hashed: the imports of a file are read from its text,
+and followed as far as they lead to files below the same folder. What is imported by a name that only running the code
+shows is not seen, nor is what a file reads.
 """
 
 from __future__ import annotations

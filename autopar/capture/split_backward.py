@@ -1,4 +1,4 @@
-"""Halves: a backward in two parts, the gradients of given leaves first and those of parameters later.
+"""A backward in two halves: the gradients of given leaves first, and those of parameters later.
 
 The first half runs the operators that lie between the roots and the leaves. Where one of them also leads to parameters
 (a matrix product to its weight), it makes its other gradients only, and what arrived at it is kept; the second half
@@ -8,12 +8,8 @@ for bit. A parameter to which several such operators lead (one that is used twic
 since its sum would be taken in another order; the second half only adds it to what is there. The split is that of Qi et
 al., "Zero Bubble Pipeline Parallelism", 2023.
 
-Frontier: where what a backward does for given leaves ends, and what it does for parameters alone begins.
-
-Which tensors between layers a gradient flows back over: those that lead from the loss to something trained.
-
-Nothing is computed: layers run on fake tensors, forwards to find what depends on trained parameters, and the graphs
-that autograd makes of them are walked back from the loss.
+The same walk through the graphs of autograd tells over which tensors between layers a gradient flows back: those that
+lead from the loss to something trained. For that, layers run forward on fake tensors, and nothing is computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Save a layer graph without its weights, and load it where the user's code need not run.
 
-Merged: a graph with fewer layers, or other names, as an earlier autopar had them.
-
-It did not split stages into their blocks, and named a layer that joins modules after the first of them.
+An earlier autopar did not split stages into their blocks, and named a layer that joins modules after the first of them:
+for its plans, layers are merged and renamed.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ elements are all of one class that has children. Blocks run one behind the other
 other (heads of attention, experts) is not split. Nor is a module in whose list more tensors cross between elements than
 enter or leave the module, as beside a residual connection around the list.
 
-Joined: groups of nodes that multiply no matrices become parts of their neighbours, where that tells none apart.
-
-A dropout behind the embeddings or the normalisation before the head wins nothing by a place of its own. A group goes to
-the one before it if all groups like that one are followed by a group like it; or to the one behind it if all groups
-like that one are preceded by a group like it: groups that compute the same still do so. Where both will do, the
-boundary that fewer bytes cross is kept. Elements of a ``ModuleList`` or ``Sequential`` are not joined: whoever wrote
-the list has cut there.
+Groups of nodes that multiply no matrices are *joined* to their neighbours, where that tells none apart. A dropout
+behind the embeddings or the normalisation before the head wins nothing by a place of its own. A group goes to the one
+before it if all groups like that one are followed by a group like it; or to the one behind it if all groups like that
+one are preceded by a group like it: groups that compute the same still do so. Where both will do, the boundary that
+fewer bytes cross is kept. Elements of a ``ModuleList`` or ``Sequential`` are not joined: whoever wrote the list has cut
+there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Find what a model does or keeps where no layer takes it along: hooks on gradients, shared memory, stale tensors.
+"""Find what no layer takes along of a model: hooks on gradients, shared memory, stale tensors, Python state.
 
-Stateful: Python state that a forward changes, found by running it again on other batches.
-
-A captured graph is computed as the state was when it was captured, so a change is refused, unless the user says that
-the state is only logged. Of listed modules the state may change where it is one module's alone.
+Python state that a forward changes is found by running it again on other batches. A captured graph is computed as the
+state was when it was captured, so a change is refused, unless the user says that the state is only logged. Of listed
+modules the state may change where it is one module's alone.
 """
 
 from __future__ import annotations

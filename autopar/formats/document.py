@@ -1,8 +1,7 @@
-"""The file border: strict reading and atomic writing of autopar's JSON documents.
+"""The file border: strict reading and atomic writing of autopar's JSON documents, and of sizes and bandwidths as text.
 
-Units: sizes and bandwidths as they are typed on the command line, in names of clusters and in their files.
-
-Atomic: a file that is written is there whole, or not at all, whatever fails meanwhile.
+In comes JSON, out come records, or the path of what is wrong. A file that is written is there whole, or not at all,
+whatever fails meanwhile.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
-"""Plan: which layers run where, in which order.
-
-Layout: which stages share devices.
+"""Plan: which layers run where, in which order, and what is predicted of that.
 
 A group of devices holds one stage, or several that a schedule runs in turn: its chunks. Groups are numbered in the
-order of their first stages.
-
-Predicted: what a plan says of itself: its step, what bounds it, and what stood beside it.
+order of their first stages. Beside the stages stand the predicted step, what bounds it, and its alternatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from autopar.formats.document import (
     MOST_RANKS,
@@ -33,8 +30,16 @@ from autopar.formats.document import (
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 
 Layout = Literal["line", "loop", "vee"]
-LAYOUTS: dict[str, Layout] = {"interleaved": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
-"""By schedule; others have a group for every stage (``line``)."""
+LAYOUTS: dict[str, Layout] = {
+    "gpipe": "line",
+    "1f1b": "line",
+    "interleaved": "loop",
+    "zb-h1": "line",
+    "zb-h2": "line",
+    "zb-v": "vee",
+    "dualpipe-v": "vee",
+}
+"""By schedule; a plan names one of these."""
 
 
 def layout_of(schedule: str) -> Layout:
@@ -189,7 +194,16 @@ class Alternative(Record):
 
 
 Division = Literal["split", "round-robin"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+
+
+def _known_schedule(name: Any) -> str:  # noqa: ANN401
+    if isinstance(name, str) and name in LAYOUTS:
+        return name
+    *most, last = map(repr, LAYOUTS)
+    raise PydanticCustomError("schedule", "Input should be {names}", {"names": f"{', '.join(most)} or {last}"})
+
+
+ScheduleName = Annotated[str, BeforeValidator(_known_schedule)]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""

@@ -1,7 +1,4 @@
-"""Profile: what was measured of a model on one kind of device.
-
-Option: one way to run a layer, on how many devices, keeping or recomputing its activations.
-"""
+"""Profile: what was measured of a model on one kind of device, layer by layer and micro-batch size by size."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""References: how one file of autopar records another, and how it is found again.
-
-Kind: which of autopar's files a file is.
-
-Paths that files name: where they may lead.
+"""References: how one file of autopar records another, and how it is found again; which kind of file a file is.
 
 A plan may come from anyone. What it names is opened only where it lies in the plan's own folder or in the working
 folder, links followed, and is a regular file.

@@ -1,9 +1,4 @@
-"""Report: what a training run did, and how close the prediction was.
-
-Compared: one planner's plan in a comparison.
-
-Verified: how a plan's ranks and the plain loop compare.
-"""
+"""Reports: what a training run did, how planners' plans compare, and how a plan's ranks and the plain loop compare."""
 
 from __future__ import annotations
 

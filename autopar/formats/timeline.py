@@ -1,8 +1,7 @@
 """Timeline: when every action ran, predicted or measured; written as a Chrome trace.
 
-Own times: how long every action takes by itself, apart from what it waits for.
-
-Spent: where the time of every rank went, read from a timeline of all of them.
+Read from one are the time that every action takes by itself, apart from what it waits for, and where the time of every
+rank went.
 """
 
 from __future__ import annotations

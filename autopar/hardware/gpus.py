@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from autopar.errors import UsageError
@@ -239,10 +240,11 @@ def find(name: str) -> Gpu:
     Raises:
         UsageError: no such GPU is known; names the nearest ones.
     """
-    found = _BY_NAME.get(_plain(name))
+    named = _by_name(GPUS)
+    found = named.get(_plain(name))
     if found is not None:
         return found
-    nearest = dict.fromkeys(_BY_NAME[key].name for key in difflib.get_close_matches(_plain(name), _BY_NAME, n=9))
+    nearest = dict.fromkeys(named[key].name for key in difflib.get_close_matches(_plain(name), named, n=9))
     known = f"the nearest are {', '.join(list(nearest)[:3])}" if nearest else f"known are {_all_names()}"
     raise UsageError(f"no GPU called {name[:80]!r} is known; {known} (`autopar cluster list`)")
 
@@ -253,7 +255,7 @@ def known_as(name: str) -> str:
     >>> known_as("NVIDIA A100-SXM4-80GB"), known_as("my accelerator")
     ('A100-SXM-80G', 'my accelerator')
     """
-    found = _BY_NAME.get(_plain(name))
+    found = _by_name(GPUS).get(_plain(name))
     return name if found is None else found.name
 
 
@@ -263,7 +265,7 @@ def is_known(name: str) -> bool:
     >>> is_known("a100 80gb"), is_known("cuda")
     (True, False)
     """
-    return _plain(name) in _BY_NAME
+    return _plain(name) in _by_name(GPUS)
 
 
 def _plain(name: str) -> str:
@@ -274,4 +276,6 @@ def _all_names() -> str:
     return ", ".join(gpu.name for gpu in GPUS)
 
 
-_BY_NAME = {_plain(name): gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
+@lru_cache(maxsize=4)
+def _by_name(gpus: tuple[Gpu, ...]) -> dict[str, Gpu]:
+    return {_plain(name): gpu for gpu in gpus for name in (gpu.name, *gpu.aliases)}

@@ -1,9 +1,8 @@
 """Channel: messages between two processes of a host, through memory that both of them map.
 
 Who sends copies a tensor into memory of its own and says in a pipe where it lies; who receives copies it out and says
-in another pipe that it has. No thread stands between the two, and the kernel copies nothing.
-
-Handshake: ranks of a host that have something to tell each other open channels.
+in another pipe that it has. No thread stands between the two, and the kernel copies nothing. Ranks open their channels
+together, each to those it exchanges messages with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""RankContext: what a rank knows about itself and its peers.
+"""RankContext: what a rank knows about itself and its peers, and how it joins them.
 
-Devices: which device a rank has, and whether it has it for itself.
-
-Interface: the network interface of this host that leads to another.
+In comes where ranks meet; out come process groups, this rank's device, whether it has it for itself, and the network
+interface of this host that leads to the others.
 """
 
 from __future__ import annotations

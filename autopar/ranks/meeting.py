@@ -85,13 +85,24 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> St
     own = Arrival(platform.node(), launch.local_rank, launch.local_size, versions, dict(files))
     store.set(f"arrival/{launch.rank}", json.dumps(own))
     if launch.rank == 0:
-        error = _verdict(launch, store, timeout_s)
-        said = {} if error is None else Failure.of(error).as_dict()
-        store.set(VERDICT, json.dumps(said))
-        if error is not None:
-            _wait_until_heard(launch, store)
-            raise error
-        return store
+        _judge(launch, store, timeout_s)
+    else:
+        _hear_verdict(launch, store, timeout_s)
+    return store
+
+
+def _judge(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
+    """Say to all ranks whether they fit together; raise what keeps them from it."""
+    error = _verdict(launch, store, timeout_s)
+    said = {} if error is None else Failure.of(error).as_dict()
+    store.set(VERDICT, json.dumps(said))
+    if error is not None:
+        _wait_until_heard(launch, store)
+        raise error
+
+
+def _hear_verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> None:
+    """Wait for what rank 0 says; raise what it raises."""
     try:
         store.wait([VERDICT], timedelta(seconds=timeout_s + ANSWER_S))
     except RuntimeError as error:
@@ -101,7 +112,6 @@ def meet(launch: LaunchedRank, files: Mapping[str, str], timeout_s: float) -> St
     if verdict:
         store.set(f"heard/{launch.rank}", "")
         raise Failure(**verdict).as_common_error(launch.rank)
-    return store
 
 
 def _store(launch: LaunchedRank, timeout_s: float) -> Store:

@@ -1,6 +1,7 @@
 """RankPool: processes of this host that run jobs together, watched over.
 
-Watch: waits for rank processes, and finds out which one is to blame when a job fails.
+In come a function's name and its arguments; out comes what every rank returned, or the one failure that is to blame: a
+monitor waits for all ranks, and tells what caused a failure from what followed from it.
 """
 
 from __future__ import annotations
@@ -268,17 +269,7 @@ class RankPool:
         folder = self._scratch.path / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
         limit = self._timeout_s if timeout_s is None else timeout_s
-        # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
-        job = {
-            "target": target,
-            "arguments": arguments,
-            "size": size,
-            "board": str(folder / "board"),
-            "rendezvous": str(folder / "rendezvous"),
-            "timeout_s": 2 * max(limit, SET_UP_S),
-            "device": self._device_type,
-            "share_gpus": self._share_gpus,
-        }
+        job = {"target": target, "arguments": arguments, "size": size, **self._surroundings(folder, limit)}
         with Board(folder / "board", size) as board:
             watch = RankMonitor(self._links[:size], board, limit, describe, on_message)
             try:
@@ -290,6 +281,17 @@ class RankPool:
                 raise
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _surroundings(self, folder: Path, timeout_s: float) -> dict[str, object]:
+        """Return where the ranks of a job meet, how long they wait, and what they compute on."""
+        return {
+            "board": str(folder / "board"),
+            "rendezvous": str(folder / "rendezvous"),
+            # Twice as long, so that this process, which knows what every rank was doing, is the first to speak.
+            "timeout_s": 2 * max(timeout_s, SET_UP_S),
+            "device": self._device_type,
+            "share_gpus": self._share_gpus,
+        }
 
     def close(self) -> None:
         """End every process and forget them."""

@@ -21,7 +21,6 @@ def _plain(text: str) -> str:
     return "".join(each for each in text.casefold() if each.isalnum()).removeprefix("schedule")
 
 
-_KNOWN = {_plain(name): name for name in SCHEDULES} | {_plain(torch): name for torch, name in TORCH_NAMES.items()}
 _ABSENT = {_plain(name): name for name in _NEAREST}
 
 
@@ -31,7 +30,8 @@ def canonical(text: str) -> str | None:
     >>> canonical("Schedule1F1B"), canonical("zbvzerobubble"), canonical("ZB_H1"), canonical("Looped")
     ('1f1b', 'zb-v', 'zb-h1', None)
     """
-    return _KNOWN.get(_plain(text))
+    known = {_plain(name): name for name in SCHEDULES} | {_plain(torch): name for torch, name in TORCH_NAMES.items()}
+    return known.get(_plain(text))
 
 
 def schedule_named(text: str) -> str:

@@ -1,12 +1,10 @@
-"""LossTally: a rank's losses of one step, kept on the device until the step closes.
+"""LossTally: a rank's losses of one step, kept on the device until the step closes, and the scale of float16.
 
-Finite: whether gradients are finite numbers, at the cost of a norm.
-
-LossScale: keeps the small gradients of float16 from vanishing.
-
-The rule and its numbers are those of torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018,
-section 3.2): losses are multiplied by a scale before the backward, gradients divided by it before the update. A step
-whose gradients overflow changes nothing but the scale.
+In come the losses of micro-batches; out comes their sum, and whether it and the gradients are finite numbers (at the
+cost of a norm). The scale keeps small gradients of float16 from vanishing. Its rule and numbers are those of
+torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2): losses are multiplied by a
+scale before the backward, gradients divided by it before the update. A step whose gradients overflow changes nothing
+but the scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gradients: summed over a stage's replicas while the last backward runs, and over stages that share parameters.
+"""Reducer: a rank's gradients, summed over the replicas of its stages and over stages that share parameters.
 
-Reduction: a rank's reducer, laid out by its plan.
-
-Buffers that forwards write, made alike on all replicas of a stage after every step, as the plan asks.
+In comes what backwards leave in parameters, bucket by bucket while the last backward runs; out come gradients that are
+equal on all ranks that hold a parameter. Buffers that forwards write are made equal on all replicas after every step,
+as the plan asks.
 """
 
 from __future__ import annotations
@@ -106,32 +106,25 @@ class Reducer:
 
         Args:
             stages: every layer's whole parameters, in layer order, of each stage of the rank.
-            sharded: the stages whose replicas divide other parameters.
+            sharded_stages: those whose replicas divide other parameters.
             replicas: the ranks of these stages, this one among them.
-            shared: plan index of a parameter shared between stages -> the parameter and all ranks that hold it.
+            shared_parameters: plan index of a parameter shared between stages -> it, and all ranks that hold it.
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
         """
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
-        # Layers that share one may each run a backward of their own: its gradient is complete when all have.
-        several = {each for layers in stages.values() for each in _of_several(layers)}
-        seen = {id(parameter) for parameter, _ in shared_parameters.values()}
-        self._plain: list[torch.nn.Parameter] = []
-        self._stages: dict[int, _StageBuckets] = {}
-        for index, layers in stages.items():
-            groups: list[list[torch.nn.Parameter]] = []
-            for layer in layers:
-                groups.append([p for p in layer if p.requires_grad and id(p) not in seen])
-                seen |= {id(parameter) for parameter in groups[-1]}
-            alone = len(replicas) == 1
-            self._plain += [p for group in groups for p in group] if alone else []
-            self._stages[index] = _StageBuckets([] if alone else _fill(groups))
+        groups = _group_by_layer(stages, {id(parameter) for parameter, _ in shared_parameters.values()})
+        alone = len(replicas) == 1
+        self._plain = [each for layers in groups.values() for layer in layers for each in layer] if alone else []
+        self._stages = {index: _StageBuckets([] if alone else _fill(layers)) for index, layers in groups.items()}
         self._shared_buckets = {
             index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared_parameters.items()
         }
         self._reached_ids: set[int] = set()
+        # Layers that share one may each run a backward of their own: its gradient is complete when all have.
+        several = {each for layers in stages.values() for each in _of_several(layers)}
         for stage in self._stages.values():
             for bucket in stage.buckets:
                 _hook(bucket.parameters, self._note_of(stage, bucket, several))
@@ -238,6 +231,19 @@ class Reducer:
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
 
 
+def _group_by_layer(
+    stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]], seen: set[int]
+) -> dict[int, list[list[torch.nn.Parameter]]]:
+    """Return the trained parameters of every stage's layers, each with the first layer, but for those ``seen``."""
+    groups: dict[int, list[list[torch.nn.Parameter]]] = {}
+    for index, layers in stages.items():
+        groups[index] = []
+        for layer in layers:
+            groups[index].append([each for each in layer if each.requires_grad and id(each) not in seen])
+            seen |= {id(parameter) for parameter in groups[index][-1]}
+    return groups
+
+
 def _of_several(layers: Sequence[Sequence[torch.nn.Parameter]]) -> set[int]:
     """Return the parameters that several layers use."""
     uses = Counter(each for layer in layers for each in {id(parameter) for parameter in layer})
@@ -275,7 +281,7 @@ def reducer_of(
         plan: what is carried out.
         rank: which rank this is.
         stages: its stages, by index.
-        held: their parameters.
+        local_parameters: theirs.
         transport: carries the sums.
         mark: marks the present moment, for :meth:`Reducer.finish` to return.
     """
@@ -312,7 +318,7 @@ class ReplicatedBuffers:
 
         Args:
             layers: the rank's.
-            held: their buffers.
+            local_parameters: have their buffers.
             how: whose values all replicas get: those of the first, or the mean of all, where numbers are floating.
             transport: carries sums.
             ranks: the replicas, the first one first.

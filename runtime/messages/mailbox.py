@@ -1,16 +1,17 @@
 """Mailbox: a rank's messages, from posting a receive to joining its rows, and from a send to its release.
 
-Retire: when a sent tensor may be let go, known from the program alone.
-
-On gloo, a send's completion cannot be asked for, only waited for, and waiting must not hold up computation. But when
-a peer has sent something that its program places behind the receipt of an earlier message, that message has arrived.
+In comes a program; from it alone it is known what every send and receive carries, when to post a receive, and when a
+sent tensor may be released. On gloo, a send's completion cannot be asked for, only waited for, and waiting must not
+hold up computation. But when a peer has sent something that its program places behind the receipt of an earlier
+message, that message has arrived.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 
@@ -21,7 +22,7 @@ from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, sendable
 from autopar.schedules.expand import Message, messages, stages_of
 
-_SENDS, _RECEIVING = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
+_SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
 
 
 def retirements(program: Program, rank: int) -> dict[int, list[int]]:
@@ -35,7 +36,7 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
     for position, action in enumerate(mine):
         if action.kind in _SENDS:
             sends[action.peer].append(position)
-        elif action.kind in _RECEIVING:
+        elif action.kind in _RECEIVES:
             receives[action.peer].append(position)
     found: dict[int, list[int]] = defaultdict(list)
     for peer, positions in sends.items():
@@ -60,7 +61,7 @@ def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[i
     starts = [0]
     posts: dict[int, list[int]] = defaultdict(list)
     for position, action in enumerate(mine):
-        if action.kind in _RECEIVING:
+        if action.kind in _RECEIVES:
             posts[starts[max(0, len(starts) - 1 - computations)]].append(position)
         elif action.kind not in _SENDS:
             starts.append(position + 1)
@@ -69,8 +70,6 @@ def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[i
 
 Key = tuple[str, int, int, int, str]
 """Kind of receive, stage, micro-batch, peer stage, tensor."""
-_RECEIVES = (RECEIVE, RECEIVE_GRADIENT)
-
 
 _MARKS = ""
 """In place of a tensor's name: which gradients of a message there are."""
@@ -105,6 +104,35 @@ class _Slice(NamedTuple):
     """Whether these are all rows of the share."""
 
 
+@dataclass(frozen=True)
+class _RankMessages:
+    """The messages of one rank."""
+
+    inward: Mapping[tuple[int, int, int], Message]
+    """By consumer, sender and producer."""
+    outward: Mapping[tuple[int, int, int], Message]
+    """By producer, receiver and consumer."""
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Self:
+        flows = messages(plan)
+        return cls(
+            {(flow.consumer, flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank},
+            {(flow.producer, flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank},
+        )
+
+    def local(self, kind: str, stage: int) -> list[Message]:
+        """Return what a stage sends to other stages of this rank, or, of gradients, what it sends back to them."""
+        if kind == SEND:
+            return [flow for flow in self.outward.values() if flow.local and flow.producer == stage]
+        return [flow for flow in self.inward.values() if flow.local and flow.consumer == stage]
+
+    def of_action(self, action: Action) -> Message:
+        """Return the message that an action sends or receives."""
+        flows = self.outward if action.kind in (SEND, RECEIVE_GRADIENT) else self.inward
+        return flows[action.stage, action.peer, action.peer_stage]
+
+
 class Mailbox:
     """Sends and receives what the program says, re-slicing rows between stages of different widths.
 
@@ -132,8 +160,8 @@ class Mailbox:
             specs: of the tensors that cross, by name.
             transport: moves them.
             device: where they are.
-            marked: whether gradient messages say which of their tensors there are: where modules are listed, and not
-                captured, a backward may reach a tensor in one micro-batch and not in the next.
+            with_marks: whether gradient messages say which of their tensors there are: where modules are listed, and
+                not captured, a backward may reach a tensor in one micro-batch and not in the next.
         """
         stages, replica = stages_of(plan, rank)
         self.with_marks = with_marks
@@ -144,13 +172,8 @@ class Mailbox:
         """Receives to post before an action, by their positions."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
-        flows = messages(plan)
-        inward = [flow for flow in flows if flow.receiver == rank]
-        outward = [flow for flow in flows if flow.sender == rank]
-        self._inward = {(flow.consumer, flow.sender, flow.producer): flow for flow in inward}
-        self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in outward}
-        self._forth = {stage: [flow for flow in outward if flow.local and flow.producer == stage] for stage in stages}
-        self._back = {stage: [flow for flow in inward if flow.local and flow.consumer == stage] for stage in stages}
+        self._messages = _RankMessages.of(plan, rank)
+        self._local_messages = {(kind, at): self._messages.local(kind, at) for kind in _SENDS for at in stages}
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
         self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
         self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
@@ -239,7 +262,7 @@ class Mailbox:
 
     def pass_on(self, kind: str, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Hand tensors that a stage would send, or their gradients, to the other stages of this rank that read them."""
-        for flow in self._forth[stage] if kind == SEND else self._back[stage]:
+        for flow in self._local_messages[kind, stage]:
             indices, other = (flow.tensors, flow.consumer) if kind == SEND else (flow.gradients, flow.producer)
             received = RECEIVE if kind == SEND else RECEIVE_GRADIENT
             for name in (self._plan.tensors[index].name for index in indices):
@@ -284,8 +307,7 @@ class Mailbox:
 
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
-        flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
-        flow = flows[action.stage, action.peer, action.peer_stage]
+        flow = self._messages.of_action(action)
         indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
 

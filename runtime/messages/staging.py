@@ -1,9 +1,7 @@
 """StagedTransport: tensors of GPUs that nothing connects move through their hosts' memory.
 
 Ranks that share a GPU have no NCCL between them. What one sends is copied to page-locked memory beside what the GPU
-computes, sent from there, and copied on by who receives it.
-
-Connect: the transport of a rank, as the ranks' devices are connected.
+computes, sent from there, and copied on by who receives it. ``connect`` chooses the transport that ranks' devices need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Transport: how tensors move between ranks, apart from what is moved and when.
 
-The messages of an ordered pair of ranks arrive in the order in which they were sent.
-
-Groups: the sets of ranks that a plan has meet, each in an order that all ranks share.
+The messages of an ordered pair of ranks arrive in the order in which they were sent. Sums are taken over groups of
+ranks, of which a plan makes a few, each in an order that all ranks share.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Outcome: what the ranks bring back becomes a report and a timeline.
+"""Outcome: what the ranks bring back from a training run becomes a report and a timeline.
 
-Result: what a rank brings back from a training run; plain data.
-
-Steps: how long the steps of a run were, and the timelines of those that were recorded.
-
-Memory: the most that a rank held while it trained.
-
-FLOPs: what a rank's forwards compute, and what its device could.
+In come the ranks' results, which are plain data: losses, times of steps and actions, most bytes, FLOPs of forwards.
 """
 
 from __future__ import annotations

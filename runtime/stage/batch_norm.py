@@ -1,34 +1,31 @@
-"""Batch normalisations of layers: where they are called, in graphs and in modules.
+"""Batch normalisation of a rank's layers: as every layer does it, deferred, or synchronised.
 
-Normalisation: the batch normalisation of a rank's layers, as it was asked for.
+In come a rank's layers, captured as graphs or listed as modules, and what the user asks for; out go layers that
+normalise so, and what a step calls at its end. Left alone, every share of a micro-batch is normalised by its own
+statistics.
 
-Deferred batch normalisation: running statistics that are updated once per mini-batch.
+Deferred, it still is, but running statistics take one step a mini-batch towards those of all its samples, over all
+micro-batches and replicas, as they would in training without micro-batches (Kim et al., "torchgpipe", 2020; the
+variance is the unbiased one that torch's own layer takes). Synchronised, a share is normalised by the statistics of its
+whole micro-batch, however replicas divide it: what ``torch.nn.SyncBatchNorm`` computes, by sums over ranks alone, so
+that it runs on CPUs, too.
 
-Every share of a micro-batch is normalised by its own statistics, as ever. Running statistics take one step a mini-batch
-towards those of all its samples, over all micro-batches and replicas, as they would in training without micro-batches
-(Kim et al., "torchgpipe", 2020; the variance is the unbiased one that torch's own layer takes).
-
-Synchronised batch normalisation: by the statistics of a whole micro-batch, however replicas divide it.
-
-What ``torch.nn.SyncBatchNorm`` computes, by sums over ranks alone, so that it runs on CPUs, too.
-
-Moments: count, means and sums of squared deviations per channel, which can be pooled exactly.
-
-A vector of 2 channels + 1 numbers: the count, the means, the sums of squared deviations from them. Pooling is that of
-Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979, which does
-not lose digits where means are large, as sums of squares do.
+Both pool moments, vectors of 2 channels + 1 numbers: the count, the means, and the sums of squared deviations from
+them. Pooling is that of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances", 1979, which does not lose digits where means are large, as sums of squares do.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.autograd import Function
+from torch.fx.node import Argument
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.graph import Layer, LayerGraph
@@ -38,29 +35,79 @@ from autopar.runtime.messages.transport import Transport, replica_ranks, synced_
 from autopar.runtime.settings import TrainSettings
 
 
-def calls_of(module: nn.Module) -> list[tuple[fx.GraphModule, fx.Node]]:
+def normalizing(
+    plan: Plan,
+    rank: int,
+    graph: LayerGraph,
+    layers: dict[int, list[Layer]],
+    transport: Transport,
+    settings: TrainSettings,
+) -> tuple[dict[int, list[Layer]], Callable[[], None]]:
+    """Return a rank's layers, with batch normalisation as it was asked for, and what is called at the end of a step.
+
+    Args:
+        plan: what is carried out.
+        rank: which rank this is.
+        graph: the captured model, whose layers stay what they are.
+        layers: the rank's, by stage.
+        transport: carries statistics between replicas.
+        settings: say what is asked for.
+
+    Raises:
+        UsageError: something is, and the model has no batch normalisation, or one that cannot be deferred.
+    """
+    asked = [f"`{name}_batch_norm`" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
+    if not asked:
+        return layers, lambda: None
+    if not any(_calls_of(layer.module) or _modules_of(layer.module) for layer in graph.layers):
+        raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
+    layers = {index: [_rewritable(layer) for layer in each] for index, each in layers.items()}
+    mine = [layer for each in layers.values() for layer in each]
+    replicas = _Replicas(transport, replica_ranks(plan, layers), rank)
+    if settings.deferred_batch_norm:
+        return layers, DeferredBatchNorms(mine, replicas).settle
+    if replicas.ranks in synced_groups(plan):
+        _synchronize(mine, SyncedBatchNorm(replicas))
+    return layers, lambda: None
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """What connects the replicas of a stage, of which this rank is one."""
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    rank: int
+
+    def pool(self, own: torch.Tensor, sizes: Sequence[int], *, apart: bool = False) -> list[torch.Tensor]:
+        """Return the pooled moments of all replicas, given this one's of several normalisations, one behind the other.
+
+        With ``apart``, the sum over ranks is apart from those of gradients, which run meanwhile.
+        """
+        parts = own[None]
+        if len(self.ranks) > 1:
+            parts = own.new_zeros(len(self.ranks), own.numel())
+            parts[self.ranks.index(self.rank)] = own
+            self.transport.all_reduce(parts, self.ranks, apart=apart).wait()
+        return [_pool_moments(columns) for columns in torch.split(parts, list(sizes), dim=1)]
+
+
+def _calls_of(module: nn.Module) -> list[tuple[fx.GraphModule, fx.Node]]:
     """Return the nodes of a captured layer, sub-graphs included, that normalise by the statistics of their input."""
     graphs = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = [(part, node) for part in graphs for node in part.graph.nodes]
     return [(part, node) for part, node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[5]]
 
 
-def modules_of(module: nn.Module) -> list[_BatchNorm]:
-    """Return the modules of a layer of ``layers(model)`` that do."""
+def _modules_of(module: nn.Module) -> list[_BatchNorm]:
+    """Return the modules of a layer of ``layers(model)`` that normalise by the statistics of their input."""
     return [each for each in module.modules() if isinstance(each, _BatchNorm) and each.training]
 
 
-def normalizes(layer: Layer) -> bool:
-    """Tell whether a layer normalises by batch statistics."""
-    return bool(calls_of(layer.module) or modules_of(layer.module))
-
-
-def rewritable(layer: Layer) -> Layer:
-    """Return a captured layer whose graphs may be changed without changing the given one; tensors are the same."""
+def _rewritable(layer: Layer) -> Layer:
+    """Return a layer whose graphs may be changed without changing the given one; tensors are the same."""
     module = layer.module
-    if not isinstance(module, fx.GraphModule):
-        return layer
-    return replace(layer, module=_copy(module))
+    return replace(layer, module=_copy(module)) if isinstance(module, fx.GraphModule) else layer
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -71,39 +118,36 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def override(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let a module run another forward."""
-    module.forward = forward
+def _replace_call(
+    module: fx.GraphModule, node: fx.Node, target: Callable[..., object] | str, args: tuple[Argument, ...]
+) -> None:
+    """Put the call of a function, or of a submodule by its name, in the place of a node."""
+    graph = module.graph
+    with graph.inserting_before(node):
+        made = graph.call_module(target, args) if isinstance(target, str) else graph.call_function(target, args)
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    module.graph.erase_node(node)
 
 
-def unpack_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _unpack_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and sums of squared deviations; of rows of moments, columns of them."""
     channels = moments.shape[-1] // 2
     count, means, squares = torch.split(moments, [1, channels, channels], dim=-1)
     return count, means, squares
 
 
-def pool_moments(parts: torch.Tensor) -> torch.Tensor:
+def _pool_moments(parts: torch.Tensor) -> torch.Tensor:
     """Return the moments of all samples together, given those of parts as rows; parts may be empty."""
-    counts, means, squares = unpack_moments(parts)
+    counts, means, squares = _unpack_moments(parts)
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count.clamp(min=1)
     return torch.cat([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
 
 
-def all_gather(
-    own: torch.Tensor, transport: Transport, ranks: tuple[int, ...], rank: int, *, apart: bool = False
-) -> torch.Tensor:
-    """Return every rank's vector as a row, in the order of ``ranks``."""
-    rows = own.new_zeros(len(ranks), own.numel())
-    rows[ranks.index(rank)] = own
-    transport.all_reduce(rows, ranks, apart=apart).wait()
-    return rows
-
-
-def track(running_mean: torch.Tensor, running_var: torch.Tensor, moments: torch.Tensor, momentum: float) -> None:
+def _track(running_mean: torch.Tensor, running_var: torch.Tensor, moments: torch.Tensor, momentum: float) -> None:
     """Move running statistics towards new ones, as ``torch.nn.BatchNorm`` does; the variance is the unbiased one."""
-    count, mean, squares = unpack_moments(moments)
+    count, mean, squares = _unpack_moments(moments)
     variance = squares / (count - 1).clamp(min=1)
     running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
     running_var.mul_(1 - momentum).add_(variance.to(running_var.dtype), alpha=momentum)
@@ -126,7 +170,7 @@ def deferred_batch_norm(
     with torch.no_grad():
         squares = variance * (count - 1) if count > 1 else torch.zeros_like(variance)
         parts = [torch.full_like(moments[:1], count), mean.to(moments.dtype), squares.to(moments.dtype)]
-        moments.copy_(pool_moments(torch.stack([moments, torch.cat(parts)])))
+        moments.copy_(_pool_moments(torch.stack([moments, torch.cat(parts)])))
     return output
 
 
@@ -150,46 +194,37 @@ class _RunningStatistics:
         if self.counter is not None:
             counter = self.module.get_buffer(self.counter).add_(1)
             momentum = 1.0 / float(counter) if momentum is None else momentum
-        track(self.module.get_buffer(self.mean), self.module.get_buffer(self.variance), moments, momentum or 0.0)
+        _track(self.module.get_buffer(self.mean), self.module.get_buffer(self.variance), moments, momentum or 0.0)
         self.own().zero_()
 
 
 class DeferredBatchNorms:
     """The batch normalisations of a rank's layers that keep running statistics."""
 
-    def __init__(self, layers: Sequence[Layer], transport: Transport, ranks: tuple[int, ...], rank: int) -> None:
-        """Let them collect moments, which live in buffers so that recomputation leaves them as they are.
-
-        Args:
-            layers: the rank's, whose modules are changed.
-            transport: carries moments between replicas.
-            ranks: the replicas, this rank among them.
-            rank: which rank this is.
+    def __init__(self, layers: Iterable[Layer], replicas: _Replicas) -> None:
+        """Let layers collect moments, which live in buffers so that recomputation leaves them as they are.
 
         Raises:
             UsageError: one is out of reach.
         """
-        self._transport, self._ranks, self._rank = transport, ranks, rank
+        self._replicas = replicas
         self._running_statistics: list[_RunningStatistics] = []
         for layer in layers:
-            for graph, node in calls_of(layer.module):
+            for graph, node in _calls_of(layer.module):
                 if node.args[3] is not None:
                     self._running_statistics.append(_deferred_call(layer, graph, node, len(self._running_statistics)))
-            for module in modules_of(layer.module):
+            for module in _modules_of(layer.module):
                 if module.running_mean is not None:
                     self._running_statistics.append(_deferred_module(module))
 
     @torch.no_grad()
     def settle(self) -> None:
         """Update all running statistics by those of the mini-batch that ends; every replica does so at once."""
-        if not self._running_statistics:
-            return
-        own = torch.cat([each.own() for each in self._running_statistics])
-        replicated = len(self._ranks) > 1
-        parts = all_gather(own, self._transport, self._ranks, self._rank) if replicated else own[None]
-        sizes = [each.own().numel() for each in self._running_statistics]
-        for each, columns in zip(self._running_statistics, torch.split(parts, sizes, dim=1), strict=True):
-            each.settle(pool_moments(columns))
+        if self._running_statistics:
+            own = [each.own() for each in self._running_statistics]
+            pooled = self._replicas.pool(torch.cat(own), [each.numel() for each in own])
+            for each, moments in zip(self._running_statistics, pooled, strict=True):
+                each.settle(moments)
 
 
 def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: int) -> _RunningStatistics:
@@ -206,10 +241,7 @@ def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: i
     module.register_buffer(name, _no_moments(module.get_buffer(attribute)))
     with module.graph.inserting_before(node):
         moments = module.graph.get_attr(name)
-        deferred = module.graph.call_function(deferred_batch_norm, (x, weight, bias, mean, moments, eps, cudnn))
-    deferred.meta = dict(node.meta)
-    node.replace_all_uses_with(deferred)
-    module.graph.erase_node(node)
+    _replace_call(module, node, deferred_batch_norm, (x, weight, bias, mean, moments, eps, cudnn))
     counter = _remove_counter_updates(layer, module, attribute)
     module.recompile()
     assert isinstance(momentum, float)
@@ -245,7 +277,7 @@ def _deferred_module(module: _BatchNorm) -> _RunningStatistics:
         affine = module.weight, module.bias
         return deferred_batch_norm(x, *affine, module.running_mean, module.get_buffer("moments"), module.eps, cudnn)
 
-    override(module, forward)
+    module.forward = forward  # type: ignore[assignment, method-assign]
     counter = None if module.num_batches_tracked is None else "num_batches_tracked"
     return _RunningStatistics(module, "moments", "running_mean", "running_var", counter, module.momentum)
 
@@ -260,10 +292,10 @@ class SyncedBatchNorm(nn.Module):
     Its reductions are apart from those of gradients, which run meanwhile.
     """
 
-    def __init__(self, transport: Transport, ranks: tuple[int, ...], rank: int) -> None:
-        """Take what connects the replicas ``ranks``, of which ``rank`` is this one."""
+    def __init__(self, replicas: _Replicas) -> None:
+        """Take what connects the replicas."""
         super().__init__()
-        self._transport, self._ranks, self._rank = transport, ranks, rank
+        self._replicas = replicas
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -282,17 +314,17 @@ class SyncedBatchNorm(nn.Module):
         output, moments = _Normalize.apply(x, weight, bias, eps, self)  # type: ignore[no-untyped-call]
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                track(running_mean, running_var, moments, momentum)
+                _track(running_mean, running_var, moments, momentum)
         result: torch.Tensor = output
         return result
 
     def pool(self, moments: torch.Tensor) -> torch.Tensor:
         """Return the moments of all shares together."""
-        return pool_moments(all_gather(moments, self._transport, self._ranks, self._rank, apart=True))
+        return self._replicas.pool(moments, [moments.numel()], apart=True)[0]
 
     def add(self, sums: torch.Tensor) -> None:
         """Replace sums over a share by those over all."""
-        self._transport.all_reduce(sums, self._ranks, apart=True).wait()
+        self._replicas.transport.all_reduce(sums, self._replicas.ranks, apart=True).wait()
 
 
 class _Normalize(Function):
@@ -310,7 +342,7 @@ class _Normalize(Function):
         count = x.numel() // x.shape[1]
         own = torch.cat([mean.new_full((1,), count), mean, variance * count])
         moments = replicas.pool(own.double())
-        count_of_all, mean, squares = (each.to(wide.dtype) for each in unpack_moments(moments))
+        count_of_all, mean, squares = (each.to(wide.dtype) for each in _unpack_moments(moments))
         variance = squares / count_of_all
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), count_of_all)
         ctx.replicas, ctx.types = replicas, [None if each is None else each.dtype for each in (weight, bias)]
@@ -353,21 +385,16 @@ def _along(channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def synchronize(layers: Sequence[Layer], norm: SyncedBatchNorm) -> None:
+def _synchronize(layers: Iterable[Layer], norm: SyncedBatchNorm) -> None:
     """Let all batch normalisations of layers be done by ``norm``; changes their modules."""
     for layer in layers:
-        changed = {}
-        for module, node in calls_of(layer.module):
+        calls = _calls_of(layer.module)
+        for module, node in calls:
             module.add_submodule("batch_norm", norm)
-            with module.graph.inserting_before(node):
-                synced = module.graph.call_module("batch_norm", node.args)
-            synced.meta = dict(node.meta)
-            node.replace_all_uses_with(synced)
-            module.graph.erase_node(node)
-            changed[id(module)] = module
-        for module in changed.values():
+            _replace_call(module, node, "batch_norm", node.args)
+        for module in dict.fromkeys(module for module, _ in calls):
             module.recompile()
-        for norm_module in modules_of(layer.module):
+        for norm_module in _modules_of(layer.module):
             _synchronize_module(norm_module, norm)
 
 
@@ -382,38 +409,4 @@ def _synchronize_module(module: _BatchNorm, norm: SyncedBatchNorm) -> None:
         output: torch.Tensor = norm(x, module.weight, module.bias, *running, True, momentum, module.eps, False)
         return output
 
-    override(module, forward)
-
-
-Layers = dict[int, list[Layer]]
-"""A rank's, by stage."""
-
-
-def normalizing(
-    plan: Plan, rank: int, graph: LayerGraph, layers: Layers, transport: Transport, settings: TrainSettings
-) -> tuple[Layers, Callable[[], None]]:
-    """Return a rank's layers, with batch normalisation as it was asked for, and what is called at the end of a step.
-
-    Args:
-        plan: what is carried out.
-        rank: which rank this is.
-        graph: the captured model, whose layers stay what they are.
-        layers: the rank's.
-        transport: carries statistics between replicas.
-        settings: say what is asked for.
-
-    Raises:
-        UsageError: something is, and the model has no batch normalisation.
-    """
-    asked = [f"`{name}_batch_norm`" for name in ("deferred", "sync") if getattr(settings, f"{name}_batch_norm")]
-    if not asked:
-        return layers, lambda: None
-    if not any(map(normalizes, graph.layers)):
-        raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
-    layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
-    mine, ranks = [layer for each in layers.values() for layer in each], replica_ranks(plan, layers)
-    if settings.deferred_batch_norm:
-        return layers, DeferredBatchNorms(mine, transport, ranks, rank).settle
-    if ranks in synced_groups(plan):
-        synchronize(mine, SyncedBatchNorm(transport, ranks, rank))
-    return layers, lambda: None
+    module.forward = forward  # type: ignore[assignment, method-assign]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -118,22 +118,28 @@ def warm_up(
         Warnings, each of a layer that does not compile. Buffers are left as they were.
     """
     warnings: list[str] = []
+    with _preserve_buffers(layers), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        for layer in layers:
+            inputs = [values[name] for name in layer.inputs]
+            if layer.random:
+                seed(layer.name)
+            with autocast():
+                outputs = _run_or_fall_back(layer, rows, inputs, warnings)
+            values.update(zip(layer.outputs, outputs, strict=True))
+    return warnings
+
+
+@contextmanager
+def _preserve_buffers(layers: Sequence[Layer]) -> Iterator[None]:
+    """Put the layers' buffers back as they were at the end of the block."""
     buffers = [buffer for layer in layers for buffer in layer.module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-            for layer in layers:
-                inputs = [values[name] for name in layer.inputs]
-                if layer.random:
-                    seed(layer.name)
-                with autocast():
-                    outputs = _run_or_fall_back(layer, rows, inputs, warnings)
-                values.update(zip(layer.outputs, outputs, strict=True))
+        yield
     finally:
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-    return warnings
 
 
 def _run_or_fall_back(

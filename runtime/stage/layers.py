@@ -1,10 +1,7 @@
-"""Crossings: the tensors that stages hand each other, found from those that layers do.
+"""What a plan says of layers: the tensors that cross between stages, the seeds of random layers, and the precision.
 
-Seeds: what a random layer's generator is seeded with, so that results depend on how the mini-batch is divided only.
-
-Documented in ``docs/seeds.md``, so that a plain loop can do the same in forward hooks.
-
-Precision: in what type the forwards of a plan compute, and in what type its tensors cross.
+Seeds depend on nothing but how the mini-batch is divided, and are documented in ``docs/seeds.md``, so that a plain loop
+can set the same in forward hooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Held: the parameters and buffers that a rank holds, by the model's own names.
+"""The parameters and buffers of one rank, by the model's own names, and what its optimizer is given of them.
 
-Twins: what an optimizer steps of a rank whose replicas divide parameters.
+Where replicas divide parameters, those that stay whole are given to the optimizer as tensors of the divided kind.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class LocalParameters:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @contextmanager
-    def dividing(self, names: Iterable[str], layers: Sequence[Layer]) -> Iterator[None]:
-        """Return the context in which replicas divide the named parameters of a stage's layers.
+    def dividing(self, names: set[str], layers: Sequence[Layer]) -> Iterator[frozenset[torch.nn.Parameter]]:
+        """Return the context in which replicas divide the named parameters of a stage's layers; it gives their others.
 
         Nothing is held of them meanwhile: as soon as a layer's are divided, they must be nowhere as a whole. After it,
         what is held of the layers' parameters is what the layers have by then.
         """
         order = list(self.parameters)
+        whole = {name for layer in layers for name in layer.parameters.values()} - names
         for name in names:
             del self.parameters[name]
-        yield
+        yield frozenset(self.parameters[name] for name in whole)
         left = {name: layer.parameter(attribute) for layer in layers for attribute, name in layer.parameters.items()}
         self.parameters = {name: left[name] if name in left else self.parameters[name] for name in order}
 

@@ -1,9 +1,9 @@
 """ShardedStage: a stage whose replicas divide its optimizer state, gradients or parameters, by torch's FSDP2.
 
-Reached: whether replicas that divide parameters make gradients of the same ones.
-
-Layers of a captured graph do. Listed modules may decide while running, by what a replica's samples hold; then one
-replica would reduce, or gather, what another one does not, and sums would be of different parameters, or never come.
+Replicas reduce and gather together, so backwards must reach the same parameters on each. Layers of a captured graph do.
+Listed modules may decide while running, by what a replica's samples hold; then one replica would reduce, or gather,
+what another one does not, and sums would be of different parameters, or never come. Such replicas tell each other what
+they are about to do, and raise where it differs.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ShardedStage(Stage):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for layer in layers:
             _check_types(layer, sharding.apart)
-        self._units = units = [self._divide(layer.module, sharding.apart | several) for layer in called]
+        self._units = [self._divide(layer.module, sharding.apart | several) for layer in called]
         together = _Whole([layer.module for layer in called], several - sharding.apart)
         self._root = self._divide(together, sharding.apart)
         self.parts: list[nn.Parameter] = [
@@ -165,19 +165,18 @@ class ShardedStage(Stage):
         """This replica's, of parameters that are divided."""
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
-        for before, after in pairwise(units):
+        self._gather_agreement = self._agreement(layers) if sharding.decides else None
+        for before, after in pairwise(self._units):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-        self._gather_agreement: GatherAgreement | None = None
-        if sharding.decides:
-            names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
-            divided = {each: names[each] for each in self.parts}
-            gathers = sharding.level == "parameters" and not sharding.turning
-            self._gather_agreement = GatherAgreement(
-                [*units, self._root], divided, sharding.mesh.get_group(), gathers=gathers
-            )
         # Left to itself, it would gather what another micro-batch's forward came to.
-        units[0].set_modules_to_backward_prefetch([units[0]])
+        self._units[0].set_modules_to_backward_prefetch([self._units[0]])
+
+    def _agreement(self, layers: Sequence[Layer]) -> GatherAgreement:
+        """Return what the replicas compare before they gather and reduce."""
+        names = {layer.parameter(at): name for layer in layers for at, name in layer.parameters.items()}
+        divided, group = {each: names[each] for each in self.parts}, self._sharding.mesh.get_group()
+        return GatherAgreement([*self._units, self._root], divided, group, gathers=self._lets_go())
 
     def forward(
         self, rows: int, values: Mapping[str, torch.Tensor], seed: Callable[[str], None], *, split: bool = False

@@ -1,16 +1,10 @@
-"""Stage: consecutive layers on one rank, run forward one micro-batch at a time.
+"""Stage: consecutive layers on one rank, run forward and backward one micro-batch at a time.
 
-Pass: a segment's way forth and back with one micro-batch.
-
-Flight: a micro-batch in flight on a stage, from its forward to its backward.
-
-Segment: layers of a stage that are run backward together; one that is recomputed is a segment of its own.
-
-Recompute: layers that keep their inputs only, and run forward again before their backward.
-
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. The first run is one with gradients, whose graph
-saves nothing, so that operators are chosen as in the second. The second sees what the first saw: buffers and model
-inputs that a forward writes are kept as they were.
+In come tensors and, later, gradients; out come outputs and gradients of inputs. The layers form segments, which are run
+backward together; a layer that is recomputed is a segment of its own. It keeps its inputs only, and runs forward again
+before its backward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The first run is one with
+gradients, whose graph saves nothing, so that operators are chosen as in the second. The second sees what the first saw:
+buffers and model inputs that a forward writes are kept as they were.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluation: batches of any size through the stages of a job in evaluation mode, to a loss or to predictions.
 
-Forwards: a rank's part of a program that evaluates, performed once for every round of micro-batches.
+A batch goes through in rounds of micro-batches; every rank performs its part of a program of forwards for each round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Job: one rank's part of a training run, built from a plan, a captured model and its weights.
 
-Stages: those of a rank, built from its layers as the plan divides what their replicas hold.
+In come these; out come stages, of which replicas divide what the plan says, with an executor, an update and batches;
+stepped, they give the records of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
-from autopar.runtime.execute import Executor, StepRecord
+from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers, reducer_of
 from autopar.runtime.messages.copies import copies_of
@@ -38,7 +39,7 @@ from autopar.runtime.stage.parameters import (
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import clock_of
-from autopar.runtime.update import Update
+from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.expand import stages_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def build_stages(
         plan: what is carried out.
         graph: the captured model.
         layers: the rank's, by stage, with parameters in place.
-        held: these parameters; of those that replicas divide, a part is left.
+        local_parameters: these parameters; of those that replicas divide, a part is left.
         mesh: of the replicas, where they divide any.
         device: where the stages compute.
         offload: whether what replicas divide waits in the host's memory.
@@ -88,13 +89,9 @@ def build_stages(
         # What shards takes most of a second to import.
         from autopar.runtime.stage.sharded import ShardedStage, Sharding
 
-        parts = sharded_parameter_names(plan, index, mine)
-        names = {name for layer in mine for name in layer.parameters.values()}
-        # Of this stage alone: a stage that is built later must find nobody else holding its parameters as a whole.
-        apart = frozenset(local_parameters.parameters[name] for name in names - parts)
-        turning = placed.division == "round-robin"
-        sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
-        with local_parameters.dividing(parts, mine):
+        with local_parameters.dividing(sharded_parameter_names(plan, index, mine), mine) as apart:
+            turning = placed.division == "round-robin"
+            sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
             built[index] = ShardedStage(sharding, *flow)
     return built
 
@@ -174,28 +171,39 @@ class Job:
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._local_parameters = hold(plan, layers, weights, device)
+        self.stages = self._build_stages(program, graph, layers, transport, settings)
+        clock, self._copies = clock_of(device), copies_of(device)
+        reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark)
+        scale = LossScale() if plan.precision == "fp16" else None
+        self._update = self._updating(graph, reducer, transport, settings, scale, whole)
+        self._batches = Batches(self._loader(model, graph, settings), self._copies)
+        crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
+        marked = not graph.portable and self.reads_values
+        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
+        surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale)
+        parts = self._mailbox, reducer, self._tally(), self._complete
+        self._executor = Executor(surroundings, self.stages, *parts)
+
+    def _build_stages(
+        self,
+        program: Program,
+        graph: LayerGraph,
+        layers: dict[int, list[Layer]],
+        transport: Transport,
+        settings: TrainSettings,
+    ) -> dict[int, Stage]:
+        """Build the stages of layers that normalise and compile as asked, and find what is settled at a step's end."""
+        plan, rank = self.plan, self.rank
         mine = [layer for each in layers.values() for layer in each]
-        replicas = replica_ranks(plan, indices)
+        replicas = replica_ranks(plan, layers)
         self._alike = ReplicatedBuffers(mine, self._local_parameters, plan.replicate_state, transport, replicas, rank)
         check_shares(graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
         layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
         if settings.compile:
             check_compiling(plan, program)
             layers = compile_layers(layers)
-        self._mesh = mesh_of(plan, rank, transport)
-        self.stages = build_stages(
-            plan, graph, layers, self._local_parameters, self._mesh, device, offload=settings.cpu_offload
-        )
-        clock, self._copies = clock_of(device), copies_of(device)
-        reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark)
-        scale = LossScale() if plan.precision == "fp16" else None
-        self._update = self._updating(model, graph, reducer, transport, settings, scale, whole)
-        self._batches = Batches(self._loader(model, graph, settings), self._copies)
-        crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
-        marked = not graph.portable and self.reads_values
-        self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
-        parts = self._mailbox, reducer, self._tally(), self._complete
-        self._executor = Executor(plan, self.actions, rank, self.stages, *parts, scale, clock, device, note)
+        self._mesh, offload = mesh_of(plan, rank, transport), settings.cpu_offload
+        return build_stages(plan, graph, layers, self._local_parameters, self._mesh, self._device, offload=offload)
 
     @property
     def notes(self) -> list[str]:
@@ -285,7 +293,6 @@ class Job:
 
     def _updating(
         self,
-        model: UserModel,
         graph: LayerGraph,
         reducer: Reducer,
         transport: Transport,
@@ -295,13 +302,13 @@ class Job:
     ) -> Update:
         """Return what completes the gradients and steps the optimizer."""
         twins = OptimizerParameters(self._local_parameters.trainable_parameters(), self._mesh)
-        counts, clip_norm = graph.loss == "sum_count", settings.clip_norm
         stage_of: dict[str, int] = {}
         for index, stage in self.stages.items():
             for name in (name for layer in stage.layers for name in layer.parameters.values()):
                 stage_of.setdefault(name, index)
-        parts = self.plan, self.rank, twins, stage_of, model, reducer, transport
-        update = self.update_of(*parts, whole=whole, counts=counts, clip_norm=clip_norm, scale=scale)
+        counts = graph.loss == "sum_count"
+        how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, settings.clip_norm, scale)
+        update = self.update_of(how, twins, reducer, transport)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update

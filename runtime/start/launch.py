@@ -90,18 +90,9 @@ def run_options(
     share_gpus: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> RunOptions:
-    """Return what the user asks of a run.
+    """Return what the user asks of a run; its arguments are those of :func:`autopar.train`.
 
-    Args:
-        steps: optimizer steps to train; None: 20.
-        epochs: how many times to train through the dataset, in place of ``steps``.
-        weights: folder of initial weights (safetensors); None: those of ``model()``.
-        save: folder for the trained weights, which all hosts must see.
-        program: file of the program to run, in place of what the plan expands to.
-        data: Python file whose ``dataset()`` feeds an ``hf:`` model.
-        timeout_s: longest that a rank may stand still.
-        share_gpus: whether several ranks may have the same GPU.
-        settings: those of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``.
+    ``data`` is the Python file whose ``dataset()`` feeds an ``hf:`` model.
 
     Raises:
         UsageError: options are out of range, contradict each other, or are not known.

@@ -1,6 +1,6 @@
 """Rehearsal: a plan's program performed on fake tensors, which take no memory, to see how much real ones would take.
 
-Silence: peers that say nothing and take everything, as a rank that is rehearsed alone has them.
+A rank is rehearsed alone: its transport takes whatever is sent, and gives tensors of the right shapes.
 """
 
 from __future__ import annotations

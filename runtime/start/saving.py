@@ -1,7 +1,4 @@
-"""Saving: which stage writes which parameters and buffers, one file a stage.
-
-Shared folder: whether all hosts see the folder that rank 0 sees.
-"""
+"""Saving: which stage writes which parameters and buffers, one file a stage, into a folder that all hosts see."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """ScriptJob: training, evaluating and predicting, batch by batch, as a user's own script asks.
 
-Given: a rank's job of a model that a script holds, built from an example of its batches.
-
-Agree: what all ranks of a script find out together before a batch goes through the pipeline.
-
-A rank that alone refuses its batch would leave the others waiting for its messages.
+In come a script's model and, call by call, batches; out come metrics, losses, predictions and weights. A rank's job is
+built from an example of the batches. Before a batch goes through the pipeline all ranks agree on it: a rank that alone
+refuses its batch would leave the others waiting for its messages.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,6 +45,7 @@ from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
 _KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
+_Result = TypeVar("_Result")
 LONGEST = 1000
 """Of a message, in characters."""
 
@@ -72,6 +71,20 @@ class Agreement:
         refusing = self._of_all([float(error is not None)])
         if any(flag for (flag,) in refusing):
             self._raise(error)
+
+    def perform(self, act: Callable[[], _Result]) -> _Result:
+        """Return what a function gives, once every rank's has given something.
+
+        Raises:
+            AutoparError: what the first rank says whose function refuses.
+        """
+        result, error = None, None
+        try:
+            result = act()
+        except AutoparError as caught:
+            error = caught
+        self.refuse(error)
+        return cast(_Result, result)
 
     def rows(self, rows: int | None, digest: float, error: AutoparError | None) -> int:
         """Return the number of samples in the batch that ranks were given.
@@ -182,30 +195,24 @@ def build_given(
     """
     transport = connect(context, plan, settings)
     agreement = Agreement(context.rank, tuple(range(context.size)), transport)
-    error, found = None, None
-    try:
+
+    def capture_first() -> tuple[UserModel, LayerGraph]:
         if batch is None:
             raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
         # Other ranks' models may have no values.
-        accepted = accept_loss or context.rank > 0
-        found = _capture_model(model, plan, batch, functions, accept_loss=accepted)
-    except AutoparError as caught:
-        error = caught
-    agreement.refuse(error)
-    assert found is not None
-    user, graph = found
+        return _capture_model(model, plan, batch, functions, accept_loss=accept_loss or context.rank > 0)
+
+    user, graph = agreement.perform(capture_first)
     read = _spread(model, context, _state_names(plan, context.rank, graph))
-    place = (context.rank, graph, user, read, transport, context.device)
     whole = _whole_settings(user, model, graph, plan, context)
-    job: Job | None = None
-    try:
+
+    def build() -> Job:
+        place = (context.rank, graph, user, read, transport, context.device)
         job = _GivenJob(plan, expand(plan), *place, lambda step, position: None, settings, whole)
         job.try_optimizer()
-    except AutoparError as caught:
-        error = caught
-    agreement.refuse(error)
-    assert job is not None
-    return BuiltJob(user, graph, job, transport, agreement, batch)
+        return job
+
+    return BuiltJob(user, graph, agreement.perform(build), transport, agreement, batch)
 
 
 def _capture_model(
@@ -410,20 +417,14 @@ class ScriptJob:
 
         name = built.agreement.texts(new_set())[0]
         with set_of(path, name):
-            files, error = list[weights.StoredFile](), None
-            try:
+
+            def write() -> list[weights.StoredFile]:
                 make_folder(path)
-                files = write_stages(built.job, built.graph, unread, path, name)
-            except AutoparError as caught:
-                error = caught
-            built.agreement.refuse(error)
+                return write_stages(built.job, built.graph, unread, path, name)
+
+            files = built.agreement.perform(write)
             written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
-            try:
-                if self.rank == 0:
-                    weights.publish(path, written)
-            except AutoparError as caught:
-                error = caught
-            built.agreement.refuse(error)
+            built.agreement.perform(lambda: weights.publish(path, written) if self.rank == 0 else None)
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
@@ -475,15 +476,12 @@ class ScriptJob:
         built = self._ready(batch)
         if what not in self._evaluations:
             captured = capture_evaluation if what == "evaluate" else capture_prediction
-            error, evaluation = None, None
-            try:
+
+            def build() -> Evaluation:
                 graph = captured(self._model, built.batch, built.user.loss, built.graph)
-                evaluation = Evaluation(built.job, graph, built.transport, self._context.device)
-            except AutoparError as caught:
-                error = caught
-            built.agreement.refuse(error)
-            assert evaluation is not None
-            self._evaluations[what] = evaluation
+                return Evaluation(built.job, graph, built.transport, self._context.device)
+
+            self._evaluations[what] = built.agreement.perform(build)
         evaluation = self._evaluations[what]
         known = {tensor.name: tensor for tensor in evaluation.graph.tensors}
         values, rows = self._agree_on_batch(built, batch, what, [known[name] for name in evaluation.inputs])

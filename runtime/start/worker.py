@@ -1,12 +1,8 @@
 """Worker: what every rank does in a training run, however it was started.
 
-Kept: what a rank leaves in files for whoever compares its training with another.
-
-Run: the steps of one rank, and what was seen of them.
-
-Watches: what is looked at inside stages in the first steps of a run, and in no other.
-
-Laps: when the steps of a rank began and ended.
+In come a plan, a program and a workspace; out comes a rank's result. It builds the rank's job, runs its steps, notes
+when each began and ended, looks inside stages in the first steps alone (times, FLOPs, memory), and writes weights, and
+what others compare its training by, to files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Workspace: what one process per host prepares for its ranks: the captured graph and the initial weights.
 
-Initial weights: where they are from, and how they come into a folder that every rank reads its own from.
-
-Fit: whether a plan is one of the model that is about to be trained.
+In come a model and its plan, which must be of that model; out comes a folder that every rank reads its own part from.
+Weights are those of ``model()``, those of a folder, or, where the model is larger than memory, made module by module.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ class Workspace:
         Args:
             model: the user's file.
             plan: what the graph must fit.
-            given: a folder of weights that replace those of ``model()``.
+            weights_folder: has weights that replace those of ``model()``.
 
         Returns:
             Where the initial weights are from.
@@ -271,19 +270,7 @@ class Workspace:
         """
         check_code(model.path, model.sha256, model.imports, plan.model)
         (self.folder / WEIGHTS).mkdir()
-        if weights_folder is not None:
-            module, graph = outline(model, plan.seed)
-            self._link(module, weights_folder)
-            source = f"files in {weights_folder}"
-        elif _too_large(model, plan.seed):
-            module, graph = outline(model, plan.seed)
-            write_made(module, plan.seed, self.folder / WEIGHTS)
-            source = f"made module by module, seed {plan.seed}: model() is larger than the host's memory"
-        else:
-            module = model.build(plan.seed)
-            graph = capture(model, module)
-            self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
-            source = f"model(), seed {plan.seed}"
+        module, graph, source = self._capture(model, plan.seed, weights_folder)
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
@@ -291,6 +278,21 @@ class Workspace:
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
+
+    def _capture(self, model: UserModel, seed: int, weights_folder: Path | None) -> tuple[nn.Module, LayerGraph, str]:
+        """Return the model, its graph and where its initial weights are from, having written them."""
+        if weights_folder is None and not _too_large(model, seed):
+            module = model.build(seed)
+            graph = capture(model, module)
+            self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
+            return module, graph, f"model(), seed {seed}"
+        module, graph = outline(model, seed)
+        if weights_folder is not None:
+            self._link(module, weights_folder)
+            return module, graph, f"files in {weights_folder}"
+        write_made(module, seed, self.folder / WEIGHTS)
+        source = f"made module by module, seed {seed}: model() is larger than the host's memory"
+        return module, graph, source
 
     def settings(self) -> Settings | None:
         """Return what the optimizer gives every parameter of the whole model; None where that is not known."""
