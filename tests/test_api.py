@@ -1,12 +1,10 @@
-"""The library: a function for every command, errors in its words, and flags on the command line only."""
+"""The library: a function for every command, from measuring to planning again, and refusals in its words."""
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,13 +13,10 @@ import typer
 
 import autopar
 from autopar.cli import app
-from autopar.cli.arguments import ARGUMENTS, as_flags
-from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.examples import __path__ as examples
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.planner import PlanOptions
-from paths import ROOT
 from random_problems import gpt_profile, local_cluster
 
 Command: TypeAlias = Any  # typer's own, whose classes it does not export
@@ -42,13 +37,6 @@ COMMANDS = {
 """Functions by command; `worker` is a part of `run`, `demo` a sequence of others, and `cluster list` lists tables."""
 
 
-def _options(command: Command) -> Iterator[str]:
-    for each in getattr(command, "commands", {}).values():
-        yield from _options(each)
-    for parameter in command.params:
-        yield from parameter.opts
-
-
 def test_every_command_has_its_function_and_every_function_its_command() -> None:
     group = typer.main.get_command(app)
     commands = {*group.commands, *group.commands["cluster"].commands} - {"cluster", "worker", "demo", "list"}  # type: ignore[attr-defined]
@@ -56,85 +44,6 @@ def test_every_command_has_its_function_and_every_function_its_command() -> None
     functions = {name for names in COMMANDS.values() for name in names}
     assert functions == {name for name in autopar.__all__ if name.islower()} - {"materialize"}
     assert all(callable(getattr(autopar, name)) for name in functions)
-
-
-def test_every_argument_that_errors_name_is_an_option_and_every_option_of_plans_such_an_argument() -> None:
-    flags = set(_options(typer.main.get_command(app)))
-    assert {as_flags(f"`{name}`") for name in ARGUMENTS} <= flags
-    # Of the search's own, nothing can be typed.
-    assert {field.name for field in fields(PlanOptions)} - ARGUMENTS == {"max_candidates"}
-
-
-def _texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file, without docstrings."""
-    tree = ast.parse(path.read_text())
-    told = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
-    for each in ast.walk(tree):
-        if isinstance(each, ast.Constant) and isinstance(each.value, str) and id(each) not in told:
-            yield each.lineno, each.value
-
-
-OTHERS = ("--nproc-per-node", "--master-port", "--distribution", "--query-gpu", "--id", "--format", "--trust-paths")
-"""Flags of launchers, of nvidia-smi, and of the tool as a whole."""
-TYPED = re.compile(r"`autopar [^`]*`|\(--sequence\)")
-"""Commands as they are typed, and a note of the tables of `autopar profile`."""
-
-
-def test_no_text_of_the_library_names_a_flag() -> None:
-    flags = set(_options(typer.main.get_command(app)))
-    folders = (ROOT / "autopar", *(ROOT / each for each in ("planner", "profiler", "runtime")))
-    files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
-    files = {path for path in files if not {"cli", "examples"} & set(path.relative_to(ROOT).parts)}
-    assert len(files) > 200
-    named = [
-        f"{path.relative_to(ROOT)}:{line} {flag}"
-        for path in sorted(files)
-        for line, text in _texts(path)
-        for flag in re.findall(r"--[a-z][a-z-]*", TYPED.sub("", text))
-        if flag in flags and flag not in OTHERS
-    ]
-    assert named == []
-
-
-@pytest.mark.parametrize(
-    ("options", "said", "typed"),
-    [
-        ({"gpus": 0}, "`gpus` must be at least 1, found 0", "--gpus must be at least 1, found 0"),
-        ({"gpus": 2, "micro_batches": 5}, "`micro_batches=5` does not divide", "--micro-batches 5 does not divide"),
-        ({"gpus": 2, "forbid_cut": ("h 9",)}, "`forbid_cut='h 9'`: no layer", "--forbid-cut 'h 9': no layer"),
-        ({"gpus": 2, "pin": ("0",)}, "`pin='0'`", "--pin 0"),
-    ],
-)
-def test_errors_name_arguments_in_python_and_flags_on_the_command_line(
-    options: dict[str, Any], said: str, typed: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = gpt_profile(blocks=4)
-    with pytest.raises(UsageError, match=re.escape(said)):
-        autopar.plan(profile, local_cluster(2), **options)
-    monkeypatch.chdir(tmp_path)
-    profile.save("profile.json")
-    words = []
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value[0] if isinstance(value, tuple) else value)]
-    code, _, err = command("plan", *words)
-    assert code == 2
-    assert typed in err
-
-
-def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(
-    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
-    with pytest.raises(InfeasibleError) as caught:
-        autopar.plan(profile, cluster, gpus=2, memory_bytes="1MiB")
-    (remedy,) = re.findall(r"with `(memory_bytes='\w+')`", str(caught.value))
-    text = ast.literal_eval(remedy.partition("=")[2])
-    autopar.plan(profile, cluster, gpus=2, memory_bytes=text)
-    profile.save("profile.json")
-    cluster.save("cluster.json")
-    code, _, err = command("plan", "--gpus", "2", "--memory", "1MiB")
-    assert (code, f"with --memory {text}" in err) == (3, True)
 
 
 def test_a_run_from_python_is_measured_predicted_rehearsed_verified_and_planned_again(

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os
-from autopar.cli.standard_output import results_only
+from autopar.cli.output import results_only
 
 with results_only():
     os.write(1, b"a library\\n")

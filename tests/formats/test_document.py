@@ -26,16 +26,6 @@ def _text(**changes: object) -> str:
     return json.dumps({**GOOD, **changes})
 
 
-def _cluster(places: list[tuple[int, int]], *levels: str) -> str:
-    """A cluster of devices of (node, rack) with links of some levels."""
-    devices = [{"type": "cpu", "memory_bytes": 1, "node": node, "rack": rack} for node, rack in places]
-    return _text(devices=devices, links=[{"level": level, "latency_s": 0, "bytes_per_s": 1} for level in levels])
-
-
-def _curve(level: str) -> dict[str, object]:
-    return {"kind": "all_reduce", "ranks": 2, "level": level, "sizes": [1], "seconds": [1.0]}
-
-
 def _refusal(tmp_path: Path, text: str) -> str:
     path = tmp_path / "c.json"
     path.write_text(text)
@@ -57,21 +47,6 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("places", "levels"),
-    [
-        ([(0, 0), (1, 0)], ("node", "rack")),
-        ([(0, 0), (1, 1)], ("node", "rack", "network")),
-        ([(0, 0), (1, 1)], ("node", "network", "network", "node")),
-    ],
-)
-def test_nodes_need_a_link_to_each_other_and_may_have_several(
-    tmp_path: Path, places: list[tuple[int, int]], levels: tuple[str, ...]
-) -> None:
-    (tmp_path / "c.json").write_text(_cluster(places, *levels))
-    assert [link.level for link in Cluster.load(tmp_path / "c.json").links] == list(levels)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         (_text(extra=1), ": $.extra: Extra inputs are not permitted"),
@@ -85,25 +60,6 @@ def test_nodes_need_a_link_to_each_other_and_may_have_several(
         (_text(devices=[{"memory_bytes": 1}]), ": $.devices[0].type: Field required"),
         (_text(devices=[]), ": $.devices: "),
         (_text(links=[{"level": "node", "latency_s": 0, "bytes_per_s": 0}]), ": $.links[0].bytes_per_s: "),
-        (_text(links=[{"level": "network", "latency_s": 0, "bytes_per_s": 1}]), ': $.links: no link of level "node"'),
-        (_cluster([(0, 0), (1, 0)], "node"), ': $.links: devices on several nodes need a link of level "network"'),
-        (
-            _cluster([(0, 0), (1, 1)], "node", "rack"),
-            ': $.links: devices in several racks need a link of level "network',
-        ),
-        (
-            _cluster([(0, 0), (0, 1)], "node", "network"),
-            ": $.devices[1].rack: node 0 is in rack 0 by the",
-        ),
-        (_text(curves=[_curve("rack")]), ': $.curves[0].level: there is a curve, but no link, of level "rack"'),
-        (
-            _text(curves=[_curve("node"), _curve("node")]),
-            ": $.curves[1]: curves[0] is of the same operation",
-        ),
-        (
-            _text(overlaps=[{"level": "node", "compute": 1.5, "communication": 1.0}] * 2),
-            ': $.overlaps[1].level: level "node" is given twice',
-        ),
         (_text(format="autopar.plan"), ': $.format: expected "autopar.cluster", found "autopar.plan"'),
         (_text(version=2), ": $.version: this autopar reads version 1, found 2"),
         (_text(version=True), ": $.version: this autopar reads version 1, found true"),

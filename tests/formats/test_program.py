@@ -1,4 +1,4 @@
-"""Actions, programs, timelines and plans survive their files; malformed ones are refused."""
+"""Actions, programs and timelines survive their files; malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.plan import Alternative, Crossing, Plan, Prediction, SharedParameter, Stage
-from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Timeline
 
@@ -157,67 +154,3 @@ def test_an_edited_event_is_refused_with_its_path(tmp_path: Path, change: dict[s
     (tmp_path / "t.json").write_text(json.dumps({"otherData": other, "traceEvents": [{**event, **change}]}))
     with pytest.raises(FileError, match=message):
         Timeline.load(tmp_path / "t.json")
-
-
-def _plan(**changes: object) -> Plan:
-    stages = (
-        Stage(layers=("a",), devices=(0, 1), shares=(1, 2), warmup=2),
-        Stage(layers=("b",), devices=(2,), shares=(3,), warmup=1),
-    )
-    tensor = Crossing(name="t", producer=0, consumers=(1,), bytes_per_sample=4, dtype="f32", gradient=True)
-    content: dict[str, object] = {
-        "model": ModelSource(source="model.py", sha256="0" * 64),
-        "batch": 6,
-        "precision": "fp32",
-        "schedule": "1f1b",
-        "micro_batches": 2,
-        "micro_batch_size": 3,
-        "stages": stages,
-        "tensors": (tensor,),
-        "predicted": Prediction(step_s=1.0, lower_bound_s=1.0, bubble=0.0, peak_bytes=(1, 1)),
-    }
-    return Plan(**(content | changes))  # type: ignore[arg-type]
-
-
-def test_a_plan_survives_its_file(tmp_path: Path) -> None:
-    plan = _plan(alternatives=(Alternative(name="best", step_s=1.0), Alternative(name="equal split", infeasible="no")))
-    plan.save(tmp_path / "p.json")
-    assert Plan.load(tmp_path / "p.json") == plan
-    assert plan.devices == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 7}, "must be the batch 7, found 2 x 3"),
-        ({"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
-        (
-            {"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},
-            "1 numbers for 2 stages",
-        ),
-        ({"stages": (Stage(layers=("a",), devices=(0,), shares=(2,), warmup=1),)}, "shares must sum"),
-        (
-            {
-                "stages": (
-                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=1),
-                    Stage(layers=("b",), devices=(1,), shares=(3,), warmup=2),
-                )
-            },
-            "deadlock",
-        ),
-        (
-            {
-                "stages": (
-                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=2),
-                    Stage(layers=("a",), devices=(1,), shares=(3,), warmup=2),
-                )
-            },
-            "placed twice",
-        ),
-        ({"tied": (SharedParameter(parameter="w", stages=(1, 0), bytes=4),)}, "must ascend"),
-        ({"micro_batches": True}, "valid integer"),
-    ],
-)
-def test_an_unsound_plan_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        _plan(**changes)

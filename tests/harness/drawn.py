@@ -1,4 +1,4 @@
-"""Random candidates of a cost model: any cuts, widths, shares, devices and depths that a program may have."""
+"""Random candidates of a cost model, of any cuts, widths, shares, devices and depths; and random layouts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from autopar.formats.plan import shards_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.model import CostModel
+from autopar.planner.search.moves import SINGLE, Layout
 from autopar.schedules.route import even_shares, routes
 
 Flows = list[tuple[int, int, bool]]
@@ -112,3 +113,13 @@ def _long_stage(
         depth = min(in_flight // width, -(-micro_batches // width))
         return CandidateStage(index, index + 1, devices, (rows,) * width, depth, division="round-robin")
     return CandidateStage(index, index + 1, devices, shares_of(rng, rows, width), in_flight)
+
+
+def random_layout(rng: random.Random, layers: int, devices: int) -> Layout:
+    """Return any cuts and widths; replicas split micro-batches."""
+    count = rng.randint(1, min(layers, devices))
+    cuts = (*sorted(rng.sample(range(1, layers), count - 1)), layers)
+    widths = [1] * count
+    for _ in range(rng.randint(0, devices - count)):
+        widths[rng.randrange(count)] += 1
+    return Layout(cuts, tuple(widths), tuple(("split", "none") if width > 1 else SINGLE for width in widths))

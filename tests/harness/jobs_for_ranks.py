@@ -35,6 +35,11 @@ def tell(context: RankContext, arguments: object) -> list[str]:
     return context.gather(f"rank {context.rank}" * context.rank)
 
 
+def gather_texts(context: RankContext, arguments: dict[str, Any]) -> list[str]:
+    """Gather what every rank is given to say."""
+    return context.gather(arguments["texts"][context.rank])
+
+
 def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
     """Do something bad in one rank while the others wait for it."""
     assert context.board is not None

@@ -16,6 +16,7 @@ __all__ = [
     "gpt_profile",
     "hierarchy",
     "local_cluster",
+    "mixed",
     "nodes_of",
     "prices_of",
     "profile_of",
@@ -40,3 +41,24 @@ def prices_of(seed: int, sizes: tuple[int, ...], most_layers: int = 5) -> Prices
     cluster = nodes_of(random_cluster(seed, devices), sizes)
     costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
     return Prices(costs, random.Random(seed).choice([count for count in (1, 2, 4) if costs.batch % count == 0]))
+
+
+def mixed(seed: int, devices: int, limited: bool = True) -> CostModel:
+    """Two kinds of devices in one or two nodes, with memory that may be too little for some stages, or for all."""
+    rng = random.Random(seed)
+    profile = random_profile(seed, most_layers=6, batches=(4, 6, 8), skips=0.0)
+    profile, cluster = two_kinds(profile, random_cluster(seed, devices), seed)
+    if seed % 2 and devices % 2 == 0:
+        # A node of each kind: of such, workers mostly cut differently.
+        of = [(2 * at // devices, ("test", "other")[2 * at // devices]) for at in range(devices)]
+        halves = tuple(
+            each.model_copy(update={"node": node, "type": kind})
+            for each, (node, kind) in zip(cluster.devices, of, strict=True)
+        )
+        cluster = cluster.model_copy(update={"devices": halves})
+    if limited:
+        whole = sum(4 * layer.parameters_bytes + layer.costs[-1].saved_bytes for layer in profile.layers)
+        sizes = {kind: max(1, int(whole * rng.choice([0.3, 0.6, 1.0, 2.0]))) for kind in ("test", "other")}
+        listed = tuple(each.model_copy(update={"memory_bytes": sizes[each.type]}) for each in cluster.devices)
+        cluster = cluster.model_copy(update={"devices": listed})
+    return CostModel(profile, cluster, PlanOptions(gpus=devices))

@@ -1,14 +1,10 @@
-"""What every command has: an example in its help that can be typed, `--quiet`, and completion."""
+"""What every command has: an example in its help that can be typed, and `--quiet`; and completion by its name."""
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,8 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 import typer
 
-from autopar.cli import app, progress
-from autopar.cli.output import quietly, screen
+from autopar.cli import app
 from paths import ROOT
 from random_problems import gpt_profile, local_cluster
 
@@ -115,36 +110,6 @@ def test_version_names_autopar_and_torch_without_importing_torch() -> None:
     assert second == "0 False"
 
 
-def _completed(line: str) -> list[str]:
-    words = shlex.split(line)
-    settings = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    script = "import sys; sys.argv = ['autopar']; from autopar.cli import main; main()"
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **settings}
-    )
-    assert found.stderr == ""
-    return found.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("autopar pl", ["plan"]),
-        ("autopar plan --schedule zb", ["zb-h1", "zb-h2", "zb-v"]),
-        ("autopar plan --schedule Inter", ["Interleaved1F1B"]),
-        ("autopar plan --shard g", ["gradients"]),
-        ("autopar plan --objective t", ["throughput"]),
-        ("autopar plan --cluster 8xH100+", ["8xH100+8xA100-80G:200Gbps"]),
-        ("autopar profile --device A100", ["A100-SXM-80G", "A100-SXM-40G"]),
-        ("autopar import pi", ["pipedream", "piper"]),
-        # Files are the shell's to offer.
-        ("autopar show pl", []),
-    ],
-)
-def test_a_shell_is_offered_what_options_take(line: str, offered: list[str]) -> None:
-    assert _completed(line) == offered
-
-
 def test_completion_is_of_the_name_that_is_typed(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Which shell asks is otherwise looked up among the processes that started this one.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
@@ -152,53 +117,3 @@ def test_completion_is_of_the_name_that_is_typed(command: Run, monkeypatch: pyte
     assert code == 0
     assert "_AUTOPAR_COMPLETE=complete_bash" in out
     assert "complete -o default -F _autopar_completion autopar" in out
-
-
-SLOW = """
-import sys, time
-from autopar.cli import progress
-progress.SLOW_S = 0.2
-with progress.slow_phases("beginning") as say:
-    say("searching families", 0.5)
-    time.sleep({})
-print("done", file=sys.stderr)
-"""
-
-
-def _on_a_terminal(script: str) -> str:
-    """Return what a script writes to a terminal of its own."""
-    leader, follower = pty.openpty()
-    try:
-        running = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=ROOT, stdin=follower, stdout=follower, stderr=follower
-        )
-        os.close(follower)
-        found, deadline = b"", time.monotonic() + 60
-        while time.monotonic() < deadline and select.select([leader], [], [], 60)[0]:
-            try:
-                found += os.read(leader, 65536)
-            except OSError:
-                break
-        assert running.wait(60) == 0
-    finally:
-        os.close(leader)
-    return found.decode()
-
-
-def test_what_takes_long_shows_on_a_terminal_how_far_it_is_and_what_is_quick_does_not() -> None:
-    assert "searching families" in _on_a_terminal(SLOW.format(1.0))
-    assert _on_a_terminal(SLOW.format(0.0)).strip() == "done"
-
-
-def test_in_a_pipe_planning_shows_no_progress() -> None:
-    found = subprocess.run([sys.executable, "-c", SLOW.format(0.5)], cwd=ROOT, capture_output=True, text=True)
-    assert found.stderr == "done\n"
-
-
-def test_a_quiet_bar_is_none(capfd: pytest.CaptureFixture[str]) -> None:
-    with quietly(), progress.phases() as say, progress.steps_progress(2) as step, progress.slow_phases("x") as slow:
-        for each in (say, slow):
-            each("a phase", 0.5)
-        step(0, 1.0)
-        screen().print("a note")
-    assert capfd.readouterr() == ("", "")

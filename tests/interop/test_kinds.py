@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from autopar.formats.cluster import Cluster, Device
 from autopar.formats.plan import Plan
 from autopar.formats.profile import DeviceKind, Noise, Profile
-from autopar.hardware.gpus import Gpu, find
 from autopar.interop.kinds import NamedProfile, join_profiles
 from autopar.planner import PlanOptions
 from oracles.exhaustive import fastest_s
@@ -251,67 +249,6 @@ def test_a_kind_that_the_profile_is_not_of_is_refused_by_every_command_until_its
     code, _, err = run("run", "--update-profile")
     assert (code, err.count("\n")) == (2, 1)
     assert "times of NVIDIA H100 80GB HBM3 stand for other devices (--times-of)" in err
-
-
-MODEL = """
-import torch
-def model():
-    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-def dataset():
-    return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-def loss(output, batch):
-    return (output - batch[1]).square().mean()
-"""
-
-
-def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: Run) -> None:
-    Path("m.py").write_text(MODEL)
-    for name in ("A100-80G", "V100"):
-        assert run("profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")[0] == 0
-    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
-    assert code == 0, err
-    together = Profile.load("profile.json")
-    assert run("import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")[0] == 0
-    assert Profile.load("joined.json") == together
-    cluster = Cluster.load("cluster.json")
-    assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
-    code, _, err = run("plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
-    assert code == 0, err
-
-
-def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from autopar.profiler.estimate import estimate
-    from autopar.profiler.subject import ProfileOptions, Subject
-
-    order = []
-
-    def estimated(subject: Subject, gpu: Gpu, options: ProfileOptions, *_: object) -> Profile:
-        order.append(gpu.name)
-        return estimate(subject, gpu, options)
-
-    def measured(subject: Subject, options: ProfileOptions, *_: object) -> Profile:
-        order.append(options.device)
-        found = estimate(subject, find("H100"), options)
-        device = found.device.model_copy(update={"name": "NVIDIA H100 80GB HBM3"})
-        return found.model_copy(update={"device": device, "notes": ("measured",)})
-
-    monkeypatch.setattr("autopar.profiler.device.choose", lambda name: name)
-    # The package has a function of the module's name.
-    monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measured", measured)
-    monkeypatch.setattr("autopar.estimates.estimated", estimated)
-    Path("m.py").write_text(MODEL)
-    assert run("profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")[0] == 0
-    # What is measured comes last, as the model moves to the device, and first in the file.
-    assert order == ["A100-SXM-80G", "cuda"]
-    profile = Profile.load("profile.json")
-    assert (profile.device.name, profile.notes[0]) == ("NVIDIA H100 80GB HBM3", "measured")
-    assert [other.device.name for other in profile.others] == ["A100-SXM-80G"]
-    assert [device.type for device in Cluster.load("cluster.json").devices] == ["H100-SXM"] * 4 + ["A100-SXM-80G"] * 4
-    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "cuda,H100")
-    assert code == 4
-    assert "which --device cuda has costs for; name every kind of device once" in err
 
 
 def test_hetpipes_virtual_workers_are_shown_and_put_on_stdout(run: Run) -> None:

@@ -11,22 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.capture import load
 from autopar.errors import FileError
-from autopar.estimates import calibrate_gpu, estimate_profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.repricing import DictatedRun
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
-from autopar.profiler.estimate import Workload, estimate, profile_of, workload
+from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
-from paths import BENCHMARKS, EXAMPLES
+from autopar.profiler.subject import Subject
+from paths import BENCHMARKS
+from subjects import gpt_subject
 
 A100 = find("A100")
-GPT = EXAMPLES / "gpt.py"
 SIZES = (1, 4, 16, 64, 256)
 
 
@@ -48,7 +46,7 @@ class Setting:
 
 @pytest.fixture(scope="module")
 def setting() -> Setting:
-    subject = replace(prepare(load(str(GPT)), ProfileOptions(batch=4)), precision="bf16")
+    subject = gpt_subject()
     work = workload(subject, A100, 256, sizes=SIZES)
     profile = profile_of(subject, work, 256, default_constants(A100))
     return Setting(subject, work, CostModel(profile, cluster_named("8xA100"), PlanOptions()))
@@ -160,50 +158,6 @@ def test_a_broken_runs_file_is_refused_with_row_and_column(
 def test_a_missing_runs_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"none\.csv: no such file; docs/estimating\.md"):
         read_runs(tmp_path / "none.csv")
-
-
-def _silent(what: str, share: float) -> None:
-    pass
-
-
-def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(setting: Setting, tmp_path: Path) -> None:
-    subject, options = setting.subject, ProfileOptions(batch=16)
-    path = _written(
-        tmp_path,
-        "step_s,batch,devices,stages,micro_batches",
-        "0.02,16,1,,1",
-        "0.03,32,4,,2",
-        "0.05,32,4,2,4",
-        '0.05,32,3,"0-5:1,6-13:2",4',
-    )
-    usual = estimate(subject, A100, options)
-    fitted = estimate_profile(subject, A100, options, path, _silent)
-    assert any(note.startswith("constants fitted to 4 measured runs: median error") for note in fitted.notes)
-    assert sum(layer.costs[0].forward_s for layer in fitted.layers) > sum(
-        layer.costs[0].forward_s for layer in usual.layers
-    )
-    assert estimate_profile(subject, A100, options, None, _silent) == usual
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 14 layers on 3 devices"),
-        ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
-        ("1,8,99999,,1,,", "row 2, column devices: '99999' is not a whole number from 1 to 65536"),
-        ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
-        ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
-        ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
-        ("1,8,1,,1,8xA1000,", "row 2, column cluster: no GPU called"),
-        ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
-    ],
-)
-def test_a_run_that_cannot_be_is_named_by_row_and_column(
-    setting: Setting, tmp_path: Path, row: str, message: str
-) -> None:
-    path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
-    with pytest.raises(FileError, match=message):
-        calibrate_gpu(setting.subject, A100, ProfileOptions(batch=8), path, _silent)
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

@@ -11,8 +11,6 @@ import torch
 from autopar.errors import UsageError
 from autopar.profiler.device import Conditions, clock_of, computing, observe, parse, pin_threads
 from autopar.profiler.layer_runs import compiling
-from autopar.profiler.measure import fit_line
-from autopar.profiler.subject import ProfileOptions
 
 CPU = torch.device("cpu")
 
@@ -53,31 +51,6 @@ def test_a_clock_returns_one_time_a_call_in_order() -> None:
     assert calls == [0, 1, 2]
     assert len(clock.times()) == 3
     assert all(time.seconds >= 0 and time.launch_s is None for time in clock.times())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "fixed", "slope"),
-    [
-        ((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0),
-        ((1, 2), (1.0, 4.0), 0.0, 1.2),
-        ((1, 2), (2.0, 1.0), 1.2, 0.0),
-    ],
-)
-def test_a_fit_has_no_negative_part(
-    sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float
-) -> None:
-    line = fit_line(sizes, seconds)
-    assert line is not None
-    assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))
-    errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]
-    assert line.residual == pytest.approx(max(errors))
-
-
-@pytest.mark.parametrize("option", ["batch", "threads"])
-@pytest.mark.parametrize("value", [0, 2**31, 2**40])
-def test_numbers_that_nothing_is_measured_with_are_refused(option: str, value: int) -> None:
-    with pytest.raises(UsageError, match=f"`{option}` must be .* found {value}"):
-        ProfileOptions(**{option: value})  # type: ignore[arg-type]
 
 
 def test_a_type_that_autocast_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.capture import LayerGraph, capture_module, named_tensors
+from autopar.capture import capture_module, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.profiler.device import as_it_is, computing
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
-from autopar.profiler.measure import measure, representatives
+from autopar.profiler.measure import representatives
 from capture_zoo import build
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["chain", "skips", "recurrent", "language"])
-@pytest.mark.parametrize("way", ["step", "split", "recomputed"])
+@pytest.mark.parametrize("way", ["step", "split", "recompute"])
 def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: str, way: str) -> None:
     model, batch, loss = build(name)
     graph = capture_module(model, batch, loss)
@@ -42,7 +42,7 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
     assert [entry[0] for entry in times] == list(graph.layers)
     random = any(layer.random for layer in graph.layers)
     assert found.keys() == expected.keys()
-    for key in expected if not (random and way == "recomputed") else ():
+    for key in expected if not (random and way == "recompute") else ():
         torch.testing.assert_close(found[key], expected[key], rtol=1e-12, atol=1e-12)
 
 
@@ -87,35 +87,6 @@ def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> N
     made = {name for layer in chosen for name in layer.outputs}
     assert chain.missing()
     assert not made & set(chain.missing())
-
-
-def counting(graph: LayerGraph) -> tuple[LayerChain, list[tuple[str, int]]]:
-    calls: list[tuple[str, int]] = []
-    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
-    for way in ("step", "split", "recomputed"):
-
-        def counted(inputs: LayerInputs, way: str = way, run: object = getattr(chain, way)) -> object:
-            calls.append((way, inputs.rows))
-            return run(inputs)  # type: ignore[operator]
-
-        setattr(chain, way, counted)
-    return chain, calls
-
-
-def test_without_a_budget_measuring_costs_a_bounded_number_of_steps() -> None:
-    model, batch, loss = build("chain")
-    graph = capture_module(model, batch, loss)
-    chain, calls = counting(graph)
-    whole = given(batch)
-    half = LayerInputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
-    timings = measure(chain, {3: half, 6: whole}, 1e-9, lambda what, share: None)
-    # Of each kind, and of each size, a step that is not recorded, and three or two that are; and a warm-up.
-    assert [calls.count((way, 6)) for way in ("step", "split", "recomputed")] == [4, 3, 3]
-    assert [calls.count((way, 3)) for way in ("step", "split", "recomputed")] == [5, 3, 3]
-    kinds = {layer.fingerprint for layer in graph.layers}
-    assert timings.keys() == {(kind, size) for kind in kinds for size in (3, 6)}
-    for timing in timings.values():
-        assert 2 * len(timing.forward) == 3 * len(timing.backward_input) == 3 * len(timing.recompute)
 
 
 def test_autocast_changes_what_layers_make_and_an_unknown_type_is_refused() -> None:

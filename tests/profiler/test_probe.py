@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from autopar.hardware.clusters import message_sizes
-from autopar.planner.costs.links import LinkModel
 from autopar.profiler.links import measure_links, measured_cluster
 from autopar.profiler.operations import slowdowns
-from autopar.profiler.probe import LinkMeasurements, MeasuredCurve, Probe, groups_of
+from autopar.profiler.probe import Probe, groups_of
 
 
 def test_a_node_is_probed_in_groups_that_double() -> None:
@@ -39,43 +37,6 @@ def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> 
         members = [rank for group in each.members for rank in group]
         assert len(members) == len(set(members))
         assert {len(group) for group in each.members} == {len(each.members[0])}
-
-
-def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
-    curve = MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
-    memory = [2**30, 2**31]
-    measured = LinkMeasurements(
-        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
-    )
-    cluster = measured_cluster(measured, "cpu", "two")
-    assert {device.type for device in cluster.devices} == {"cpu"}
-    assert [device.type for device in measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
-    measured["names"] = ["one", "one"]
-    assert {device.type for device in measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
-    assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
-    assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
-    assert cluster.notes == ("seen",)
-
-
-@pytest.mark.parametrize("seconds", [[1e-3, 4e-3, 3e-3], [2e-3, 2e-3, 2e-3]])
-def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(seconds: list[float]) -> None:
-    sizes = [1024, 10**6, 3 * 10**6]
-    curves = [MeasuredCurve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds)]
-    curves.append(MeasuredCurve(kind="all_reduce", ranks=4, level="node", sizes=sizes, seconds=seconds))
-    same = {"nodes": [0] * 4, "memory_bytes": [2**30] * 4, "names": ["one"] * 4}
-    measured = LinkMeasurements(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
-    cluster = measured_cluster(measured, "cpu", "four")
-    (link,) = cluster.links
-    assert link.bytes_per_s < 2e9
-    last_s = cluster.curves[0].seconds[-1]
-    assert last_s == pytest.approx((seconds[1] + seconds[2]) / 2, rel=1e-3)
-    model = LinkModel(cluster, cluster.devices)
-    for more in (10**6, 10**9):
-        beyond_s = more / link.bytes_per_s
-        assert model.message_s(sizes[-1] + more, "node") == pytest.approx(last_s + beyond_s, rel=1e-6)
-        line = model._lines["all_reduce", 4, "node"]
-        # A ring of four sends every byte one and a half times.
-        assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from autopar.capture import load, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.errors import ModelError
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
+from autopar.profiler import ProfileOptions, profile
 
 MODEL = """
 import torch
@@ -93,22 +93,3 @@ def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path
         profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.1, accept_loss=True)
     assert (profile(load(str(model_file)), options).loss_difference or 0) > 0.001
-
-
-def test_links_between_two_ranks_make_a_cluster() -> None:
-    measured = measure_links(2, "cpu", 1)
-    kind = profile_device()
-    cluster = local_cluster(measured, kind, 4)
-    assert [curve.kind for curve in cluster.curves] == ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
-    for curve in cluster.curves:
-        assert list(curve.seconds) == sorted(curve.seconds)
-        assert curve.seconds[0] > 0
-        assert (len(curve.sizes), curve.sizes[0], curve.sizes[-1]) == (12, 1024, 64 * 2**20)
-    assert len(cluster.devices) == 4
-    assert "estimated" in cluster.notes[0]
-
-
-def profile_device():  # noqa: ANN201
-    from autopar.profiler.device import choose, describe
-
-    return describe(choose("cpu"), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import UsageError
-from autopar.ranks.context import join_from_environment
 from autopar.ranks.environment import rank_from_environment
 
 TORCHRUN = {
@@ -127,9 +126,3 @@ def test_what_an_environment_lacks_or_contradicts_is_named(environment: dict[str
     with pytest.raises(UsageError) as caught:
         rank_from_environment(environment)
     assert str(caught.value).startswith(message)
-
-
-def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits() -> None:
-    with pytest.raises(UsageError) as caught, join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3):
-        raise AssertionError
-    assert str(caught.value).startswith("the number of ranks started is 2, fewer than the 3 that the plan needs")

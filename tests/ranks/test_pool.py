@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, FileError, TrainingError
-from autopar.ranks.board import Board, Note
+from autopar.ranks.board import Note
 from autopar.ranks.pool import Doing, RankPool
 from paths import HARNESS
 
@@ -136,37 +136,3 @@ def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
     while any(map(alive, processes)) and time.monotonic() < deadline_s:
         os.sched_yield()
     assert not any(map(alive, processes))
-
-
-def test_a_board_keeps_every_ranks_last_note(tmp_path: Path) -> None:
-    with Board(tmp_path / "board", 3) as board, Board(tmp_path / "board", 3) as other:
-        board.write(1, 1, 5, 17)
-        board.write(2, 2)
-        assert other.read(1)[:3] == (1, 5, 17)
-        assert other.read(2)[:3] == (2, 0, 0)
-        assert other.read(0).time_s == 0 < other.read(1).time_s
-
-
-def test_a_board_that_is_read_while_a_rank_writes_never_goes_back(tmp_path: Path) -> None:
-    script = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from autopar.ranks.board import Board\n"
-        "with Board(Path(sys.argv[1]), 1) as board:\n"
-        "    note, until_s = board.stepping(0), time.monotonic() + 3\n"
-        "    while time.monotonic() < until_s:\n"
-        "        for position in range(1000):\n"
-        "            note(1 + position % 2 * 2**40, position)\n"
-    )
-    path = tmp_path / "board"
-    with Board(path, 1) as board:
-        with subprocess.Popen([sys.executable, "-c", script, str(path)]) as writer:
-            before, reads = board.read(0), 0
-            while writer.poll() is None:
-                found = board.read(0)
-                assert found.time_s >= before.time_s
-                assert found.step in (0, 1, 1 + 2**40)
-                before, reads = found, reads + 1
-        assert writer.returncode == 0
-        assert reads > 1000
-        assert before.time_s > 0

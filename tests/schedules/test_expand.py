@@ -16,11 +16,7 @@ from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand, rank_of, stages_of
 from autopar.schedules.order import in_flight
 from autopar.schedules.route import even_shares, routes
-from autopar.schedules.timetable import draw
 from drawn_plans import LINES, chain, crossing, make, plans
-
-WHOLE = ("1f1b", "gpipe")
-"""Schedules of one stage per group whose backwards are whole."""
 
 
 def _largest(schedule: str, named: str) -> Plan:
@@ -166,17 +162,6 @@ def test_a_program_for_another_number_of_ranks_is_refused() -> None:
     program = expand(_two_stages(2, [2, 1]))
     with pytest.raises(ProgramError, match="the program has 1 ranks, the plan 2"):
         check(Program(program.ranks[:1]), _two_stages(2, [2, 1]))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 12])
-@pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("schedule", WHOLE)
-def test_a_timetable_takes_the_textbook_number_of_slots(schedule: str, stages: int, micro_batches: int) -> None:
-    for name in SCHEDULES[schedule].warmups(stages, 1, micro_batches):
-        lines = draw(schedule, stages, micro_batches, name).splitlines()
-        slots = max(len(line.split(":")[1].split()) for line in lines)
-        assert len(lines) == stages
-        assert slots == 2 * (micro_batches + stages - 1)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])

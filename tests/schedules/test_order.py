@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from autopar.schedules.order import holdings, in_flight
-from autopar.schedules.timetable import timetable
 from timed import Times, orders, timed
 
 CASES = {
@@ -106,16 +105,3 @@ def test_the_first_stage_splits_no_backward_in_vain(schedule: str) -> None:
             (first[0], second[0]) == ("I", "W") and first[1:] == second[1:] and first[1] == 0
             for first, second in pairwise(order)
         )
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v"])
-def test_a_timetable_takes_the_slots_that_a_simulation_of_equal_times_says(schedule: str) -> None:
-    for groups, micro_batches in ((1, 1), (2, 3), (3, 7), (5, 12)):
-        stages = groups * CHUNKS[schedule]
-        ordered = orders(schedule, groups, CHUNKS[schedule], micro_batches)
-        rows = timetable(schedule, stages, micro_batches, groups=groups)
-        if not any(kind == "W" for order in ordered for kind, *_ in order):
-            # Whole backwards are drawn in one slot where there are no halves.
-            assert len(rows[0]) == timed(ordered, stages, Times(1, 0.5, 0.5)).step_s
-        else:
-            assert len(rows[0]) == timed(ordered, stages, Times(1, 1, 1)).step_s

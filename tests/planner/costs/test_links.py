@@ -1,43 +1,13 @@
-"""Levels of nodes and racks, and several links of one level."""
+"""Several links of one level, curves of one, and the ports that are shared."""
 
 from __future__ import annotations
-
-import random
-from itertools import combinations
 
 import numpy as np
 import pytest
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
-from autopar.hardware.topology import Topology
 from autopar.planner.costs.links import LinkModel, Sharing
 from hierarchies import hierarchy
-
-
-def _plain_level(cluster: Cluster, devices: tuple[int, ...]) -> Level:
-    """The widest level of any pair."""
-    found: list[Level] = ["node"]
-    for one, other in combinations([cluster.devices[device] for device in devices], 2):
-        near = one.rack == other.rack and any(link.level == "rack" for link in cluster.links)
-        found.append("node" if one.node == other.node else "rack" if near else "network")
-    return max(found, key=LEVELS.index)
-
-
-def test_the_level_of_devices_is_the_widest_of_any_two_and_levels_between_groups_are_those_of_their_pairs() -> None:
-    seen = set()
-    for seed in range(200):
-        rng = random.Random(seed)
-        cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(rng.randint(1, 4))], racks=rng.randint(1, 3))
-        topology = Topology(cluster, cluster.devices)
-        count = len(cluster.devices)
-        some = tuple(rng.sample(range(count), rng.randint(1, count)))
-        others = tuple(rng.sample(range(count), rng.randint(1, count)))
-        assert topology.level(some) == _plain_level(cluster, some)
-        assert topology.pair(some[0], others[0]) == _plain_level(cluster, (some[0], others[0]))
-        pairs = {_plain_level(cluster, (one, other)) for one in some for other in others}
-        assert topology.between(some, others) == pairs
-        seen |= pairs
-    assert seen == set(LEVELS)
 
 
 def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
@@ -13,28 +12,16 @@ from autopar.planner import plan
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, families
 from autopar.planner.costs.in_flight import peak_terms_of
-from autopar.planner.costs.layers import LayerCosts, at_rows
+from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.links import LinkModel
 from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
 from autopar.planner.costs.reductions import Reduction
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules.route import bucket_limit_bytes, buckets
 from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 MIB = 2**20
-
-
-def test_costs_outside_the_measured_sizes_follow_numpys_line_and_never_turn_negative() -> None:
-    sizes, values = (2, 4, 8), (3.0, 4.2, 7.0)
-    slope, start = np.polyfit(sizes, values, 1)
-    assert at_rows(sizes, values, 1) == pytest.approx(slope + start)
-    assert at_rows(sizes, values, 20) == pytest.approx(20 * slope + start)
-    assert at_rows(sizes, values, 4) == 4.2
-    assert at_rows(sizes, values, 6) == pytest.approx(5.6)
-    assert at_rows((8, 16), (1.0, 9.0), 1) == 0.0
-    assert at_rows((4,), (2.0,), 1) == 0.5
 
 
 def _cluster(*curves: Curve) -> Cluster:
@@ -80,19 +67,6 @@ def test_devices_on_two_nodes_talk_over_the_network() -> None:
     links = (Link(level="node", latency_s=0, bytes_per_s=1e9), Link(level="network", latency_s=0, bytes_per_s=1e6))
     model = LinkModel(Cluster(devices=devices, links=links), devices)
     assert [model.level(pair) for pair in ((0, 1), (1, 2), (2,))] == ["node", "network", "node"]
-
-
-def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
-    sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 300 * MIB, 1, 5]
-    limit = bucket_limit_bytes(sum(sizes))
-    found = buckets(sizes)
-    assert limit == 25 * MIB
-    assert found == [[6, 5], [4], [2, 1], [0]]
-    assert all(sum(sizes[index] for index in bucket) <= limit or len(bucket) == 1 for bucket in found)
-    small = [MIB] * 16
-    assert buckets(small) == [[index, index - 1] for index in range(15, 0, -2)]
-    assert bucket_limit_bytes(100) == MIB
-    assert buckets([]) == buckets([0, 0]) == []
 
 
 def _layer(name: str, backward_s: float, trainable: int) -> Layer:

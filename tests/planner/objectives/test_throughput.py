@@ -6,20 +6,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
-from pathlib import Path
 
 import pytest
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan
+from autopar.formats.plan import Division
 from autopar.formats.profile import Profile
-from autopar.planner import plan, simulate
+from autopar.planner import plan
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.throughput import StashCosts, depths, quickest
 from autopar.planner.options import PlanOptions
-from autopar.runtime.settings import check_scope
 from autopar.schedules.route import routes
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -219,21 +217,6 @@ def test_reductions_are_those_of_the_cost_models_buckets() -> None:
             for stop in range(first + 1, costs.layer_count + 1):
                 buckets = sum(size for _, size in costs.reductions.buckets(first, stop))
                 assert prices.reduced_bytes[first, stop] == buckets, seed
-
-
-def test_a_plan_of_an_asynchronous_pipeline_says_what_it_is_and_is_neither_simulated_nor_run() -> None:
-    profile, cluster = gpt_profile(), local_cluster(4)
-    made = plan(profile, cluster, PlanOptions(objective="throughput"))
-    assert (made.objective, made.weight_policy, made.schedule) == ("throughput", "stash", "1f1b")
-    assert (made.micro_batches, made.micro_batch_size) == (1, 16)
-    assert Plan.parse(made.dumps(), Path("plan.json")) == made
-    # The reduction of the parameter that embedding and head share is not in the tables.
-    assert 0 < made.predicted.lower_bound_s <= made.predicted.step_s
-    assert any(note.startswith("bound by ") for note in made.notes)
-    with pytest.raises(UsageError, match="asynchronous pipeline; plan with `objective='step'` or cost: the simulator"):
-        simulate(made, profile, cluster)
-    with pytest.raises(UsageError, match="asynchronous pipeline; plan with `objective='step'` or cost: `autopar run`"):
-        check_scope(made)
 
 
 def test_what_fits_no_memory_and_what_contradicts_is_said() -> None:

@@ -178,20 +178,6 @@ def test_stages_that_do_not_suit_a_schedule_are_refused(options: PlanOptions, me
         plan(halved(gpt_profile(), 0), local_cluster(4), options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "1f1b", "chunks": 2}, "`chunks` must be left out but with `schedule='interleaved'`, found 2"),
-        ({"schedule": "interleaved", "chunks": 1}, "`chunks` must be at least 2, found 1"),
-        ({"schedule": "zb-h1", "solver": "milp"}, "`solver='milp'` knows gpipe and 1f1b only, not zb-h1"),
-        ({"schedule": "zb"}, "`schedule` must be one of auto, gpipe, 1f1b, interleaved"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        PlanOptions(**options)  # type: ignore[arg-type]
-
-
 def test_when_nothing_fits_the_closest_plan_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"nothing fits the memory: stage .* in the plan of interleaved"):
         plan(gpt_profile(), local_cluster(2), PlanOptions(schedule="interleaved", memory_bytes=5 * MIB))

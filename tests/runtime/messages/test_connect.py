@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
-from autopar.ranks.context import device_of, each_its_own
 from autopar.runtime.messages.staging import directions, warm_up
 from autopar.runtime.messages.transport import Pending, reducing_groups
 from autopar.runtime.settings import check_sharing
@@ -80,24 +79,7 @@ def test_all_that_a_program_uses_is_made_and_nothing_else(plan: Plan) -> None:
     assert made(plan, groups[:1]) == expected | {("apart", group) for group in groups[:1]}
 
 
-def test_ranks_that_have_one_gpu_are_named_unless_they_are_to_share_it() -> None:
-    with pytest.raises(UsageError, match=r"ranks 0, 2 have the same GPU; .* `share_gpus=True`"):
-        each_its_own(["GPU-a", "GPU-b", "GPU-a"], share=False)
+def test_cpus_are_not_asked_to_share_gpus() -> None:
     model, graph, _ = captured("everything")
     with pytest.raises(UsageError, match="`share_gpus`: the plan is for CPUs"):
         check_sharing(dictate(graph, model, (1, 1), 2, 4))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
-def test_a_host_without_gpus_is_told_what_to_do() -> None:
-    with pytest.raises(UsageError, match="torch finds none on this host; run it where they are, or profile here"):
-        device_of("cuda", 0)
-
-
-@pytest.mark.parametrize(("count", "devices"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (8, [0, 1, 2, 3])])
-def test_ranks_of_a_host_take_its_gpus_in_turn(count: int, devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    assert [device_of("cuda", rank).index for rank in range(4)] == made == devices

@@ -1,10 +1,8 @@
-"""Weights on disk, and the samples of a share."""
+"""Weights on disk."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,10 @@ from torch import nn
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.capture.storages import StorageTracker
-from autopar.errors import FileError, ModelError, TrainingError
-from autopar.runtime.data import ShareLoader, sample_order
+from autopar.errors import FileError, TrainingError
 from autopar.runtime.result import weights
-from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.saving import folder_of, make_folder
 from dictated import dictate
-from paths import MODELS
 from threads import train_in_threads
 
 
@@ -130,134 +125,6 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / weights.INDEX).write_text(text)
         with pytest.raises(FileError, match=said):
             weights.read(tmp_path, ["w"])
-
-
-def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [3, 1], 2, 7, seed=5)
-    device = torch.device("cpu")
-    inputs, targets = (graph.tensor(name) for name in ("batch.0", "batch.1"))
-    loaders = [ShareLoader(model, plan, rank, [inputs], device) for rank in range(3)]
-    whole = ShareLoader(model, plan, 3, [inputs, targets], device)
-    data = model.dataset()
-    # 100 samples make 7 mini-batches of 14; the last 2 are dropped.
-    for step, epoch, first in ((0, 0, 0), (6, 0, 84), (7, 1, 0), (15, 2, 14)):
-        order = sample_order(100, 5, epoch)
-        expected = torch.stack([data[int(index)][0] for index in order[first : first + 14]])
-        parts = [loader.load(step) for loader in loaders]
-        rows = [torch.cat([part[m]["batch.0"] for part in parts]) for m in range(2)]
-        assert torch.equal(torch.cat(rows), expected)
-        assert torch.equal(torch.cat([m["batch.0"] for m in whole.load(step)]), expected)
-    assert not torch.equal(sample_order(100, 5, 0), sample_order(100, 5, 1))
-    assert ShareLoader(model, plan, 3, (), device).load(3) == [{}, {}]
-
-
-def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    data, inputs = model.dataset(), graph.tensor("batch.0")
-    for rows, steps in ((7, 8), (60, 1)):
-        # 100 samples make 8 mini-batches of 14, 12 samples twice; or one of 120, 20 samples twice.
-        plan = dictate(graph, model, [1], 2, rows, seed=5)
-        loader = ShareLoader(model, plan, 0, [inputs], torch.device("cpu"), "pad")
-        for epoch in (0, 1):
-            order = sample_order(100, 5, epoch).tolist()
-            taken = (order * 2)[: steps * 2 * rows]
-            loaded = [loader.load(epoch * steps + step) for step in range(steps)]
-            found = torch.cat([part["batch.0"] for parts in loaded for part in parts])
-            assert torch.equal(found, torch.stack([data[index][0] for index in taken]))
-
-
-def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1], 2, 51)
-    said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass `last='pad'`"
-    with pytest.raises(FileError, match=said):
-        ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
-
-
-def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1, 1], 2, 3)
-    longer = torch.utils.data.TensorDataset(torch.randn(9, 7, dtype=torch.float64), torch.zeros(9, dtype=torch.long))
-    other = replace(model, functions={**model.functions, "dataset": lambda: longer})
-    said = r"rank 0 \(step 0, micro-batch 0\): batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)"
-    with pytest.raises(TrainingError, match=said):
-        ShareLoader(other, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
-    broken = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8))})
-    with pytest.raises(ModelError, match=r"rank 0 \(step 0, micro-batch 0\): .*dropout.py: collate raised TypeError"):
-        ShareLoader(broken, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
-    gone = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8, 16))})
-    with pytest.raises(ModelError, match=r"rank 0 \(step 0, .*dropout.py: dataset\(\)\[(\d)\] raised KeyError: \1$"):
-        ShareLoader(gone, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
-    layers = [graph.layer(name) for name in plan.stages[0].layers]
-    stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
-    (sent,) = stage.sent_specs
-    with pytest.raises(TrainingError, match=rf"tensor {sent.name} has shape \(3, 9\), the plan sends \(3, 8\)"):
-        stage.sendable(3, {sent.name: torch.zeros(3, 9)})
-
-
-DRAWN = """
-import random
-
-import numpy as np
-import torch
-from torch import nn
-
-
-class Drawn(torch.utils.data.Dataset):
-    def __init__(self):
-        self.scale = np.random.rand()
-
-    def __len__(self):
-        return 30
-
-    def __getitem__(self, index):
-        x = torch.rand(4) + random.random() + np.random.rand() * self.scale
-        return x, x.sum(0, keepdim=True)
-
-
-def model():
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-
-
-def dataset():
-    return Drawn()
-
-
-def loss(output, batch):
-    return (output - batch[1]).square().mean()
-"""
-COLLATE = """
-
-def collate(samples):
-    x = torch.stack([x for x, _ in samples])
-    x = x - x.mean(0) + torch.rand(len(samples), 1)
-    return x, x.sum(1, keepdim=True)
-"""
-
-
-@pytest.mark.parametrize("text", [DRAWN, DRAWN + COLLATE], ids=["samples", "collate"])
-def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path: Path) -> None:
-    (tmp_path / "drawn.py").write_text(text)
-    model = load(str(tmp_path / "drawn.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1, 2], 2, 5, shares=[[5], [2, 3]])
-    names, device = ["batch.0", "batch.1", "batch.1"], torch.device("cpu")
-    loaders = [ShareLoader(model, plan, rank, [graph.tensor(name)], device) for rank, name in enumerate(names)]
-    seen = []
-    # The last of four steps begins the second epoch.
-    for step in range(4):
-        parts = [loader.load(step) for loader in loaders]
-        for m in range(2):
-            inputs = parts[0][m]["batch.0"]
-            targets = torch.cat([part[m]["batch.1"] for part in parts[1:]])
-            assert torch.equal(inputs.sum(1, keepdim=True), targets)
-            seen.append(inputs)
-    assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
 
 
 NOTHING = """

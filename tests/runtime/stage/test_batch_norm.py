@@ -105,8 +105,3 @@ def test_a_model_without_batch_normalisation_is_refused(tmp_path: Path) -> None:
     plan = _plan("everything", widths=(1,), micro_batches=1, rows=2)
     with pytest.raises(UsageError, match="`sync_batch_norm`: the model has no batch normalisation"):
         train_in_threads(plan, graph, model, state, tmp_path, 1, SYNCED)
-
-
-def test_the_two_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
-        TrainSettings(deferred_batch_norm=True, sync_batch_norm=True)

@@ -1,0 +1,101 @@
+"""What ``collate`` gives, as named tensors, and as the arguments of the model's call."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.batch import (
+    StepModule,
+    loss_outputs,
+    model_arguments,
+    named_tensors,
+    rebuild,
+    row_count,
+    slice_rows,
+    structure_of,
+)
+from autopar.errors import ModelError
+
+Pair = namedtuple("Pair", ("left", "right"))
+
+
+def _draw(draw: random.Random, rows: int, depth: int) -> Any:  # noqa: ANN401
+    kind = draw.choice(("dict", "tuple", "list", "pair")) if depth else "tensor"
+    if kind == "tensor":
+        return torch.rand(rows, draw.randint(1, 3))
+    items = [_draw(draw, rows, draw.randrange(depth)) for _ in range(2 if kind == "pair" else draw.randint(1, 3))]
+    if kind == "dict":
+        return {f"key{index}": item for index, item in enumerate(items)}
+    return Pair(*items) if kind == "pair" else tuple(items) if kind == "tuple" else items
+
+
+def _rows_of(value: Any, start: int, stop: int) -> Any:  # noqa: ANN401
+    if isinstance(value, torch.Tensor):
+        return value[start:stop].tolist()
+    if isinstance(value, dict):
+        return {key: _rows_of(item, start, stop) for key, item in value.items()}
+    return (type(value), [_rows_of(item, start, stop) for item in value])
+
+
+def test_rows_of_any_batch_are_batches_of_its_structure() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        rows = draw.randint(1, 6)
+        batch = _draw(draw, rows, 3)
+        start, stop = sorted((draw.randint(0, rows), draw.randint(0, rows)))
+        tensors = named_tensors(batch)
+        part = rebuild(batch, slice_rows(tensors, start, stop))
+        assert row_count(tensors) == rows
+        assert _rows_of(part, 0, rows) == _rows_of(batch, start, stop)
+        assert list(named_tensors(part)) == list(tensors)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ([], "holds no tensors"),
+        ({"x": torch.ones(2), "y": [torch.ones(3)]}, r"first dimension \(batch.x: 2, batch.y.0: 3\)"),
+        ((torch.ones(2), torch.tensor(1.0)), "batch.1 has no dimensions"),
+        ({"x": {3: torch.ones(2)}}, "batch.x has the key 3"),
+        ((torch.ones(2), ["a"]), "batch.1.0 is a str"),
+    ],
+)
+def test_what_is_no_batch_of_tensors_is_refused_by_its_place(batch: object, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        named_tensors(batch)
+
+
+class _Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return x if scale is None else x * scale
+
+
+def test_a_step_gives_the_model_its_inputs_and_the_loss_the_whole_batch() -> None:
+    x, scale, target = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 2)
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:  # noqa: ANN401
+        return (output - (batch["y"] if isinstance(batch, dict) else batch[-1])).sum(), 6
+
+    for batch in ((x, scale, target), {"y": target, "scale": scale, "x": x}):
+        total, count = StepModule(_Scaled(), batch, loss)(*named_tensors(batch).values())
+        assert (total.item(), count.item()) == (pytest.approx((x * scale - target).sum().item()), 6)
+    with pytest.raises(ModelError, match=r"no key of the batch \(z\) is a parameter of forward\(x, scale\)"):
+        model_arguments(_Scaled(), {"z": x}, has_loss=False)
+    with pytest.raises(ModelError, match="this one has a single item"):
+        model_arguments(_Scaled(), (x,), has_loss=True)
+    with pytest.raises(ModelError, match=r"loss\(\) returned a tensor that has shape \(3, 2\)"):
+        loss_outputs(x, from_loss=True)
+
+
+def test_models_are_of_one_structure_whatever_their_values() -> None:
+    models = [nn.Sequential(nn.Linear(2, 3), nn.ReLU()) for _ in range(2)]
+    assert structure_of(models[0]) == structure_of(models[1])
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).requires_grad_(False)
+    others = [frozen, nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 3), nn.ReLU())]
+    assert len({structure_of(model) for model in (models[0], *others)}) == 4

@@ -1,0 +1,66 @@
+"""The chain of layers: what one says of its tensors and parameters, against the model that it was captured from."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+
+from autopar.capture import LayerGraph, capture_module, named_tensors
+from autopar.capture.batch import StepModule
+from autopar.capture.graph import TensorSpec
+from capture_zoo import build
+
+
+def test_a_tensors_rows_are_where_its_batch_dimension_is() -> None:
+    draw = random.Random(1)
+    for _ in range(30):
+        sizes = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 3)))
+        place, rows = draw.randint(0, len(sizes)), draw.randint(1, 7)
+        spec = TensorSpec("t", None, (), sizes, place, torch.bfloat16, gradient=False)
+        whole = torch.empty(rows, *sizes, dtype=torch.bfloat16).movedim(0, place)
+        assert spec.shape(rows) == tuple(whole.shape)
+        assert spec.bytes_per_sample * rows == whole.nbytes
+
+
+def _run(graph: LayerGraph, batch: object) -> dict[str, torch.Tensor]:
+    tensors = named_tensors(batch)
+    rows = len(next(iter(tensors.values())))
+    for layer in graph.layers:
+        made = layer.module(rows, *(tensors[name] for name in layer.inputs))
+        tensors.update(zip(layer.outputs, made, strict=True))
+    return tensors
+
+
+def test_layers_in_order_compute_the_model_and_read_what_the_graph_says() -> None:
+    for name in ("chain", "skips"):
+        model, batch, loss = build(name)
+        graph = capture_module(model, batch, loss)
+        tensors = _run(graph, batch)
+        expected = StepModule(model, batch, loss)(*named_tensors(batch).values())
+        for output, value in zip(graph.outputs, expected, strict=True):
+            torch.testing.assert_close(tensors[output], value)
+        rows = len(next(iter(named_tensors(batch).values())))
+        for spec in graph.tensors:
+            assert graph.tensor(spec.name) is spec
+            assert (tuple(tensors[spec.name].shape), tensors[spec.name].dtype) == (spec.shape(rows), spec.dtype)
+            assert spec.consumers == tuple(layer.name for layer in graph.layers if spec.name in layer.inputs)
+            assert spec.producer is None or spec.name in graph.layer(spec.producer).outputs
+
+
+def test_tied_parameters_are_those_that_several_layers_use() -> None:
+    draw = random.Random(5)
+    for _ in range(4):
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+        own = [draw.randint(0, index) for index in range(6)]
+        for index, other in enumerate(own):
+            model[index].weight = model[other].weight
+        batch = (torch.ones(2, 4), torch.ones(2, 4))
+        graph = capture_module(model, batch, lambda output, batch: (output - batch[1]).square().mean(), list)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        users: dict[str, list[str]] = {}
+        for layer, module in zip(graph.layers, model, strict=True):
+            users.setdefault(names[id(module.weight)], []).append(layer.name)
+        assert graph.tied_parameters() == {name: tuple(all_) for name, all_ in users.items() if len(all_) > 1}
+        assert all(graph.parameter(name).shape == (4, 4) for name in users)

@@ -1,0 +1,73 @@
+"""A model is left as it was, whatever its forward writes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import weight_norm
+
+from autopar.capture.model_state import WriteLog, deep_copy, preserve_buffers, preserve_parameters
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_statistics_and_random_numbers_are_as_before_even_if_the_block_fails() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4))
+    before, state = _values(model), torch.get_rng_state()
+
+    def run() -> None:
+        with preserve_buffers(model):
+            model(torch.rand(8, 4))
+            assert not _alike(_values(model), before)
+            raise ValueError("its forward fails")
+
+    with pytest.raises(ValueError, match="its forward fails"):
+        run()
+    assert _alike(_values(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_parameters_that_are_written_under_any_alias_are_restored_and_no_others_copied() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        model = nn.ParameterList([nn.Parameter(torch.rand(3, 4)) for _ in range(6)])
+        before = _values(model)
+        chosen = sorted(draw.sample(range(6), draw.randint(0, 6)))
+
+        def write(model: nn.ParameterList = model, chosen: list[int] = chosen) -> None:
+            for index in chosen:
+                alias = draw.choice((lambda p: p, lambda p: p.view(12)[3:5], lambda p: p.t()[1], lambda p: p.detach()))
+                alias(model[index].data).add_(1.0)
+
+        with preserve_parameters(model):
+            write()
+            assert [not torch.equal(model[i], before[str(i)]) for i in range(6)] == [i in chosen for i in range(6)]
+        assert _alike(_values(model), before)
+        log = WriteLog(model.parameters())
+        with log:
+            write()
+        assert [id(tensor) for tensor, _ in log.previous_values] == [id(model[index]) for index in chosen]
+
+
+def test_a_copy_of_a_model_with_computed_tensors_is_one_of_its_own() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    x = torch.rand(3, 4)
+    expected = model(x).detach()
+    twin = deep_copy(model)
+    assert torch.equal(twin(x), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(model(x), expected)
+    assert not torch.isclose(twin(x), expected).any()

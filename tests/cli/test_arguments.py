@@ -1,0 +1,170 @@
+"""Arguments in texts become flags on the command line, and there only; a shell is offered what options take."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import typer
+
+import autopar
+from autopar.cli import app
+from autopar.cli.arguments import ARGUMENTS, as_flags, plan_with_flags
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.plan import Alternative
+from autopar.planner import PlanOptions
+from paths import ROOT
+from played import small_plan
+from random_problems import gpt_profile, local_cluster
+
+Command: TypeAlias = Any  # typer's own, whose classes it does not export
+Run = Callable[..., tuple[int, str, str]]
+
+
+def _options(command: Command) -> Iterator[str]:
+    for each in getattr(command, "commands", {}).values():
+        yield from _options(each)
+    for parameter in command.params:
+        yield from parameter.opts
+
+
+def test_every_argument_that_errors_name_is_an_option_and_every_option_of_plans_such_an_argument() -> None:
+    flags = set(_options(typer.main.get_command(app)))
+    assert {as_flags(f"`{name}`") for name in ARGUMENTS} <= flags
+    # Of the search's own, nothing can be typed.
+    assert {field.name for field in fields(PlanOptions)} - ARGUMENTS == {"max_candidates"}
+
+
+def _texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a file, without docstrings."""
+    tree = ast.parse(path.read_text())
+    told = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str) and id(each) not in told:
+            yield each.lineno, each.value
+
+
+OTHERS = ("--nproc-per-node", "--master-port", "--distribution", "--query-gpu", "--id", "--format", "--trust-paths")
+"""Flags of launchers, of nvidia-smi, and of the tool as a whole."""
+
+
+TYPED = re.compile(r"`autopar [^`]*`|\(--sequence\)")
+"""Commands as they are typed, and a note of the tables of `autopar profile`."""
+
+
+def test_no_text_of_the_library_names_a_flag() -> None:
+    flags = set(_options(typer.main.get_command(app)))
+    folders = (ROOT / "autopar", *(ROOT / each for each in ("planner", "profiler", "runtime")))
+    files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
+    files = {path for path in files if not {"cli", "examples"} & set(path.relative_to(ROOT).parts)}
+    assert len(files) > 200
+    named = [
+        f"{path.relative_to(ROOT)}:{line} {flag}"
+        for path in sorted(files)
+        for line, text in _texts(path)
+        for flag in re.findall(r"--[a-z][a-z-]*", TYPED.sub("", text))
+        if flag in flags and flag not in OTHERS
+    ]
+    assert named == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "typed"),
+    [
+        ({"gpus": 0}, "`gpus` must be at least 1, found 0", "--gpus must be at least 1, found 0"),
+        ({"gpus": 2, "micro_batches": 5}, "`micro_batches=5` does not divide", "--micro-batches 5 does not divide"),
+        ({"gpus": 2, "forbid_cut": ("h 9",)}, "`forbid_cut='h 9'`: no layer", "--forbid-cut 'h 9': no layer"),
+        ({"gpus": 2, "pin": ("0",)}, "`pin='0'`", "--pin 0"),
+    ],
+)
+def test_errors_name_arguments_in_python_and_flags_on_the_command_line(
+    options: dict[str, Any], said: str, typed: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = gpt_profile(blocks=4)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        autopar.plan(profile, local_cluster(2), **options)
+    monkeypatch.chdir(tmp_path)
+    profile.save("profile.json")
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value[0] if isinstance(value, tuple) else value)]
+    code, _, err = command("plan", *words)
+    assert code == 2
+    assert typed in err
+
+
+def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(
+    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
+    with pytest.raises(InfeasibleError) as caught:
+        autopar.plan(profile, cluster, gpus=2, memory_bytes="1MiB")
+    (remedy,) = re.findall(r"with `(memory_bytes='\w+')`", str(caught.value))
+    text = ast.literal_eval(remedy.partition("=")[2])
+    autopar.plan(profile, cluster, gpus=2, memory_bytes=text)
+    profile.save("profile.json")
+    cluster.save("cluster.json")
+    code, _, err = command("plan", "--gpus", "2", "--memory", "1MiB")
+    assert (code, f"with --memory {text}" in err) == (3, True)
+
+
+@pytest.mark.parametrize("value", ["16GiB", "a b", "it's", "", "$HOME", "a,b same stage", "--gpus", "\\"])
+def test_a_shell_takes_every_value_as_it_was_meant(value: str) -> None:
+    words = shlex.split(as_flags(f"`gpus=4, memory_bytes={value!r}, exact=True`"))
+    assert words == ["--gpus", "4", "--memory", value, "--exact"]
+
+
+def test_what_is_no_argument_stays_as_it_is_and_a_plan_s_texts_are_changed_throughout() -> None:
+    for text in ("`autopar plan`", "`gpus=4, colour=2`", "`model.py`", "`x = 1`", "gpus=4", "`f(gpus=4)`", "`"):
+        assert as_flags(text) == text
+    plan = small_plan((1, 1), 2)
+    others = (
+        Alternative(name="x", infeasible="needs `gpus=2`"),
+        Alternative(name="y", step_s=1.0, excluded="`use_all`"),
+    )
+    found = plan_with_flags(plan.model_copy(update={"notes": ("pass `seed=3`",), "alternatives": others}))
+    assert found.notes == ("pass --seed 3",)
+    assert [(each.infeasible, each.excluded) for each in found.alternatives] == [
+        ("needs --gpus 2", None),
+        (None, "--use-all"),
+    ]
+
+
+def _completed(line: str) -> list[str]:
+    words = shlex.split(line)
+    settings = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    script = "import sys; sys.argv = ['autopar']; from autopar.cli import main; main()"
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **settings}
+    )
+    assert found.stderr == ""
+    return found.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("autopar pl", ["plan"]),
+        ("autopar plan --schedule zb", ["zb-h1", "zb-h2", "zb-v"]),
+        ("autopar plan --schedule Inter", ["Interleaved1F1B"]),
+        ("autopar plan --shard g", ["gradients"]),
+        ("autopar plan --objective t", ["throughput"]),
+        ("autopar plan --cluster 8xH100+", ["8xH100+8xA100-80G:200Gbps"]),
+        ("autopar profile --device A100", ["A100-SXM-80G", "A100-SXM-40G"]),
+        ("autopar import pi", ["pipedream", "piper"]),
+        # Files are the shell's to offer.
+        ("autopar show pl", []),
+    ],
+)
+def test_a_shell_is_offered_what_options_take(line: str, offered: list[str]) -> None:
+    assert _completed(line) == offered

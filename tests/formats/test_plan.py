@@ -1,0 +1,122 @@
+"""Plans survive their files, and those that contradict themselves are refused; stages' groups and turns by hand."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from autopar.formats.plan import (
+    LAYOUTS,
+    Alternative,
+    Crossing,
+    Plan,
+    Prediction,
+    SharedParameter,
+    Stage,
+    group_of,
+    groups_of,
+    turns,
+)
+from autopar.formats.profile import ModelSource
+from drawn_plans import chain, make
+
+
+def _plan(**changes: object) -> Plan:
+    stages = (
+        Stage(layers=("a",), devices=(0, 1), shares=(1, 2), warmup=2),
+        Stage(layers=("b",), devices=(2,), shares=(3,), warmup=1),
+    )
+    tensor = Crossing(name="t", producer=0, consumers=(1,), bytes_per_sample=4, dtype="f32", gradient=True)
+    content: dict[str, object] = {
+        "model": ModelSource(source="model.py", sha256="0" * 64),
+        "batch": 6,
+        "precision": "fp32",
+        "schedule": "1f1b",
+        "micro_batches": 2,
+        "micro_batch_size": 3,
+        "stages": stages,
+        "tensors": (tensor,),
+        "predicted": Prediction(step_s=1.0, lower_bound_s=1.0, bubble=0.0, peak_bytes=(1, 1)),
+    }
+    return Plan(**(content | changes))  # type: ignore[arg-type]
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = _plan(alternatives=(Alternative(name="best", step_s=1.0), Alternative(name="equal split", infeasible="no")))
+    plan.save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json") == plan
+    assert plan.devices == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 7}, "must be the batch 7, found 2 x 3"),
+        ({"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
+        (
+            {"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},
+            "1 numbers for 2 stages",
+        ),
+        ({"stages": (Stage(layers=("a",), devices=(0,), shares=(2,), warmup=1),)}, "shares must sum"),
+        (
+            {
+                "stages": (
+                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=1),
+                    Stage(layers=("b",), devices=(1,), shares=(3,), warmup=2),
+                )
+            },
+            "deadlock",
+        ),
+        (
+            {
+                "stages": (
+                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=2),
+                    Stage(layers=("a",), devices=(1,), shares=(3,), warmup=2),
+                )
+            },
+            "placed twice",
+        ),
+        ({"tied": (SharedParameter(parameter="w", stages=(1, 0), bytes=4),)}, "must ascend"),
+        ({"micro_batches": True}, "valid integer"),
+    ],
+)
+def test_an_unsound_plan_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        _plan(**changes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_are_read_off_the_devices_as_the_layout_dealt_the_stages_out(seed: int) -> None:
+    draw = random.Random(seed)
+    groups = draw.randint(1, 6)
+    for layout, chunks in (("line", 1), ("loop", draw.randint(1, 4)), ("vee", 2)):
+        dealt = [[turn * groups + at for turn in range(chunks)] for at in range(groups)]
+        if layout == "vee":
+            dealt = [[at, 2 * groups - 1 - at] for at in range(groups)]
+        devices = [group_of(layout, stage, groups) for stage in range(groups * chunks)]  # type: ignore[arg-type]
+        assert groups_of(devices) == tuple(map(tuple, dealt))
+
+
+@pytest.mark.parametrize("division", ["split", "round-robin"])
+def test_every_micro_batch_meets_all_replicas_that_split_it_or_one_of_those_that_take_turns(division: str) -> None:
+    for replicas in range(1, 5):
+        for micro_batches in range(1, 8):
+            met = [0] * micro_batches
+            for replica in range(replicas):
+                for micro_batch in turns(division, replicas, replica, micro_batches):  # type: ignore[arg-type]
+                    met[micro_batch] += 1
+            assert met == [replicas if division == "split" else 1] * micro_batches
+
+
+@pytest.mark.parametrize("schedule", LAYOUTS)
+def test_stages_on_other_devices_than_the_schedule_has_them_on_are_refused(schedule: str) -> None:
+    groups, stages = (2, 2) if LAYOUTS[schedule] == "line" else (2, 4)
+    plan = make(schedule, 4, [(2,), (2,)], [4, 4, 4, 4][:stages], chain(stages))
+    assert len(plan.groups) == groups
+    first, *others = plan.stages
+    moved = first.model_copy(update={"devices": others[0].devices})
+    with pytest.raises(ValidationError, match=f"used twice|{schedule} has stage . on the devices of|stages on"):
+        Plan.model_validate({**dict(plan), "stages": (moved, *others)})

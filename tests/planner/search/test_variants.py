@@ -1,0 +1,98 @@
+"""Ways to run a stage against all that there are: ranges, widths, lengths and queues leave none out."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from autopar.planner.candidate import Family, families
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.planner.search.variants import (
+    DIVISIONS,
+    FINE,
+    Choice,
+    Fineness,
+    Queues,
+    choices,
+    lengths_of,
+    queues,
+    ways_of,
+)
+from autopar.schedules.route import FixedStageShares, routes, shares_of
+from random_problems import random_cluster, random_profile
+
+
+def test_of_the_layers_that_a_stage_may_recompute_every_number_is_in_exactly_one_range() -> None:
+    for parts in range(1, 8):
+        for layers in range(20):
+            ranges = [
+                Choice("split", "none", part, parts).recompute_range(np.array([layers])) for part in range(parts + 1)
+            ]
+            numbers = [number for low, high in ranges for number in range(int(low[0]), int(high[0]) + 1)]
+            assert numbers == list(range(layers + 1))
+
+
+def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as_busy() -> None:
+    together = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 24)
+        options = PlanOptions(gpus=devices, shard="auto", divisible=seed % 5 == 0)
+        costs = CostModel(random_profile(seed, batches=(6, 12, 24)), random_cluster(seed, devices), options)
+        family = rng.choice(families(costs.batch, options))
+        asked = choices(costs, options, seed % 2 == 0, FINE)
+        for most in (None, 1000, 3):
+            ways = ways_of(costs, family, 0, asked, most)
+            for number, choice in enumerate(asked):
+                own = [way for way in ways if way.number == number]
+                each = [width for way in own for width in range(way.width, way.widths[-1] + 1)]
+                possible = choice.widths(family.micro_batches, family.micro_batch_size, costs.divisible)
+                assert each == list(range(possible.start, min(possible.stop, devices + 1))), f"seed {seed}: {most}"
+                for way in own if most == 1000 else ():
+                    rows = [max(costs.shares(family.micro_batch_size, width, choice.division)) for width in way.widths]
+                    turns = [-(-family.micro_batches // width) for width in way.widths]
+                    assert len(set(rows if choice.division == "split" else turns)) == 1
+                    together += len(way.widths) > 1
+    assert together > 30
+
+
+def test_every_length_is_told_apart_or_at_most_a_growth_above_one_that_is() -> None:
+    for longest in (1, 7, 24, 25, 100, 1000):
+        fineness = Fineness(lengths=20, growth=1.3)
+        found = lengths_of(longest, fineness)
+        assert lengths_of(longest) == list(range(1, longest + 1))
+        assert found[: min(longest, 20)] == list(range(1, min(longest, 20) + 1))
+        for length in range(1, longest + 1):
+            below = max(each for each in found if each <= length)
+            assert below == length or (length > 20 and length <= 1.3 * below), f"{length} of {longest}"
+
+
+def _behind(family: Family, sender: FixedStageShares, receiver: FixedStageShares) -> list[tuple[int, float]]:
+    """(messages, rows) of all queues that carry the last rows of micro-batches."""
+    last = family.micro_batch_size
+    found = [route for route in routes(sender, receiver) if route.stop == last]
+    return [(route.count(family.micro_batches), route.stop - route.start) for route in found]
+
+
+def test_no_next_stage_has_smaller_messages_or_emptier_queues_than_are_counted_on() -> None:
+    tight = 0
+    for rows in range(1, 7):
+        for micro_batches in range(1, 7):
+            family = Family(micro_batches, rows, "1f1b")
+            for division in DIVISIONS:
+                for width in range(1, (rows if division == "split" else micro_batches) + 1):
+                    known: Queues = queues(family, width, division, 5)
+                    sender = FixedStageShares(shares_of(rows, width, division, divisible=False), division)
+                    least = []
+                    for behind in DIVISIONS:
+                        for other in range(1, min(5, rows if behind == "split" else micro_batches) + 1):
+                            receiver = FixedStageShares(shares_of(rows, other, behind, divisible=False), behind)
+                            found = _behind(family, sender, receiver)
+                            assert min(size for _, size in found) >= known.least_rows
+                            fullest = [(c, r) for c, r in found for a, b in known.fullest if c >= a and r >= b]
+                            assert fullest, f"{family} {division} {width}: {behind} {other}"
+                            least.append(max(count * size for count, size in found))
+                    tight += min(least) == min(count * size for count, size in known.fullest)
+    assert tight > 100

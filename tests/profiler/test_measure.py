@@ -1,0 +1,91 @@
+"""Times of layers in rounds, and the line that fits them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.capture import LayerGraph, capture_module, named_tensors
+from autopar.profiler.device import as_it_is
+from autopar.profiler.layer_runs import LayerChain, LayerInputs
+from autopar.profiler.measure import fit_line, measure, spread
+from capture_zoo import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "fixed", "slope"),
+    [
+        ((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0),
+        ((1, 2), (1.0, 4.0), 0.0, 1.2),
+        ((1, 2), (2.0, 1.0), 1.2, 0.0),
+    ],
+)
+def test_a_fit_has_no_negative_part(
+    sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float
+) -> None:
+    line = fit_line(sizes, seconds)
+    assert line is not None
+    assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))
+    errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]
+    assert line.residual == pytest.approx(max(errors))
+
+
+def counting(graph: LayerGraph) -> tuple[LayerChain, list[tuple[str, int]]]:
+    calls: list[tuple[str, int]] = []
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
+    for way in ("step", "split", "recompute"):
+
+        def counted(inputs: LayerInputs, way: str = way, run: object = getattr(chain, way)) -> object:
+            calls.append((way, inputs.rows))
+            return run(inputs)  # type: ignore[operator]
+
+        setattr(chain, way, counted)
+    return chain, calls
+
+
+def test_without_a_budget_measuring_costs_a_bounded_number_of_steps() -> None:
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss)
+    chain, calls = counting(graph)
+    tensors = named_tensors(batch)
+    whole = LayerInputs(6, tensors, dict.fromkeys(tensors, False))
+    half = LayerInputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
+    timings = measure(chain, {3: half, 6: whole}, 1e-9, lambda what, share: None)
+    # Of each kind, and of each size, a step that is not recorded, and three or two that are; and a warm-up.
+    assert [calls.count((way, 6)) for way in ("step", "split", "recompute")] == [4, 3, 3]
+    assert [calls.count((way, 3)) for way in ("step", "split", "recompute")] == [5, 3, 3]
+    kinds = {layer.fingerprint for layer in graph.layers}
+    assert timings.keys() == {(kind, size) for kind in kinds for size in (3, 6)}
+    for timing in timings.values():
+        assert 2 * len(timing.forward) == 3 * len(timing.backward_input) == 3 * len(timing.recompute)
+
+
+def test_no_other_line_without_a_negative_part_has_less_relative_error() -> None:
+    draw = random.Random(2)
+    for _ in range(50):
+        sizes = sorted(draw.sample(range(1, 65), draw.randint(2, 6)))
+        seconds = [draw.uniform(0.5, 1.5) * (draw.choice((0, 1)) + draw.choice((-0.01, 0.1)) * n + 1) for n in sizes]
+        line = fit_line(sizes, seconds)
+        assert line is not None
+
+        rows, values = np.array(sizes), np.array(seconds)
+        # A grid of lines around it, in shares of the largest that could fit.
+        fixed, slope = np.meshgrid(np.linspace(0, 2, 101) * values.max(), np.linspace(0, 2, 101) * max(values / rows))
+        others = ((fixed[..., None] + slope[..., None] * rows) / values - 1) ** 2
+        own = sum((line.at(size) / second - 1) ** 2 for size, second in zip(sizes, seconds, strict=True))
+        assert min(line.fixed_s, line.per_sample_s) >= 0
+        assert own <= others.sum(-1).min() + 1e-9
+
+
+def test_spread_is_the_interquartile_range_over_the_median() -> None:
+    times = [float(number) for number in range(1, 8)]
+    random.Random(0).shuffle(times)
+    # Of 1 to 7 the quartiles are 2, 4 and 6; of three times they are the times themselves.
+    assert spread(times) == pytest.approx((6 - 2) / 4)
+    assert spread([3.0, 1.0, 2.0]) == pytest.approx((3 - 1) / 2)
+    assert spread([9.0, 1.0]) == 0.0

@@ -1,0 +1,140 @@
+"""Gradients of replicas, and of stages that share parameters, against plain sums over the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.export import capture_module
+from autopar.formats.profile import Writes
+from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.stage.parameters import LocalParameters
+from harness.in_process import Exchange, InProcessTransport
+
+
+def _in_ranks(size: int, act: Callable[[int, Transport], None]) -> None:
+    """Run every rank as a thread, and fail if one does."""
+    exchange, errors = Exchange(), []
+
+    def run(rank: int) -> None:
+        try:
+            act(rank, InProcessTransport(exchange, rank))
+        except BaseException as error:
+            errors.append(error)
+            exchange.break_off()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _model() -> nn.ModuleList:
+    """Three layers, of which the last one uses the first one's weight again, and a bias that is not always used."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def _loss(layers: nn.ModuleList, x: torch.Tensor, last_bias: bool) -> torch.Tensor:
+    x = layers[1](torch.tanh(layers[0](x)))
+    return torch.nn.functional.linear(x, layers[2].weight, layers[2].bias if last_bias else None).square().sum()
+
+
+@pytest.mark.parametrize("reaching_ranks", [(), (1,), (0, 1, 2)])
+def test_replicas_have_the_sum_and_all_or_none_the_gradient_that_some_reached(reaching_ranks: tuple[int, ...]) -> None:
+    inputs = torch.rand(3, 2, 5, 4, dtype=torch.float64)
+    whole = _model()
+    for rank in range(3):
+        for x in inputs[rank]:
+            _loss(whole, x, rank in reaching_ranks).backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    squares = [torch.zeros(())] * 3
+    models = [_model() for _ in range(3)]
+
+    def act(rank: int, transport: Transport) -> None:
+        layers = models[rank]
+        stages = {0: [list(layer.parameters()) for layer in layers]}
+        reducer = Reducer(stages, {}, (0, 1, 2), {}, transport, lambda: "now", rank)
+        for _ in range(2):
+            reducer.begin_step()
+            for number, x in enumerate(inputs[rank]):
+                if number == 1:
+                    reducer.begin_last_backward(0)
+                _loss(layers, x, rank in reaching_ranks).backward()
+            assert reducer.finish(0) == "now"
+            reducer.scale(0.5)
+            reducer.release_untouched()
+        squares[rank] = sum((each.square().sum() for each in reducer.owned_gradients()), torch.zeros(()))
+
+    _in_ranks(3, act)
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if expected[name] is None:
+                assert parameter.grad is None
+            else:
+                torch.testing.assert_close(parameter.grad, expected[name] / 2)
+    full = sum(each.square().sum() for each in expected.values() if each is not None)
+    # Every element is of one rank alone.
+    torch.testing.assert_close(sum(squares), full / 4)
+
+
+def test_a_parameter_of_several_stages_has_the_sum_over_all_that_hold_it() -> None:
+    models = [_model() for _ in range(2)]
+    x = torch.rand(5, 4, dtype=torch.float64)
+    whole = _model()
+    (whole[0](x).square().sum() + whole[2](x).sum()).backward()
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def act(rank: int, transport: Transport) -> None:
+        layer = models[rank][2 * rank]
+        shared = {7: (layer.weight, (0, 1))}
+        reducer = Reducer({rank: [list(layer.parameters())]}, {}, (rank,), shared, transport, lambda: None, rank)
+        reducer.begin_step()
+        (layer(x).square().sum() if rank == 0 else layer(x).sum()).backward()
+        assert reducer.finish(rank) is None
+        reducer.reduce_shared(7)
+        reducer.release_untouched()
+        seen[rank] = reducer.owned_gradients()
+
+    _in_ranks(2, act)
+    for rank, model in enumerate(models):
+        torch.testing.assert_close(model[2 * rank].weight.grad, whole[0].weight.grad)
+        torch.testing.assert_close(model[2 * rank].bias.grad, whole[2 * rank].bias.grad)
+    assert [len(seen[rank]) for rank in (0, 1)] == [2, 1]
+
+
+@pytest.mark.parametrize("how", ["first", "average"])
+def test_written_buffers_are_the_first_replicas_or_the_mean(how: Literal["first", "average"]) -> None:
+    batch = (torch.ones(2, 3), torch.ones(2, 1))
+    (layer,) = capture_module(nn.Sequential(nn.Linear(3, 1)), batch, lambda output, _: output.mean()).layers
+    writing = replace(layer, writes=Writes(buffers=("mean", "count", "flag")))
+    states: list[Mapping[str, torch.Tensor]] = [
+        {
+            "mean": torch.full((2,), 3.0 * rank + 1),
+            "count": torch.tensor(rank + 5),
+            "flag": torch.tensor([rank == 0, rank == 1]),
+            "unwritten": torch.tensor(float(rank)),
+        }
+        for rank in range(3)
+    ]
+
+    def act(rank: int, transport: Transport) -> None:
+        local = LocalParameters({}, states[rank])
+        ReplicatedBuffers([writing], local, how, transport, (0, 1, 2), rank).settle()
+
+    _in_ranks(3, act)
+    for rank, state in enumerate(states):
+        assert state["mean"].tolist() == [1.0 if how == "first" else 4.0] * 2
+        assert (state["count"].item(), state["flag"].tolist(), state["unwritten"].item()) == (5, [True, False], rank)

@@ -1,0 +1,77 @@
+"""How ranks train, apart from the plan, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan, Shard
+from autopar.runtime.settings import (
+    DEFAULT_STEPS,
+    TrainSettings,
+    check_compiling,
+    check_offload,
+    check_scope,
+    check_sharing,
+    known_steps,
+)
+from autopar.schedules.expand import expand
+from dictated import dictate
+from paths import MODELS
+
+
+def _plan(widths: tuple[int, ...], schedule: str = "1f1b", chunks: int = 1, shard: Shard = "none") -> Plan:
+    model = load(str(MODELS / "dropout.py"))
+    return dictate(capture(model, model.build(0)), model, widths, 2, 4, schedule, chunks=chunks, shard=shard)
+
+
+def test_the_two_ways_of_batch_normalisation_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        TrainSettings(deferred_batch_norm=True, sync_batch_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"clip_norm": 0.0}, "`clip_norm` must be positive, found 0.0"),
+        ({"clip_norm": math.nan}, "`clip_norm` must be positive, found nan"),
+        ({"last": "keep"}, "`last` must be one of drop, pad; found 'keep'"),
+    ],
+)
+def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        TrainSettings(**settings)
+    some = TrainSettings(clip_norm=2.5, last="pad", sync_batch_norm=True, time_layers=True)
+    assert TrainSettings(**json.loads(json.dumps(some.as_dict()))) == some
+
+
+def test_steps_are_told_by_number_or_by_epochs_and_not_by_both() -> None:
+    assert [known_steps(None, None), known_steps(3, None), known_steps(None, 2)] == [DEFAULT_STEPS, 3, None]
+    with pytest.raises(UsageError, match="`epochs=2` and `steps=3` contradict each other"):
+        known_steps(3, 2)
+
+
+def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
+    whole, sharded, halves = _plan((2,)), _plan((2,), shard="parameters"), _plan((2,), "zb-v", chunks=2)
+    check_scope(whole)
+    with pytest.raises(UsageError, match="divides micro-batches freely"):
+        check_scope(whole.model_copy(update={"divisible": True}))
+    with pytest.raises(UsageError, match="`share_gpus`: the plan is for CPUs"):
+        check_sharing(whole)
+    with pytest.raises(UsageError, match="`cpu_offload`: the plan is for CPUs"):
+        check_offload(sharded)
+    on_gpus = {"device_type": "cuda"}
+    with pytest.raises(UsageError, match="`cpu_offload`: no stage of the plan is sharded"):
+        check_offload(whole.model_copy(update=on_gpus))
+    check_offload(sharded.model_copy(update=on_gpus))
+    check_compiling(whole, expand(whole))
+    with pytest.raises(UsageError, match="`compile`: sharded layers are not compiled"):
+        check_compiling(sharded, expand(sharded))
+    with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
+        check_compiling(halves, expand(halves))

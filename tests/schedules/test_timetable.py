@@ -1,0 +1,69 @@
+"""Timetables against closed forms, and against a simulation of equal times."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.formats.plan import group_of, layout_of
+from autopar.schedules import SCHEDULES
+from autopar.schedules.timetable import draw, timetable
+from timed import Times, orders, timed
+
+WHOLE = ("1f1b", "gpipe")
+"""Schedules of one stage per group whose backwards are whole."""
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 12])
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("schedule", WHOLE)
+def test_a_timetable_takes_the_textbook_number_of_slots(schedule: str, stages: int, micro_batches: int) -> None:
+    for name in SCHEDULES[schedule].warmups(stages, 1, micro_batches):
+        lines = draw(schedule, stages, micro_batches, name).splitlines()
+        slots = max(len(line.split(":")[1].split()) for line in lines)
+        assert len(lines) == stages
+        assert slots == 2 * (micro_batches + stages - 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v"])
+def test_a_timetable_takes_the_slots_that_a_simulation_of_equal_times_says(schedule: str) -> None:
+    for groups, micro_batches in ((1, 1), (2, 3), (3, 7), (5, 12)):
+        stages = groups * CHUNKS.get(schedule, 1)
+        ordered = orders(schedule, groups, CHUNKS.get(schedule, 1), micro_batches)
+        rows = timetable(schedule, stages, micro_batches, groups=groups)
+        if not any(kind == "W" for order in ordered for kind, *_ in order):
+            # Whole backwards are drawn in one slot where there are no halves.
+            assert len(rows[0]) == timed(ordered, stages, Times(1, 0.5, 0.5)).step_s
+        else:
+            assert len(rows[0]) == timed(ordered, stages, Times(1, 1, 1)).step_s
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_computation_stands_in_the_slots_after_those_that_it_needs(schedule: str) -> None:
+    for groups, micro_batches in ((1, 1), (2, 4), (3, 9), (4, 8)):
+        stages = groups * CHUNKS.get(schedule, 1)
+        rows = timetable(schedule, stages, micro_batches, groups=groups)
+        first: dict[tuple[str, int, int], int] = {}
+        last: dict[tuple[str, int, int], int] = {}
+        for group, row in enumerate(rows):
+            for slot, computation in enumerate(row):
+                if computation is not None:
+                    assert group_of(layout_of(schedule), computation[1], groups) == group
+                    first.setdefault(computation, slot)
+                    last[computation] = slot
+        for stage in range(stages):
+            for index in range(micro_batches):
+                forward, whole, half = ((kind, stage, index) for kind in "FBI")
+                backward = whole if whole in first else half
+                assert ("W", stage, index) in first or backward == whole
+                assert last[forward] < first[backward]
+                if backward == half:
+                    assert last[half] < first["W", stage, index]
+                if stage + 1 < stages:
+                    behind = next(each for kind in "BI" if (each := (kind, stage + 1, index)) in first)
+                    assert last[forward] < first["F", stage + 1, index]
+                    assert last[behind] < first[backward]
+
+
+def test_a_pipeline_of_two_is_drawn_as_by_hand() -> None:
+    assert draw("gpipe", 2, 2).splitlines() == ["stage 0: F0 F1 .  .  B0 B1", "stage 1: .  F0 F1 B0 B1 ."]

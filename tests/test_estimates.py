@@ -1,0 +1,179 @@
+"""Profiles of GPUs that are not there: one kind or several, beside a measured one, and fitted to measured runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import FileError, UsageError
+from autopar.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import DeviceCosts, Profile
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import Gpu, find
+from autopar.profiler.estimate import estimate
+from autopar.profiler.subject import ProfileOptions, Subject
+from random_problems import gpt_profile
+from subjects import gpt_subject
+
+Run = Callable[..., tuple[int, str, str]]
+A100 = find("A100")
+MODEL = """
+import torch
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+def dataset():
+    return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+    """Run autopar in an empty folder; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return command
+
+
+@pytest.fixture
+def subject() -> Subject:
+    return gpt_subject()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cpu,H100",), "`device='cpu,H100'`: the ranks of a pipeline are all CPUs or all GPUs"),
+        (("cuda,cpu",), "are all CPUs or all GPUs"),
+        (("H100,H100-SXM",), "`device='H100,H100-SXM'`: the same GPU is named twice"),
+        (("H1000",), "`device='H1000'`: none of auto, cpu and cuda, and no GPU called"),
+        (("H100", 2), "`threads=2`: says how to measure, but `device='H100'` is estimated"),
+        (("H100", None, True), "`compile`: says how to measure"),
+        (("cpu", None, False, Path("runs.csv")), "`calibrate_with='runs.csv'`: fits estimates; name a GPU"),
+        (("A100,V100", None, False, Path("runs.csv")), "the runs of one kind of GPU, but `device='A100,V100'` names 2"),
+    ],
+)
+def test_devices_and_options_that_do_not_go_together_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        device_kinds(*arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_measured_here_is_told_from_what_is_estimated() -> None:
+    assert device_kinds("cpu", 2, True) == ("cpu", (), None)
+    assert device_kinds("A100, cuda,V100") == ("cuda", (A100, find("V100")), None)
+    assert device_kinds("A100", runs=Path("runs.csv")) == (None, (A100,), Path("runs.csv"))
+
+
+def test_a_node_has_eight_of_every_kind_that_the_profile_has_costs_for() -> None:
+    profile = gpt_profile(blocks=1)
+    assert node_of(profile) is None
+    kind = profile.device.model_copy(update={"type": "cuda", "name": "NVIDIA A100-SXM4-80GB"})
+    other = DeviceCosts(device=kind.model_copy(update={"name": "V100-SXM2-32G"}), layers=profile.layers)
+    profile = profile.model_copy(update={"device": kind, "others": (other,)})
+    for count, found in ((8, node_of(profile)), (3, node_of(profile, 3))):
+        expected = cluster_named(f"{count}xA100-80G+{count}xV100")
+        assert found is not None
+        assert (found.devices, found.links, found.curves) == (expected.devices, expected.links, expected.curves)
+
+
+def _written(folder: Path, *lines: str) -> Path:
+    path = folder / "runs.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _silent(what: str, share: float) -> None:
+    pass
+
+
+def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject: Subject, tmp_path: Path) -> None:
+    options = ProfileOptions(batch=16)
+    path = _written(
+        tmp_path,
+        "step_s,batch,devices,stages,micro_batches",
+        "0.02,16,1,,1",
+        "0.03,32,4,,2",
+        "0.05,32,4,2,4",
+        '0.05,32,3,"0-5:1,6-13:2",4',
+    )
+    usual = estimate(subject, A100, options)
+    fitted = estimate_profile(subject, A100, options, path, _silent)
+    assert any(note.startswith("constants fitted to 4 measured runs: median error") for note in fitted.notes)
+    assert sum(layer.costs[0].forward_s for layer in fitted.layers) > sum(
+        layer.costs[0].forward_s for layer in usual.layers
+    )
+    assert estimate_profile(subject, A100, options, None, _silent) == usual
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 14 layers on 3 devices"),
+        ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
+        ("1,8,99999,,1,,", "row 2, column devices: '99999' is not a whole number from 1 to 65536"),
+        ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
+        ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
+        ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
+        ("1,8,1,,1,8xA1000,", "row 2, column cluster: no GPU called"),
+        ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
+    ],
+)
+def test_a_run_that_cannot_be_is_named_by_row_and_column(
+    subject: Subject, tmp_path: Path, row: str, message: str
+) -> None:
+    path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
+    with pytest.raises(FileError, match=message):
+        calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, _silent)
+
+
+def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: Run) -> None:
+    Path("m.py").write_text(MODEL)
+    for name in ("A100-80G", "V100"):
+        assert run("profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")[0] == 0
+    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
+    assert code == 0, err
+    together = Profile.load("profile.json")
+    assert run("import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")[0] == 0
+    assert Profile.load("joined.json") == together
+    cluster = Cluster.load("cluster.json")
+    assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
+    code, _, err = run("plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
+    assert code == 0, err
+
+
+def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+
+    def estimated(subject: Subject, gpu: Gpu, options: ProfileOptions, *_: object) -> Profile:
+        order.append(gpu.name)
+        return estimate(subject, gpu, options)
+
+    def measured(subject: Subject, options: ProfileOptions, *_: object) -> Profile:
+        order.append(options.device)
+        found = estimate(subject, find("H100"), options)
+        device = found.device.model_copy(update={"name": "NVIDIA H100 80GB HBM3"})
+        return found.model_copy(update={"device": device, "notes": ("measured",)})
+
+    monkeypatch.setattr("autopar.profiler.device.choose", lambda name: name)
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measure_layers", measured)
+    monkeypatch.setattr("autopar.estimates.estimate_profile", estimated)
+    Path("m.py").write_text(MODEL)
+    assert run("profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")[0] == 0
+    # What is measured comes last, as the model moves to the device, and first in the file.
+    assert order == ["A100-SXM-80G", "cuda"]
+    profile = Profile.load("profile.json")
+    assert (profile.device.name, profile.notes[0]) == ("NVIDIA H100 80GB HBM3", "measured")
+    assert [other.device.name for other in profile.others] == ["A100-SXM-80G"]
+    assert [device.type for device in Cluster.load("cluster.json").devices] == ["H100-SXM"] * 4 + ["A100-SXM-80G"] * 4
+    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "cuda,H100")
+    assert code == 4
+    assert "which --device cuda has costs for; name every kind of device once" in err

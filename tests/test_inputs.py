@@ -1,0 +1,99 @@
+"""Inputs: what a plan's file says it was made of is found from anywhere, unless something has changed or is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.errors import FileError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.formats.references import reference
+from autopar.hardware.clusters import cluster_named
+from autopar.inputs import cluster_file, data_of, machines, model_of, predict, read_inputs, read_profile
+from random_problems import gpt_profile, local_cluster
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a profile and a cluster, and a plan of theirs one folder deeper, below the working folder."""
+    folder, plan = tmp_path / "made", tmp_path / "made" / "plans" / "plan.json"
+    plan.parent.mkdir(parents=True)
+    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
+    profile.save(folder / "profile.json")
+    cluster.save(folder / "cluster.json")
+    files = {kind: folder / f"{kind}.json" for kind in ("profile", "cluster")}
+    records = {kind: reference(path, path.read_text(), plan) for kind, path in files.items()}
+    planned = autopar.plan(profile, cluster, gpus=2)
+    model = planned.model.model_copy(update={"source": "../model.py"})
+    planned.model_copy(update={**records, "model": model}).save(plan)
+    monkeypatch.chdir(tmp_path)
+    return Path("made")
+
+
+def test_a_plan_s_inputs_are_those_that_it_was_made_of_and_predict_the_step_that_it_says(folder: Path) -> None:
+    path = folder / "plans" / "plan.json"
+    found = read_inputs(path)
+    assert found == (Plan.load(path), Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json"))
+    assert predict(path).end_s == found[0].predicted.step_s
+    text = (folder / "cluster.json").read_text()
+    (folder / "cluster.json").write_text(text + "\n")
+    with pytest.raises(FileError, match=r"\$\.cluster\.sha256: .*cluster\.json has changed since the plan was made"):
+        read_inputs(path)
+    assert read_inputs(path, cluster="4xH100")[2] == cluster_named("4xH100")
+    (folder / "profile.json").rename(folder / "other.json")
+    with pytest.raises(FileError, match=r"\$\.profile\.path: no such file: .*; or pass `profile`"):
+        read_inputs(path, cluster="4xH100")
+    assert read_inputs(path, folder / "other.json", "4xH100")[1] == found[1]
+
+
+def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:
+    path = folder / "plans" / "plan.json"
+    plan = Plan.load(path)
+    with pytest.raises(FileError, match=r"\$\.model\.source: no such file: .*model\.py"):
+        model_of(plan, path)
+    (folder / "model.py").touch()
+    assert Path(model_of(plan, path)).samefile(folder / "model.py")
+    assert data_of(plan, path) is None
+    (folder / "tokens").mkdir()
+    update = {"source": "hf:../tokens", "data": "../model.py"}
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update=update)})
+    model, data = model_of(plan, path), data_of(plan, path)
+    assert model.startswith("hf:")
+    assert Path(model.removeprefix("hf:")).samefile(folder / "tokens")
+    assert data is not None
+    assert data.samefile(folder / "model.py")
+    source = plan.model.model_copy(update={"source": "graph.txt"})
+    with pytest.raises(FileError, match=r"expected a \.py file, hf: and a configuration, .* found 'graph\.txt'"):
+        model_of(plan.model_copy(update={"model": source}), path)
+
+
+def test_layers_that_nothing_connects_with_the_loss_are_named(folder: Path) -> None:
+    profile = gpt_profile(blocks=5)
+    assert read_profile(folder / "profile.json") == gpt_profile(blocks=4)
+    tensors = tuple(tensor for tensor in profile.tensors if tensor.producer != "h.3")
+    profile.model_copy(update={"tensors": tensors, "tied": ()}).save(folder / "cut.json")
+    with pytest.raises(
+        FileError, match=r"cut\.json: \$\.tensors: no tensor connects wte, h\.0, h\.1 and 2 more with .* head"
+    ):
+        read_profile(folder / "cut.json")
+
+
+def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estimated(folder: Path) -> None:
+    profile = gpt_profile(blocks=4)
+    beside = cluster_file(None, folder / "profile.json")
+    assert beside == folder / "cluster.json"
+    assert machines(None, beside, profile, 5) == (local_cluster(2), beside.read_text())
+    assert machines("2xH100", cluster_file("2xH100", folder / "profile.json"), profile, 5) == (
+        cluster_named("2xH100"),
+        None,
+    )
+    beside.unlink()
+    estimated, text = machines(None, beside, profile, 5)
+    assert (len(estimated.devices), text) == (5, None)
+    assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
+    with pytest.raises(UsageError, match="name a file or a cluster"):
+        cluster_file("", folder / "profile.json")

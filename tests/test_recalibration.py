@@ -1,0 +1,96 @@
+"""A run beside its prediction, and inputs that predict what the run would have taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import FileError
+from autopar.formats.profile import Profile
+from autopar.formats.timeline import Timeline, compare_times, own_times
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.recalibration import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
+from autopar.runtime.result.outcome import outcome_of
+from autopar.schedules.expand import expand
+from played import play
+from random_problems import gpt_profile, local_cluster
+from rank_results import plan_of, results_of
+
+
+def test_without_a_profile_a_stages_slowest_replica_is_compared_with_the_plans_own_times() -> None:
+    plan = plan_of("1f1b", ((0, 1), (2,)))
+    speeds = {("F", 0): 0.25, ("F", 1): 1.0, ("F", 2): 1.0, ("B", 0): 3.0, ("B", 1): 1.0, ("B", 2): 3.0}
+    results = results_of(plan, 4, lambda step, rank, action: speeds.get((action.kind, rank), 0.125))
+    outcome = outcome_of(plan, expand(plan), results, "drawn")
+    kinds = compare_times(outcome.own_times, planned_times(plan, outcome))
+    assert [(each.kind, each.actions, round(each.ratio, 9)) for each in kinds] == [("F", 8, 2.0), ("B", 8, 1.5)]
+
+
+def test_a_run_is_held_against_what_was_predicted_of_it_kind_by_kind() -> None:
+    plan = plan_of("1f1b", ((0,), (1,)))
+    times_as_long = {"F": 2.0, "B": 0.5, "U": 3.0}
+    predicted = play(plan)
+    units = own_times(predicted)
+    # Alone, an action of a run takes what it is said to; messages depend on both ends, and are left out here.
+    results = results_of(
+        plan, 4, lambda step, rank, action: times_as_long.get(action.kind, 1.0) * units.get((rank, action), 0.01)
+    )
+    outcome = compare_with_prediction(outcome_of(plan, expand(plan), results, "drawn"), plan, lambda: predicted)
+    ratios = {each.kind: each.ratio for each in outcome.report.kinds if each.kind in times_as_long}
+    assert ratios == pytest.approx(times_as_long)
+    assert outcome.report.notes == ()
+
+
+def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_note_says_why() -> None:
+    def fail() -> Timeline:
+        raise FileError("plan.json: $.profile: the plan records no profile")
+
+    plan = plan_of("1f1b", ((0,), (1,)))
+    outcome = outcome_of(plan, expand(plan), results_of(plan, 4, lambda step, rank, action: 1.0), "drawn")
+    report = compare_with_prediction(outcome, plan, fail).report
+    assert {each.kind: each.ratio for each in report.kinds} == pytest.approx({"F": 1 / 0.5, "B": 1 / 2.0})
+    (note,) = report.notes
+    assert note.endswith("the plan records no profile")
+    silent = plan.model_copy(
+        update={"predicted": plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})}
+    )
+    report = compare_with_prediction(outcome, silent, fail).report
+    assert (report.kinds, report.notes) == ((), ())
+
+
+def _times_as_long(profile: Profile, factor: float) -> Profile:
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "update_s": factor * layer.update_s,
+                "costs": tuple(
+                    cost.model_copy(
+                        update={"forward_s": factor * cost.forward_s, "backward_s": factor * cost.backward_s}
+                    )
+                    for cost in layer.costs
+                ),
+            }
+        )
+        for layer in profile.layers
+    )
+    return profile.model_copy(update={"layers": layers})
+
+
+def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(2)
+    link = cluster.links[0].model_copy(update={"latency_s": 2e-3, "bytes_per_s": 2e8})
+    slow = cluster.model_copy(update={"links": (link,), "curves": ()})
+    run = plan(profile, cluster, PlanOptions(stages="0-3:1,4-7:1", micro_batches=4, schedule="1f1b"))
+    truth = simulate(run, _times_as_long(profile, 3.0), slow)
+    drawn = plan_of("1f1b", ((0,), (1,)))
+    outcome = outcome_of(drawn, expand(drawn), results_of(drawn, 2, lambda step, rank, action: 1.0), "drawn")
+    measured = replace(outcome, own_times=own_times(truth), overhead_s=profile.step_overhead_s, layers_s=())
+    known, links = recalibrate_inputs(run, profile, cluster, measured)
+    assert simulate(run, known, links).end_s == pytest.approx(truth.end_s, rel=0.02)
+    assert abs(simulate(run, profile, cluster).end_s / truth.end_s - 1) > 0.3
+    assert links.notes == (ESTIMATED,)
+    # A run that was as predicted leaves the cluster as it is.
+    predicted = own_times(simulate(run, profile, cluster))
+    same = replace(measured, own_times={key: value for key, value in predicted.items() if key[1].kind in "FBU"})
+    assert recalibrate_inputs(run, profile, cluster, same)[1] == cluster

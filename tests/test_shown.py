@@ -1,0 +1,83 @@
+"""What is seen of any of autopar's files: its content again, its tables, and two timelines in either order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.formats.document import Document
+from autopar.formats.plan import Plan
+from autopar.formats.program import Program
+from autopar.formats.references import KINDS
+from autopar.formats.report import Report
+from autopar.formats.timeline import Timeline
+from autopar.schedules.expand import expand
+from autopar.shown import view_file
+from played import play, small_plan
+from random_problems import gpt_profile, local_cluster
+
+
+def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
+    """Write a file of every kind but a trace; return it with what is in it."""
+    plan = small_plan((1, 1), 4)
+    report = Report.load(Path(__file__).parent / "formats" / "kept" / "report.json")
+    contents = (gpt_profile(blocks=2), local_cluster(2), plan, report, expand(plan))
+    found: dict[str, tuple[Path, Document | Program]] = {}
+    for kind, content in zip(("profile", "cluster", "plan", "report", "program"), contents, strict=True):
+        path = folder / f"{kind}-file.json"
+        content.save(path)
+        found[kind] = path, content
+    return found
+
+
+def test_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
+    texts = set()
+    for kind, (path, content) in _files(tmp_path).items():
+        view = view_file(path)
+        assert view.kind == kind
+        assert view.json == content.dumps() == path.read_text()
+        assert (view.draw is not None) == (kind in ("profile", "plan"))
+        texts.add(str(view))
+        if isinstance(content, Program):
+            assert all(str(action) in str(view) for action in content.ranks[0])
+        if isinstance(content, Plan):
+            assert all(layer in str(view) for stage in content.stages for layer in stage.layers)
+    assert len(texts) == len(KINDS) - 1
+
+
+def test_two_timelines_are_compared_alike_in_either_order(tmp_path: Path) -> None:
+    plan = small_plan((1, 1), 4)
+    slow, quick = play(plan, "measured", unit_s=0.02), play(plan, "simulated", unit_s=0.01)
+    slow.save(tmp_path / "measured.json")
+    quick.save(tmp_path / "simulated.json")
+    alone = json.loads(view_file(tmp_path / "measured.json").json)
+    assert alone["step_s"] == pytest.approx(slow.end_s)
+    # Of every rank, what its forwards and backwards take: one unit each and two.
+    assert alone["busy_s"] == pytest.approx([4 * 0.02 * 3] * 2, rel=0.2)
+    for first, second in (("measured", "simulated"), ("simulated", "measured")):
+        view = view_file(tmp_path / f"{first}.json", tmp_path / f"{second}.json")
+        figures = json.loads(view.json)
+        assert figures["error"] == pytest.approx(0.5 - 1)
+        assert figures["measured"] == alone
+        assert view.draw is not None
+
+
+def test_timelines_that_cannot_be_compared_are_refused_by_name(tmp_path: Path) -> None:
+    files = {kind: path for kind, (path, _) in _files(tmp_path).items()}
+    play(small_plan((1, 1), 4), "measured").save(tmp_path / "a.json")
+    play(small_plan((1, 1), 5), "simulated").save(tmp_path / "b.json")
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    with pytest.raises(UsageError, match=r"a\.json and .*a\.json are both measured; `over` needs"):
+        view_file(a, a)
+    with pytest.raises(UsageError, match="do not hold the same computations"):
+        view_file(a, b)
+    for kind in ("profile", "cluster", "report", "program"):
+        with pytest.raises(UsageError, match=rf"{kind}-file\.json is a {kind}, which has no timeline to draw"):
+            view_file(a, files[kind])
+    empty = tmp_path / "empty.json"
+    Timeline("measured").save(empty)
+    Timeline("simulated").save(b)
+    assert json.loads(view_file(empty, b).json)["error"] is None
