@@ -28,12 +28,12 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
+from autopar.planner.constraints import runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.plan import starting_plans
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import judge_even_splits
-from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from instances import instance
 from machine import Watch

@@ -32,8 +32,7 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import dapple
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.trial import trial
+from autopar.planner.peers.prices import Prices, trial
 from autopar.planner.simulator.simulate import Simulator
 from machine import Watch
 from reproductions.pipedream import PipeDreamPlan, pipedream_plan

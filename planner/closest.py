@@ -11,12 +11,11 @@ import numpy.typing as npt
 
 from autopar.formats.plan import Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
-from autopar.planner.constraints import Constraints
+from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import in_order
-from autopar.planner.share_limits import limits_met
 
 MOST_EDGES = 64
 FEW_EDGES = 24

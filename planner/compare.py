@@ -12,12 +12,12 @@ from autopar.formats.report import ComparisonRow
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate
+from autopar.planner.constraints import runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.peers import Peer, peers
 from autopar.planner.plan import plan
 from autopar.planner.search.other_schedules import otherwise
-from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 

@@ -9,12 +9,11 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner.candidate import Candidate, Family, has_chunks, plain
-from autopar.planner.constraints import Constraints, FixedStages, parse
+from autopar.planner.constraints import Constraints, FixedStages, parse, runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.search.judge import equal_widths
 from autopar.planner.search.other_schedules import shape_of
-from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 

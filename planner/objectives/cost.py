@@ -34,7 +34,7 @@ from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family
-from autopar.planner.constraints import Constraints
+from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
@@ -43,7 +43,6 @@ from autopar.planner.placement.places import groups_of
 from autopar.planner.placement.pool import Pool, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, SimulatedPlan
-from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.float64]

@@ -1,9 +1,8 @@
 """Peers: what other systems' planners would choose, judged by autopar's own cost model, memory and simulator.
 
 One file per peer, each written from its paper. A peer's planner sees the same profile and the same links as autopar's,
-priced by the peer's own formulas (:mod:`autopar.planner.peers.prices`); what it proposes is then tried like any other
-plan (:mod:`autopar.planner.peers.trial`). None of them but HetPipe's looks at memory, as none of
-the papers' planners does.
+priced by the peer's own formulas; what it proposes is then tried like any other plan: both in
+:mod:`autopar.planner.peers.prices`. None of them but HetPipe's looks at memory, as none of the papers' planners does.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import NamedTuple
 from autopar.formats.report import VirtualWorkers
 from autopar.planner.alternatives import Reference
 from autopar.planner.candidate import Candidate
+from autopar.planner.constraints import crossed_limit
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
-from autopar.planner.peers.prices import Prices, Proposal
-from autopar.planner.peers.trial import LITTLE_WORK, MOST_WORK, counts_of, planned_counts, trial
-from autopar.planner.share_limits import crossed_limit
+from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, counts_of, planned_counts, trial
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["PLANNERS", "Peer", "PeerPlanner", "peers"]

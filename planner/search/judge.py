@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.constraints import crossed_limit
 from autopar.planner.options import PlanOptions
-from autopar.planner.share_limits import crossed_limit
 from autopar.planner.simulator.simulate import Simulator
 
 NEAR, MOST_NEAR = 0.01, 10_000

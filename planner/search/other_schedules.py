@@ -29,7 +29,7 @@ from autopar.planner.candidate import (
     splits_backward,
     with_depths,
 )
-from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, too_wide
+from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, too_wide
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
@@ -42,7 +42,6 @@ from autopar.planner.search.best_first import (
 )
 from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.search.moves import Shape, balanced_shape, cuts_moved, devices_moved, place_shape, widths_of
-from autopar.planner.share_limits import runnable
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 

@@ -19,7 +19,7 @@ from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import Family, splits_backward
-from autopar.planner.constraints import Constraints
+from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs.activations import Area, Areas, Counts
 from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
@@ -28,7 +28,6 @@ from autopar.planner.placement.places import Places, StateMove
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
-from autopar.planner.share_limits import limits_met
 
 MOST_BYTES = 8 * 2**30
 

@@ -12,8 +12,7 @@ from autopar.interop.pipedream import pipedream_profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import dapple
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.trial import trial
+from autopar.planner.peers.prices import Prices, trial
 from autopar.planner.simulator.simulate import Simulator
 
 NO_LIMIT = 2**60

@@ -13,10 +13,10 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
 from autopar.planner.compare import compare
+from autopar.planner.constraints import crossed_limit, runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
-from autopar.planner.share_limits import crossed_limit, runnable
 from autopar.planner.simulator.simulate import Simulator
 from oracles.exhaustive import exhaust
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds

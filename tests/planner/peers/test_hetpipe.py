@@ -13,8 +13,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
 from autopar.planner.peers.hetpipe import Worker, Workers, allocations, bound_s, candidate_of, peaks, step_s
 from autopar.planner.peers.partition import Partitioner, PipelineCounts, makeup_of
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.trial import counts_of
+from autopar.planner.peers.prices import Prices, counts_of
 from autopar.planner.simulator.simulate import Simulator
 from priced import gpt_profile, hierarchy, local_cluster, mixed, nodes_of, random_cluster, random_profile, two_kinds
 

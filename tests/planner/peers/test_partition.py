@@ -14,8 +14,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.hetpipe import Worker
 from autopar.planner.peers.partition import Partitioner, PipelineCounts, depths, makeup_of
-from autopar.planner.peers.prices import Prices
-from autopar.planner.peers.trial import counts_of
+from autopar.planner.peers.prices import Prices, counts_of
 from priced import hierarchy, mixed, random_profile
 
 

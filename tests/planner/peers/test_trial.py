@@ -12,8 +12,7 @@ from autopar.planner.alternatives import references
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import Peer, peers
-from autopar.planner.peers.prices import Proposal, in_order
-from autopar.planner.peers.trial import MOST_WORK, counts_of, place, planned_counts, trial
+from autopar.planner.peers.prices import MOST_WORK, Proposal, counts_of, in_order, place, planned_counts, trial
 from autopar.planner.simulator.simulate import Simulator
 from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile
 
