@@ -11,13 +11,13 @@ from autopar.formats.profile import Profile
 from autopar.formats.report import ComparisonRow
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, plain
 from autopar.planner.constraints import runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.peers import Peer, peers
 from autopar.planner.plan import plan
-from autopar.planner.search.other_schedules import otherwise
+from autopar.planner.search.other_schedules import otherwise, usual
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
@@ -48,7 +48,8 @@ def compare(
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs, progress=progress)
     progress("trying usual plans", 0.0)
-    compared = references(simulator, runnable(costs, options), options)
+    beside = options if options.schedule == "auto" or plain(options.schedule) else usual(options)
+    compared = references(simulator, runnable(costs, beside), beside)
     rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)

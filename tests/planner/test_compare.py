@@ -7,6 +7,7 @@ import pytest
 from autopar.errors import InfeasibleError
 from autopar.planner import PlanOptions, plan
 from autopar.planner.compare import compare
+from chunked import halved
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
@@ -46,6 +47,16 @@ def test_plan_and_compare_give_the_same_plan_and_no_peer_is_faster() -> None:
         found = compare(profile, cluster, options)
         assert found.plan == plan(profile, cluster, options)
         assert all(row.step_s is None or row.step_s >= found.plan.predicted.step_s for row in found.rows)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_a_schedule_that_is_asked_for_stands_beside_the_usual_plans(schedule: str) -> None:
+    for seed in range(4):
+        profile, cluster = halved(gpt_profile(4), seed), random_cluster(seed, 3)
+        found = compare(profile, cluster, PlanOptions(schedule=schedule, memory_bytes=2**40))
+        assert found.plan.schedule == schedule
+        usual = next(row for row in found.rows if row.name == "pure data parallelism")
+        assert usual.schedule == "1f1b"
 
 
 def test_where_nothing_fits_there_is_nothing_to_compare() -> None:
