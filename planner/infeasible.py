@@ -5,11 +5,12 @@ Remedies are tried: each is an option changed alone, the least change that helps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, islice
 from math import ceil, prod
+from typing import Any
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import SHARDS
@@ -20,6 +21,8 @@ from autopar.planner.options import PLANNED, PlanOptions, admissible_options
 
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
+Changes = dict[str, Sequence[object]]
+"""Of options, by their names: values that may help."""
 
 MOST_DEVICES = 512
 MOST_TIMES = 16
@@ -56,12 +59,10 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     memory the least. Where nothing but devices, batch or memory helps alone, recomputation and sharding are tried
     together, and with more devices.
     """
-    fits = partial(_fits, fits)
-    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
+    found = _alone(_usual_changes(costs, options), options, fits)
     found += _device_remedies(costs, options, fits, alone=not found)
-    found += [_options_text(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
-    found += [_options_text(memory_bytes=text) for text in _memory(costs, options, fits, short)]
-    return [f"with {each}" for each in found]
+    found += _alone({"batch": _halves(costs.batch, options)}, options, fits)
+    return [f"with {each}" for each in (*found, *_memory_texts(_sizes(costs, options, short), options, fits))]
 
 
 def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
@@ -69,19 +70,13 @@ def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short:
 
     Without a plan that comes closest (``short``), also the options without which there is one.
     """
-    fits = partial(_fits, fits)
-    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
-    devices = len(costs.devices)
-    counts = (
-        [] if options.stages is not None else [count for count in (2 * devices, 4 * devices) if count <= MOST_DEVICES]
-    )
-    found += [_options_text(gpus=count) for count in _first(counts, "gpus", options, fits)]
-    found += [_options_text(batch=batch) for batch in _first(_halves(costs.batch, options), "batch", options, fits)]
-    if short is None:
-        every = [*(f"with {each}" for each in found), *_without(options, fits)]
-        return every or _memory_remedies(costs, options, fits)
-    found += [_options_text(memory_bytes=text) for text in _memory(costs, options, fits, short)]
-    return [f"with {each}" for each in found]
+    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
+    changes = _usual_changes(costs, options) | {
+        "gpus": [count for count in counts if count <= MOST_DEVICES],
+        "batch": _halves(costs.batch, options),
+    }
+    sizes = None if short is None else _sizes(costs, options, short)
+    return _with_or_without(_alone(changes, options, fits), sizes, costs, options, fits)
 
 
 def throughput_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
@@ -89,49 +84,44 @@ def throughput_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ampl
 
     ``ample_bytes`` is the memory of a device with which one does; none if none does with any.
     """
-    fits = partial(_fits, fits)
-    every: dict[str, Sequence[object]] = {
+    changes: Changes = {
         "recompute": ["auto"] if options.recompute == "none" else [],
         "batch": _halves(costs.batch, options),
         "objective": ["step"],
     }
-    found = [
-        _options_text(**{name: each}) for name, values in every.items() for each in _first(values, name, options, fits)
-    ]
-    count = _devices(costs, options, fits)
-    found += [] if count is None else [_options_text(gpus=count)]
-    if ample_bytes is None:
-        every_way = [*(f"with {each}" for each in found), *_without(options, fits)]
-        return every_way or _memory_remedies(costs, options, fits)
-    text, typed_bytes = _size_option(ample_bytes)
-    found += [_options_text(memory_bytes=text)] if fits(replace(options, memory_bytes=typed_bytes)) else []
-    return [f"with {each}" for each in found]
+    found = _alone(changes, options, fits) + _gpus_text(_devices(costs, options, fits))
+    return _with_or_without(found, None if ample_bytes is None else [ample_bytes], costs, options, fits)
 
 
 def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
-    fits = partial(_fits, fits)
-    found = [_options_text(**{name: value}) for name, value in _single_remedies(costs, options, fits)]
+    changes = _usual_changes(costs, options)
     if options.use_all:
-        fewer = reversed(range(max(1, options.min_stages), len(costs.devices)))
-        found += [_options_text(gpus=count) for count in _first([*fewer][:MOST_TIMES], "gpus", options, fits)]
-        larger = [costs.batch << step for step in range(1, MOST_DOUBLINGS)]
-        found += [_options_text(batch=batch) for batch in _first(larger, "batch", options, fits)]
-    every = [*(f"with {each}" for each in found), *_without(options, fits)]
-    return every or _memory_remedies(costs, options, fits)
+        fewer = range(len(costs.devices) - 1, max(1, options.min_stages) - 1, -1)
+        changes |= {"gpus": fewer[:MOST_TIMES], "batch": [costs.batch << step for step in range(1, MOST_DOUBLINGS)]}
+    return _with_or_without(_alone(changes, options, fits), None, costs, options, fits)
 
 
-def _fits(fits: Fits, options: PlanOptions) -> bool:
-    """Whether a plan fits; none does with options that contradict each other."""
+def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: ANN401
+    """Whether a plan fits with options so changed; none does where they contradict each other."""
     try:
-        return fits(options)
+        return fits(replace(options, **changes))
     except UsageError:
         return False
 
 
-def _without(options: PlanOptions, fits: Fits) -> list[str]:
-    """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
-    return [f"without {_names(names)}" for names in _left_out(options, fits)]
+def _with_or_without(
+    found: Sequence[str], sizes: Sequence[int] | None, costs: CostModel, options: PlanOptions, fits: Fits
+) -> list[str]:
+    """Return what helps with memory of the first of some sizes that does; without any, also what may be left out.
+
+    Where neither helps, the schedule is changed or options are left out together with more memory.
+    """
+    every = [f"with {each}" for each in found]
+    if sizes is not None:
+        return [*every, *(f"with {text}" for text in _memory_texts(sizes, options, fits))]
+    every += [f"without {_names(each)}" for each in _left_out(options, fits)]
+    return every or _memory_remedies(costs, options, fits)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -147,10 +137,15 @@ def _options_text(**options: object) -> str:
     return f"`{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
+def _gpus_text(count: int | None) -> list[str]:
+    return [] if count is None else [_options_text(gpus=count)]
+
+
 def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
+    """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
     asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
     for count in range(1, len(asked) + 1):
-        found = [names for names in combinations(asked, count) if fits(_reset_options(options, names))]
+        found = [names for names in combinations(asked, count) if _fits(fits, _reset_options(options, names))]
         if found:
             return found
     return []
@@ -162,22 +157,19 @@ def _reset_options(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
 
 def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what helps together with more memory, where nothing does without."""
-    every: list[tuple[str, dict[str, object], PlanOptions]] = [
-        ("with", {"schedule": name}, replace(options, schedule=name)) for name in _schedules(options)
-    ]
     ample = replace(options, memory_bytes=UNLIMITED_BYTES)
-    if not any(fits(replace(other, memory_bytes=UNLIMITED_BYTES)) for *_, other in every):
-        left_out = _left_out(ample, fits)
-        every = [(f"without {_names(each)} and with", {}, _reset_options(options, each)) for each in left_out]
-    return [
-        f"{words} {_options_text(**changes, memory_bytes=text)}"
-        for words, changes, other in every[:1]
-        for text in _memory(costs, other, fits, None)
-    ]
+    for schedule in _first(_schedules(options), "schedule", ample, fits):
+        other = replace(options, schedule=schedule)
+        return [f"with {each}" for each in _memory_texts(_sizes(costs, other), other, fits, schedule=schedule)]
+    for names in _left_out(ample, fits)[:1]:
+        other = _reset_options(options, names)
+        texts = _memory_texts(_sizes(costs, other), other, fits)
+        return [f"without {_names(names)} and with {each}" for each in texts]
+    return []
 
 
-def _single_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> Iterator[tuple[str, object]]:
-    """Yield the options that help by themselves, but for devices, batch and memory."""
+def _usual_changes(costs: CostModel, options: PlanOptions) -> Changes:
+    """Return the options that may help by themselves, but for devices, batch and memory."""
     asked = options.micro_batches
     counts: list[int] = []
     if asked is not None:
@@ -185,7 +177,7 @@ def _single_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> Iter
         counts.sort(key=lambda count: (count < asked, abs(count - asked)))
     level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
     most = min(costs.layer_count, len(costs.devices))
-    every: dict[str, Sequence[object]] = {
+    return {
         "recompute": ["auto"] if options.recompute == "none" else [],
         "shard": SHARDS[level:],
         "micro_batches": counts,
@@ -193,9 +185,6 @@ def _single_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> Iter
         "chunks": range(2, options.chunks) if options.chunks is not None else [],
         "max_stages": range(options.max_stages + 1, most + 1) if options.max_stages is not None else [],
     }
-    for name, values in every.items():
-        for value in _first(values, name, options, fits):
-            yield name, value
 
 
 def _schedules(options: PlanOptions) -> list[str]:
@@ -208,28 +197,28 @@ def _schedules(options: PlanOptions) -> list[str]:
 
 def _device_remedies(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
     """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
-    both = replace(options, recompute="auto", shard="auto")
-    changes = _changes(options, both)
-    together = bool(alone and changes)
-    if together and fits(both):
+    names = [name for name in ("recompute", "shard") if alone and getattr(options, name) != "auto"]
+    both = _reset_options(options, names)
+    changes = dict.fromkeys(names, "auto")
+    if changes and _fits(fits, both):
         return [_options_text(**changes)]
     if options.stages is not None:
         return []
     count = _devices(costs, options, fits)
-    fewer = _devices(costs, both, fits) if together else None
+    fewer = _devices(costs, both, fits) if changes else None
     found = [] if fewer is None or (count is not None and count <= fewer) else [_options_text(**changes, gpus=fewer)]
-    return found if count is None else [*found, _options_text(gpus=count)]
+    return found + _gpus_text(count)
 
 
-def _first(values: Sequence[object], name: str, options: PlanOptions, fits: Fits) -> list[object]:
+def _alone(changes: Changes, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return the options that help by themselves, each with its first value that does."""
+    first = ((name, value) for name, values in changes.items() for value in _first(values, name, options, fits))
+    return [_options_text(**{name: value}) for name, value in first]
+
+
+def _first(values: Iterable[Any], name: str, options: PlanOptions, fits: Fits) -> list[Any]:
     """Return the first value of an option with which a plan fits, if there is one."""
-    changed = (value for value in values if fits(replace(options, **{name: value})))  # type: ignore[arg-type]
-    return [*islice(changed, 1)]
-
-
-def _changes(options: PlanOptions, other: PlanOptions) -> dict[str, object]:
-    names = [name for name in ("recompute", "shard") if getattr(options, name) != getattr(other, name)]
-    return {name: getattr(other, name) for name in names}
+    return [*islice((value for value in values if _fits(fits, options, **{name: value})), 1)]
 
 
 def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
@@ -240,18 +229,12 @@ def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
         most //= 2
     # Few devices are tried quickly, and are mostly enough.
     enough = min(most, 2 * least)
-    while enough < most and not fits(replace(options, gpus=enough)):
+    while enough < most and not _fits(fits, options, gpus=enough):
         least, enough = enough, min(most, 2 * enough)
-    if enough <= least or (enough == most and not fits(replace(options, gpus=most))):
+    if enough <= least or (enough == most and not _fits(fits, options, gpus=most)):
         return None
-    most = enough
-    while most - least > 1:
-        middle = (least + most) // 2
-        if fits(replace(options, gpus=middle)):
-            most = middle
-        else:
-            least = middle
-    return most
+    fewer = range(enough - 1, least, -1)
+    return enough - bisect_left(fewer, True, key=lambda count: not _fits(fits, options, gpus=count))
 
 
 def _states(costs: CostModel, devices: int) -> int:
@@ -264,8 +247,8 @@ def _halves(batch: int, options: PlanOptions) -> list[int]:
     return [batch >> step for step in range(1, batch.bit_length()) if (batch >> step) % count == 0]
 
 
-def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
-    """Return the least memory per device with which a plan fits, as it can be typed, near which ``short`` comes."""
+def _sizes(costs: CostModel, options: PlanOptions, short: int | None = None) -> list[int]:
+    """Return the least memory per device with which a plan may fit, near which ``short`` comes, and twice as much."""
     reserved = {costs.kinds[kind].reserved_bytes for kind in costs.kind_of}
     limits = set(costs.limits_bytes)
     if short is not None and len(limits) == len(reserved) == 1:
@@ -282,8 +265,14 @@ def _memory(costs: CostModel, options: PlanOptions, fits: Fits, short: int | Non
     else:
         # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
         needed = max(limits) + max(reserved) + (short or 0)
-    sizes = [_size_option(factor * needed) for factor in (1, 2)]
-    return [text for text, bytes_ in sizes if fits(replace(options, memory_bytes=bytes_))][:1]
+    return [needed, 2 * needed]
+
+
+def _memory_texts(sizes: Iterable[int], options: PlanOptions, fits: Fits, **changes: object) -> list[str]:
+    """Return the first of some sizes of memory with which a plan fits, beside ``changes`` that are made already."""
+    typed = map(_size_option, sizes)
+    texts = (text for text, bytes_ in typed if _fits(fits, options, memory_bytes=bytes_))
+    return [_options_text(**changes, memory_bytes=text) for text in islice(texts, 1)]
 
 
 def _size_option(count: int) -> tuple[str, int]:
