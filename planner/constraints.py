@@ -12,8 +12,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
+from itertools import pairwise, product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,31 +26,12 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 
 
-class StageWithShares(Protocol):
-    """A stage, as far as these limits go."""
-
-    @property
-    def first(self) -> int:
-        """First layer."""
-
-    @property
-    def stop(self) -> int:
-        """The layer behind the last one."""
-
-    @property
-    def shares(self) -> Sequence[float]:
-        """Samples of a micro-batch that each replica takes."""
-
-
-def crossed_limit(costs: CostModel, stages: Iterable[StageWithShares]) -> str | None:
+def crossed_limit(costs: CostModel, stages: Sequence[CandidateStage]) -> str | None:
     """Return what the shares of some stages do not obey; None if they may be so."""
-    if not costs.share_limits:
-        return None
-    for stage in stages:
-        for limit in costs.share_limits:
-            if limit.overlaps(stage.first, stage.stop) and not limit.admits(stage.shares):
-                few = min(stage.shares) < limit.least
-                return f"{limit.text}, and a replica is given {min(stage.shares) if few else max(stage.shares):g}"
+    for stage, limit in product(stages, costs.share_limits):
+        if limit.overlaps(stage.first, stage.stop) and not limit.admits(stage.shares):
+            few = min(stage.shares) < limit.least
+            return f"{limit.text}, and a replica is given {min(stage.shares) if few else max(stage.shares):g}"
     return None
 
 
@@ -65,13 +46,11 @@ def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
     Raises:
         UsageError: there is none.
     """
-    every = families(costs.batch, options)
-    if not costs.share_limits:
-        return every
-    found = [family for family in every if _unmet(costs, family) is None]
+    limits = {family: _unmet(costs, family) for family in families(costs.batch, options)}
+    found = [family for family, limit in limits.items() if limit is None]
     if not found:
-        few = max(every, key=lambda family: family.micro_batch_size)
-        limit = _unmet(costs, few)
+        few = max(limits, key=lambda family: family.micro_batch_size)
+        limit = limits[few]
         assert limit is not None
         fewer, count = few.micro_batch_size < limit.least, few.micro_batches
         raise UsageError(
@@ -83,9 +62,10 @@ def runnable(costs: CostModel, options: PlanOptions) -> list[Family]:
 
 
 def _unmet(costs: CostModel, family: Family) -> ShareLimit | None:
+    """Return the first limit that no plan of a family obeys, not even with replicas on all devices."""
     rows, devices = family.micro_batch_size, len(costs.devices)
-    widest = CandidateStage(0, 1, (), costs.shares(rows, devices if costs.divisible else min(devices, rows)), 1)
-    return next((each for each in costs.share_limits if rows < each.least or max(widest.shares) > each.most), None)
+    most = max(costs.shares(rows, devices if costs.divisible else min(devices, rows)))
+    return next((each for each in costs.share_limits if rows < each.least or most > each.most), None)
 
 
 def position(name: str, names: Sequence[str]) -> int | None:
@@ -115,14 +95,6 @@ def unknown(where: str, name: str, names: Sequence[str]) -> UsageError:
 
 _PIN = re.compile(r"(?P<layers>.+?)\s+(?:(?P<how>same stage|different stages)|on\s+(?P<type>\S.*))")
 _FORMS = "write 'a,b same stage', 'a,b different stages' or 'a on TYPE', with layers by name or index"
-
-
-class StageWithDevices(StageWithShares, Protocol):
-    """A stage, as far as constraints go."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Positions in the cluster."""
 
 
 class Rule(NamedTuple):
@@ -162,7 +134,7 @@ class Rule(NamedTuple):
             return not held or not shares or self.limit.admits(shares)
         return self.how != "on" or held == 0 or self.kinds.issuperset(kinds)
 
-    def _of(self, stage: StageWithDevices) -> Rule:
+    def _of(self, stage: CandidateStage) -> Rule:
         """Return the rule of one replica for the first layer of a stage that it concerns."""
         named = zip(self.layers, self.reasons, strict=True)
         return self._replace(text=next(reason for layer, reason in named if stage.first <= layer < stage.stop))
@@ -259,7 +231,7 @@ class Constraints:
                 kept.update(every[after - 1 : after + 1])
         return sorted(kept)
 
-    def broken(self, stages: Sequence[StageWithDevices], kind_of: Sequence[int]) -> Rule | None:
+    def broken(self, stages: Sequence[CandidateStage], kind_of: Sequence[int]) -> Rule | None:
         """Return the first rule that a plan's stages do not obey; ``kind_of`` are the kinds of all devices."""
         for rule in self.rules:
             if not rule.least <= len(stages) <= rule.most:
@@ -393,23 +365,19 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
 
 
 def _split(part: str, index: int) -> tuple[str, int]:
-    layers, colon, replicas = part.rpartition(":")
-    if not colon:
-        layers, replicas = part, "1"
+    layers, _, replicas = (part if ":" in part else f"{part}:1").rpartition(":")
     if not layers or not re.fullmatch(r"[1-9][0-9]{0,5}", replicas):
         raise UsageError(f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2")
     return layers, int(replicas)
 
 
 def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:
-    single = position(layers, names)
-    if single is not None:
-        return single, single
+    """Return the first and the last of one layer, or of two with a dash between; names may hold dashes, too."""
     dashes = [match.start() for match in re.finditer("-", layers)]
-    for dash in dashes:
-        first, last = position(layers[:dash], names), position(layers[dash + 1 :], names)
+    readings = [(layers, layers), *((layers[:dash], layers[dash + 1 :]) for dash in dashes)]
+    for sides in readings:
+        first, last = (position(side, names) for side in sides)
         if first is not None and last is not None:
             return first, last
-    sides = (layers[: dashes[0]], layers[dashes[0] + 1 :]) if dashes else (layers,)
-    name = next((side for side in sides if position(side, names) is None), layers)
+    name = next((side for side in readings[:2][-1] if position(side, names) is None), layers)
     raise unknown(f"`stages`: stage {index}", name, names)
