@@ -7,21 +7,22 @@ is better whose slow stages are fewer: so several moves may follow each other be
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds.chain import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs.layers import Span
+from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
@@ -46,8 +47,10 @@ from autopar.planner.search.moves import (
     balanced_shape,
     cuts_moved,
     devices_moved,
+    devices_of,
     layers_passed,
     manners_changed,
+    running_s,
     stages_divided,
     stages_joined,
     stages_of,
@@ -118,7 +121,7 @@ class LocalSearch:
         self.work_left, self.equal = work, equal
         self.rules = Constraints.of(self.costs, options)
         self.edges = self.rules.edges(MOST_EDGES)
-        self._places: dict[tuple[int, ...], tuple[object, ...] | None] = {}
+        self._where = cache(self._computed_where)
         self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
         self._links: dict[tuple[object, ...], _StagePrice] = {}
         self._tried_layouts: set[tuple[Family, Layout, tuple[int, ...]]] = set()
@@ -144,8 +147,8 @@ class LocalSearch:
         """Return a plan some moves away, which need not be faster; None where none of those drawn fits."""
         at = self._state_of(simulated_plan)
         for _ in range(KICKS):
-            scored = {layout: self._score(at, layout) for layout in self._near(at)}
-            near = nsmallest(KICKED_AMONG, scored, key=lambda each: scored[each])
+            scored = self._scores(at, self._near(at))
+            near = nsmallest(KICKED_AMONG, scored, key=scored.__getitem__)
             layout = draw.choice(near) if near else at.layout
             self._tried_layouts.discard((at.family, layout, at.order))
             after = self.judge(at.family, layout, at.order, float("inf"))
@@ -155,21 +158,19 @@ class LocalSearch:
                 break
         return None if at.simulated_plan is simulated_plan else at.simulated_plan
 
-    def judge(self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float) -> SimulatedPlan | None:
-        """Return the fastest plan of a layout, if it may take less than ``below_s``; None where none fits."""
+    def deepen(self, simulated_plan: SimulatedPlan) -> None:
+        """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
+        _, *where = self._state_of(simulated_plan)
+        self._tried_layouts.discard((*where,))
+        self.judge(*where, simulated_plan.step_s, few=False)
+
+    def judge(
+        self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
+    ) -> SimulatedPlan | None:
+        """Return the fastest plan of a layout that was not judged, if it may take less than ``below_s``, and fits."""
         if (family, layout, order) in self._tried_layouts:
             return None
         self._tried_layouts.add((family, layout, order))
-        return self._judge_layout(family, layout, order, below_s)
-
-    def deepen(self, simulated_plan: SimulatedPlan) -> None:
-        """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
-        at = self._state_of(simulated_plan)
-        self._judge_layout(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
-
-    def _judge_layout(
-        self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
-    ) -> SimulatedPlan | None:
         frame = self._frame(family, layout, order)
         self.work_left -= priced_us(len(layout.cuts))
         if frame is None or candidate_bound_s(self.costs, Candidate(*family, frame)) >= below_s:
@@ -183,25 +184,23 @@ class LocalSearch:
 
     def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> SimulatedPlan | None:
         found: SimulatedPlan | None = None
-        priced = sorted((candidate_bound_s(self.costs, candidate), at) for at, candidate in enumerate(candidates))
-        for least_s, at in priced:
-            if least_s >= (below_s if found is None else min(below_s, found.step_s)):
+        for least_s, at in sorted((candidate_bound_s(self.costs, each), at) for at, each in enumerate(candidates)):
+            if least_s >= below_s:
                 break
-            candidate = candidates[at]
-            step_s = self.best.judge(self.simulator, candidate)
-            self.work_left -= simulated_us(candidate)
+            step_s = self.best.judge(self.simulator, candidates[at])
+            self.work_left -= simulated_us(candidates[at])
             if step_s is not None and (found is None or step_s < found.step_s):
-                found = SimulatedPlan(step_s, candidate)
+                found, below_s = SimulatedPlan(step_s, candidates[at]), min(below_s, step_s)
         return found
 
     def _next(self, at: _SearchState, tries: int) -> _SearchState | None:
         """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
-        own_s = self._score(at, at.layout)
+        own_s = self._scores(at, [at.layout])[at.layout]
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_layouts)
-        near = {layout: self._score(at, layout) for layout in untried}
+        near = self._scores(at, untried)
         beside: _SearchState | None = None
         further = tries
-        for layout in nsmallest(tries, near, key=lambda each: near[each]):
+        for layout in nsmallest(tries, near, key=near.__getitem__):
             if self.work_left <= 0 or further == 0 or near[layout] == float("inf"):
                 break
             further -= 1
@@ -217,18 +216,16 @@ class LocalSearch:
 
     def _otherwise(self, at: _SearchState) -> _SearchState | None:
         """Return the layout with other micro-batches, or other manners, if that is faster."""
-        for family, layout in self._run_otherwise(at):
+        changed = manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2])
+        ways = [(at.family, layout) for layout in changed]
+        if self.options.micro_batches is None:
+            batch, (count, _, schedule) = self.costs.batch, at.family
+            ways += [(Family(each, batch // each, schedule), at.layout) for each in counts_beside(batch, count)]
+        for family, layout in ways:
             found = self.judge(family, layout, at.order, at.simulated_plan.step_s)
             if found is not None and found.step_s < at.simulated_plan.step_s * (1 - 1e-6):
                 return at._replace(simulated_plan=found, family=family, layout=layout)
         return None
-
-    def _run_otherwise(self, at: _SearchState) -> Iterator[tuple[Family, Layout]]:
-        for layout in manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2]):
-            yield at.family, layout
-        if self.options.micro_batches is None:
-            for count in counts_beside(self.costs.batch, at.family.micro_batches):
-                yield Family(count, self.costs.batch // count, at.family.schedule), at.layout
 
     def _near(self, at: _SearchState) -> Iterator[Layout]:
         layout, busy = at.layout, self._busy(at)
@@ -242,11 +239,7 @@ class LocalSearch:
             return
         idle = len(at.order) - sum(layout.widths)
         for widths in devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
-            moved = layout
-            for index, width in enumerate(widths):
-                if width != layout.widths[index]:
-                    moved = moved.with_width(index, width, layout.manner_near(index))
-            yield moved
+            yield layout.with_widths(widths)
         yield from stages_joined(layout, inner)
         sums = self.costs.sums.forward(at.family.micro_batch_size)
         yield from stages_divided(layout, some, sums, idle)
@@ -269,8 +262,11 @@ class LocalSearch:
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def _score(self, at: _SearchState, layout: Layout) -> float:
-        return self.score(at.family, layout, at.order, self._depths(at))
+    def _scores(self, at: _SearchState, layouts: Iterable[Layout]) -> dict[Layout, float]:
+        """Return about how long the steps of layouts take, each layer with as much in flight as now."""
+        stages = at.simulated_plan.candidate.stages
+        depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
+        return {layout: self.score(at.family, layout, at.order, depths) for layout in layouts}
 
     def score(self, family: Family, layout: Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
         """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
@@ -278,10 +274,9 @@ class LocalSearch:
         ``depths`` are how many micro-batches are in flight, by layer.
         """
         self.work_left -= scored_us(len(layout.cuts))
-        loads, trip_s, back_s, closing_s, begin = [], 0.0, 0.0, 0.0, 0
+        loads, trip_s, back_s, closing_s = [], 0.0, 0.0, 0.0
         before: _PlacedStage | None = None
-        for first, stop, width, manner in stages_of(layout):
-            stage = _PlacedStage(first, stop, width, manner, depths[first], order[begin : begin + width])
+        for stage in _placed_stages(layout, order, depths):
             price = self._price(family, before, stage)
             if price is None:
                 return float("inf")
@@ -295,7 +290,7 @@ class LocalSearch:
             # Behind a stage's last backward are those of the stages before it, beside which it reduces and updates.
             closing_s = max(closing_s, price.closing_s - back_s)
             back_s += price.backward_s
-            before, begin = stage, begin + width
+            before = stage
         slowest = max(loads)
         if slowest <= 0:
             return 0.0
@@ -316,10 +311,6 @@ class LocalSearch:
             self._links[key] = _StagePrice(work_s / family.micro_batches, float(link.forth_s), float(link.back_s), 0.0)
         return self._links[key]
 
-    def _depths(self, at: _SearchState) -> list[int]:
-        """Return how many micro-batches are in flight, by layer."""
-        return [stage.in_flight for stage in at.simulated_plan.candidate.stages for _ in range(stage.first, stage.stop)]
-
     def _price(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
         """Return a stage's price with so many in flight, recomputing as little as fits; None where nothing fits."""
         where = self._where(stage.devices)
@@ -331,16 +322,16 @@ class LocalSearch:
         return self._prices[key]
 
     def _least(self, family: Family, before: _PlacedStage | None, stage: _PlacedStage) -> _StagePrice | None:
-        near = [self._place_stage(family, each) for each in (before, stage) if each is not None]
-        if None in near:
+        placed = self._place_stage(family, stage)
+        if placed is None:
             return None
-        spans = [span_of(self.costs, family, self.options, each) for each in near]  # type: ignore[arg-type]
         # The stage before is there for what it leads by.
-        spans[:-1] = [Span(each.levels, 0, 0) for each in spans[:-1]]
-        candidate, _ = least_recomputed(self.costs, family, near, spans)  # type: ignore[arg-type]
-        if self.costs.shortfall(candidate, len(near) - 1) > 0:
-            return None
-        return self._price_of(family, candidate.stages[-1])
+        leading = None if before is None else self._place_stage(family, before)
+        near = [placed] if leading is None else [leading, placed]
+        spans = [Span(Levels(())), span_of(self.costs, family, self.options, placed)]
+        candidate, _ = least_recomputed(self.costs, family, near, spans[-len(near) :])
+        fits = self.costs.shortfall(candidate, len(near) - 1) <= 0
+        return self._price_of(family, candidate.stages[-1]) if fits else None
 
     def _place_stage(self, family: Family, stage: _PlacedStage) -> CandidateStage | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
@@ -353,13 +344,10 @@ class LocalSearch:
         turns = placed.turns(0, count)
         return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
 
-    def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
+    def _computed_where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where they are of several kinds."""
-        if devices not in self._places:
-            kinds = {self.costs.kind_of[device] for device in devices}
-            place = min(kinds), self.costs.limit_bytes(devices), self.costs.links.level(devices)
-            self._places[devices] = place if len(kinds) == 1 else None
-        return self._places[devices]
+        kinds = {self.costs.kind_of[device] for device in devices}
+        return (*kinds, self.costs.limit_bytes(devices), self.costs.links.level(devices)) if len(kinds) == 1 else None
 
     def _state_of(self, simulated_plan: SimulatedPlan) -> _SearchState:
         candidate = simulated_plan.candidate
@@ -369,17 +357,21 @@ class LocalSearch:
 
     def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
-        begin, stages = 0, []
         if self.options.use_all and sum(layout.widths) < len(order):
             return None
-        for first, stop, width, manner in stages_of(layout):
-            devices = order[begin : begin + width]
-            stage = self._place_stage(family, _PlacedStage(first, stop, width, manner, 2**31, devices))
-            if stage is None or len(devices) < width or self._where(devices) is None:
+        stages = []
+        for each in _placed_stages(layout, order, [2**31] * self.costs.layer_count):
+            stage = self._place_stage(family, each)
+            if stage is None or self._where(each.devices) is None:
                 return None
             stages.append(stage)
-            begin += width
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
+
+
+def _placed_stages(layout: Layout, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
+    """Yield the stages of a layout, which take devices in an order; ``depths`` are by layer."""
+    for stage, devices in zip(stages_of(layout), devices_of(layout.widths, order), strict=True):
+        yield _PlacedStage(*stage, depths[stage[0]], devices)
 
 
 SEEDS = 4
@@ -396,15 +388,13 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
     climb = LocalSearch(simulator, options, best, START * options.effort)
     order = tuple(range(len(simulator.costs.devices)))
-    layouts = list(even_layouts(simulator, max(families)))
+    layouts = list(even_layouts(simulator.costs, max(families)))
     manners = climb.manners()
     quick = sorted(
-        (quickly.step_s(layout), at, family, division)
+        (quick_s, at, family, division)
         for family in families
         for division in dict.fromkeys(each for each, _ in manners)
-        for quickly in (_Quick(simulator, family, division),)
-        for at, layout in enumerate(layouts)
-        if division == "split" or max(layout.widths) > 1
+        for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
     priced: list[tuple[float, int, Family, Layout]] = []
     for quick_s, at, family, division in quick:
@@ -413,7 +403,9 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         own = [manner for manner in manners if manner[0] == division]
         for manner in own if max(layouts[at].widths) > 1 else own[:1]:
             layout = layouts[at].run(manner)
-            score = climb.score(family, layout, order, _depths(family, layout))
+            # As many in flight as `1f1b` keeps at least not to wait.
+            behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
+            score = climb.score(family, layout, order, [min(family.micro_batches, each) for each in behind])
             priced.append((score, len(priced), family, layout))
     # Of every number of stages, widths and division first the most promising one: local moves change these slowly.
     known: Counter[object] = Counter()
@@ -427,14 +419,13 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             climb.judge(family, layout, order, float("inf"))
 
 
-def even_layouts(simulator: Simulator, family: Family) -> Iterator[Layout]:
+def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
     On all devices, widths are as equal as can be, or go by the time that stages take.
     """
-    costs, devices = simulator.costs, len(simulator.costs.devices)
-    edges = list(range(costs.layer_count + 1))
-    running = _sums_s(costs, family.micro_batch_size)
+    devices, edges = len(costs.devices), list(range(costs.layer_count + 1))
+    running = running_s(costs, family.micro_batch_size)
     for count in stage_counts(min(costs.layer_count, devices)):
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
@@ -470,49 +461,24 @@ def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _sums_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
-    """Return the seconds of the layers up to every one."""
-    found: npt.NDArray[np.float64] = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
-    return found
+def _quick_steps_s(costs: CostModel, family: Family, division: Division, layouts: Iterable[Layout]) -> Iterator[float]:
+    """Yield about how long the steps of layouts take in which replicas divide micro-batches in a way.
 
-
-class _Quick:
-    """About how long steps take in which replicas divide micro-batches in a way, were there no limit of memory."""
-
-    def __init__(self, simulator: Simulator, family: Family, division: Division) -> None:
-        self._costs, self._family, self._division = simulator.costs, family, division
-        self._sums: dict[int, npt.NDArray[np.float64]] = {}
-        """By width, the seconds of the layers up to every one."""
-
-    def step_s(self, layout: Layout) -> float:
-        """Return the seconds of a layout; infinite where it cannot be."""
-        count, stops, widths = self._family.micro_batches, np.array(layout.cuts), np.array(layout.widths)
-        most = self._family.micro_batch_size if self._division == "split" else count
-        if widths.max() > most and not self._costs.divisible:
-            return float("inf")
-        own_s = np.zeros(len(stops))
-        firsts = np.append(0, stops[:-1])
+    Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
+    """
+    count, rows = family.micro_batches, family.micro_batch_size
+    most = 2**31 if costs.divisible else rows if division == "split" else count
+    sums_of = cache(lambda width: running_s(costs, max(costs.shares(rows, width, division))))
+    for layout in layouts:
+        edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
+        if not (1 if division == "split" else 2) <= widths.max() <= most:
+            yield float("inf")
+            continue
         for width in set(layout.widths):
-            some, sums = widths == width, self._of_width(width)
-            own_s[some] = sums[stops[some]] - sums[firsts[some]]
-        turns = 1.0 if self._division == "split" else -(-count // widths) / count
-        return float((count - 1) * (own_s * turns).max() + own_s.sum())
-
-    def _of_width(self, width: int) -> npt.NDArray[np.float64]:
-        if width not in self._sums:
-            rows = max(self._costs.shares(self._family.micro_batch_size, width, self._division))
-            self._sums[width] = _sums_s(self._costs, rows)
-        return self._sums[width]
-
-
-def _depths(family: Family, layout: Layout) -> list[int]:
-    """Return how many micro-batches `1f1b` keeps in flight at least not to wait, by layer."""
-    count = len(layout.cuts)
-    return [
-        min(family.micro_batches, count - at)
-        for at, (first, stop, _, _) in enumerate(stages_of(layout))
-        for _ in range(first, stop)
-    ]
+            some, sums = widths == width, sums_of(width)
+            own_s[some] = sums[edges[1:][some]] - sums[edges[:-1][some]]
+        turns = 1.0 if division == "split" else -(-count // widths) / count
+        yield float((count - 1) * (own_s * turns).max() + own_s.sum())
 
 
 def stage_counts(most: int) -> list[int]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.formats.plan import Division, Shard, group_of, layout_of
 from autopar.planner.candidate import Candidate, CandidateStage, Family
@@ -40,21 +43,24 @@ class Layout(NamedTuple):
         manners = tuple((stage.division, stage.shard) for stage in candidate.stages)
         return cls(candidate.cuts, candidate.widths, manners)
 
-    def with_width(self, at: int, width: int, manner: Manner) -> Layout:
-        """Return the layout with another width of one stage, which is run in some manner where it has replicas."""
-        own = manner if width > 1 else SINGLE
-        return Layout(
-            self.cuts,
-            (*self.widths[:at], width, *self.widths[at + 1 :]),
-            (*self.manners[:at], own, *self.manners[at + 1 :]),
-        )
+    def with_widths(self, widths: tuple[int, ...]) -> Layout:
+        """Return the layout with other widths; changed stages are run as the nearest ones that have replicas."""
+        manners = list(self.manners)
+        for at, width in enumerate(widths):
+            if width != self.widths[at]:
+                manners[at] = self._manner_near(at) if width > 1 else SINGLE
+        return Layout(self.cuts, widths, tuple(manners))
+
+    def with_stages(self, at: int, count: int, stages: Layout) -> Layout:
+        """Return the layout with other stages in place of so many."""
+        parts = zip(self, stages, strict=True)
+        return Layout(*((*own[:at], *others, *own[at + count :]) for own, others in parts))  # type: ignore[arg-type]
 
     def run(self, manner: Manner) -> Layout:
         """Return the layout with the replicas of all stages run in a manner."""
         return self._replace(manners=tuple(manner if width > 1 else SINGLE for width in self.widths))
 
-    def manner_near(self, at: int) -> Manner:
-        """Return how a stage is run, or, where it has one replica, the nearest one that has more."""
+    def _manner_near(self, at: int) -> Manner:
         every = sorted(range(len(self.widths)), key=lambda other: abs(other - at))
         return next((self.manners[other] for other in every if self.widths[other] > 1), SINGLE)
 
@@ -69,10 +75,9 @@ def cuts_moved(
     """
     for index in which:
         low, high = (0, *cuts)[index], cuts[index + 1]
-        at = bisect_left(edges, cuts[index])
-        for by in (step * sign for step in range(1, reach + 1) for sign in (-1, 1)):
-            # The cut may lie between two edges, as a dictated one does.
-            place = at + by if at < len(edges) and edges[at] == cuts[index] else at + by - (by > 0)
+        # The cut may lie between two edges, as a dictated one does.
+        below, above = bisect_left(edges, cuts[index]) - 1, bisect_right(edges, cuts[index])
+        for place in (place for step in range(reach) for place in (below - step, above + step)):
             if 0 <= place < len(edges) and low < edges[place] < high:
                 yield (*cuts[:index], edges[place], *cuts[index + 1 :])
 
@@ -84,37 +89,33 @@ def layers_passed(cuts: Sequence[int], edges: Sequence[int], givers: Iterable[in
     [(1, 4, 6), (1, 3, 6)]
     """
     place = {edge: at for at, edge in enumerate(edges)}
-    known = all(cut in place for cut in cuts)
-    for giver in givers if known else ():
-        for taker in range(len(cuts)):
-            between = range(giver, taker) if taker > giver else range(taker, giver)
-            by = -1 if taker > giver else 1
-            moved = list(cuts)
-            for index in between:
-                moved[index] = edges[place[cuts[index]] + by]
-            if between and all(before < after for before, after in pairwise((0, *moved))):
-                yield tuple(moved)
+    for giver, taker in product(givers if place.keys() >= {*cuts} else (), range(len(cuts))):
+        low, high, by = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+        moved = (*cuts[:low], *(edges[place[cut] + by] for cut in cuts[low:high]), *cuts[high:])
+        if giver != taker and all(before < after for before, after in pairwise((0, *moved))):
+            yield moved
 
 
 def devices_moved(
-    widths: Sequence[int], idle: int, takers: Iterable[int], *, all_used: bool
+    widths: tuple[int, ...], idle: int, takers: Sequence[int], *, all_used: bool
 ) -> Iterator[tuple[int, ...]]:
     """Yield the widths with one device passed to one of the ``takers``, taken up, or dropped.
 
     >>> list(devices_moved((2, 1), 0, (1,), all_used=True)), list(devices_moved((1, 1), 1, (0,), all_used=False))
     ([(1, 2)], [(2, 1)])
     """
-    takers = tuple(takers)
     for index, width in enumerate(widths):
-        for taker in takers if width > 1 else ():
-            if taker != index:
-                passed = list(widths)
-                passed[index], passed[taker] = width - 1, widths[taker] + 1
-                yield tuple(passed)
-        if width > 1 and not all_used:
-            yield (*widths[:index], width - 1, *widths[index + 1 :])
-    for taker in takers if idle else ():
-        yield (*widths[:taker], widths[taker] + 1, *widths[taker + 1 :])
+        if width > 1:
+            fewer = _with_more(widths, index, -1)
+            yield from (_with_more(fewer, taker, 1) for taker in takers if taker != index)
+            if not all_used:
+                yield fewer
+    if idle:
+        yield from (_with_more(widths, taker, 1) for taker in takers)
+
+
+def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:
+    return (*widths[:at], widths[at] + more, *widths[at + 1 :])
 
 
 def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
@@ -123,14 +124,10 @@ def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     >>> next(stages_joined(Layout((2, 4), (1, 1), (SINGLE, SINGLE)), (0,)))
     Layout(cuts=(4,), widths=(2,), manners=(('split', 'none'),))
     """
-    cuts, widths, manners = layout
     for index in which:
-        manner = max(manners[index : index + 2], key=lambda each: each != SINGLE)
-        yield Layout(
-            (*cuts[:index], *cuts[index + 1 :]),
-            (*widths[:index], widths[index] + widths[index + 1], *widths[index + 2 :]),
-            (*manners[:index], manner, *manners[index + 2 :]),
-        )
+        _, widths, manners = (each[index : index + 2] for each in layout)
+        manner = max(manners, key=lambda each: each != SINGLE)
+        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (sum(widths),), (manner,)))
 
 
 def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:
@@ -141,18 +138,10 @@ def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float
         for width in sorted({1, own // 2, own - 1} - {0, own}):
             aim = seconds[first] + (seconds[stop] - seconds[first]) * width / own
             middle = bisect_left(seconds, aim, first + 1, max(first + 1, stop - 1))
+            widths = width, own - width
+            manners = tuple(layout.manners[index] if each > 1 else SINGLE for each in widths)
             for cut in range(max(first + 1, middle - 1), min(stop, middle + 1)):
-                yield _divide_stage(layout, index, cut, (width, own - width))
-
-
-def _divide_stage(layout: Layout, index: int, cut: int, parts: tuple[int, int]) -> Layout:
-    cuts, widths, manners = layout
-    own = tuple(manners[index] if width > 1 else SINGLE for width in parts)
-    return Layout(
-        (*cuts[:index], cut, *cuts[index:]),
-        (*widths[:index], *parts, *widths[index + 1 :]),
-        (*manners[:index], *own, *manners[index + 1 :]),
-    )
+                yield layout.with_stages(index, 1, Layout((cut, stop), widths, manners))
 
 
 def manners_changed(layout: Layout, manners: Sequence[Manner], which: Iterable[int]) -> Iterator[Layout]:
@@ -184,6 +173,20 @@ class Shape(NamedTuple):
     widths: tuple[int, ...]
     """Replicas, by group of devices."""
 
+    @property
+    def chunks(self) -> int:
+        """Stages of every group."""
+        return len(self.cuts) // len(self.widths)
+
+
+def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the devices of groups of these widths, which take them in an order.
+
+    >>> devices_of((2, 1), (3, 0, 1, 2))
+    [(3, 0), (1,)]
+    """
+    return [tuple(order[stop - width : stop]) for width, stop in zip(widths, accumulate(widths), strict=True)]
+
 
 def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
@@ -192,17 +195,13 @@ def place_shape(
 
     Replicas split micro-batches; those of groups of several shard.
     """
-    devices, begin = [], 0
-    for width in shape.widths:
-        devices.append(tuple(order[begin : begin + width]))
-        begin += width
+    layout, devices = layout_of(family.schedule), devices_of(shape.widths, order)
     stages = []
     for index, (first, stop) in enumerate(pairwise((0, *shape.cuts))):
-        mine = devices[group_of(layout_of(family.schedule), index, len(devices))]
+        mine = devices[group_of(layout, index, len(devices))]
         shares = costs.shares(family.micro_batch_size, len(mine))
-        stages.append(
-            CandidateStage(first, stop, mine, shares, family.micro_batches, shard=shard if len(mine) > 1 else "none")
-        )
+        own: Shard = shard if len(mine) > 1 else "none"
+        stages.append(CandidateStage(first, stop, mine, shares, family.micro_batches, shard=own))
     return tuple(stages)
 
 
@@ -230,29 +229,28 @@ def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chun
     ``edges`` are where stages may end, 0 and the last included; there is one for every stage.
     """
     count, layout = len(widths) * chunks, layout_of(family.schedule)
-    sums: dict[int, list[float]] = {}
-    for width in set(widths):
-        rows = costs.shares(family.micro_batch_size, width)[-1]
-        both = zip(costs.sums.forward(rows), costs.sums.backward(rows, 1.0), strict=True)
-        running = [forward_s + backward_s for forward_s, backward_s in both]
-        sums[width] = [running[edge] for edge in edges]
+    shares = {width: costs.shares(family.micro_batch_size, width)[-1] for width in set(widths)}
+    sums = {width: running_s(costs, rows)[edges].tolist() for width, rows in shares.items()}
     own = [sums[widths[group_of(layout, index, len(widths))]] for index in range(count)]
     low, high = 0.0, max(each[-1] for each in own)
-    found = _within(own, high)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        tried = _within(own, middle)
-        low, high, found = (middle, high, found) if tried is None else (low, middle, tried)
+        low, high = (middle, high) if _within(own, middle) is None else (low, middle)
+    found = _within(own, high)
     assert found is not None
     return Shape(tuple(edges[at] for at in found), tuple(widths))
 
 
+def running_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
+    """Return the seconds of a forward and a backward of the layers before every one."""
+    found: npt.NDArray[np.float64] = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
+    return found
+
+
 def _within(own: Sequence[Sequence[float]], most_s: float) -> list[int] | None:
     """Return the ends of stages that take no longer than some seconds, as long ones as can be; None: there are none."""
-    last, at = len(own[0]) - 1, 0
-    found = []
-    for index, sums in enumerate(own):
-        behind = len(own) - 1 - index
+    last, at, found = len(own[0]) - 1, 0, []
+    for behind, sums in zip(reversed(range(len(own))), own, strict=True):
         stop = min(bisect_right(sums, sums[at] + most_s) - 1, last - behind)
         if stop <= at:
             return None

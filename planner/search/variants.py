@@ -6,7 +6,8 @@ devices, where widths that run alike are one. Of each, the messages that pass be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import lcm
 from typing import NamedTuple
 
@@ -90,21 +91,18 @@ def choices(costs: CostModel, options: PlanOptions, binding: bool, fineness: Fin
     """
     shards = tuple(dict.fromkeys(("none", *options.shards)))
     divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
-    every = options.recompute == "full"
+    every, alone = options.recompute == "full", options.shard not in ("auto", "none")
     parts = min((fineness or FINE).ranges, costs.layer_count)
-    recomputed = range(parts + 1) if options.recompute == "auto" and binding else range(1)
-    alone = options.shard not in ("auto", "none")
-    found = [
-        Choice(division, shard, part, parts, every, alone=alone and shard == "none")
-        for part in recomputed
-        for division in divisions
-        for shard in shards_of(division, shards)
-    ]
-    if fineness is None or len(recomputed) == 1:
-        return found
-    few = min(FEW_RANGES, parts)
-    turning = [choice._replace(parts=few) for choice in found if choice.division != "split" and choice.part <= few]
-    return [*(choice for choice in found if choice.division == "split"), *turning]
+    recomputed = options.recompute == "auto" and binding
+
+    def of(divisions: Sequence[Division], parts: int) -> Iterator[Choice]:
+        for part, division in product(range(parts + 1) if recomputed else (0,), divisions):
+            for shard in shards_of(division, shards):
+                yield Choice(division, shard, part, parts, every, alone=alone and shard == "none")
+
+    if fineness is None or not recomputed:
+        return list(of(divisions, parts))
+    return [*of(divisions[:1], parts), *of(divisions[1:], min(FEW_RANGES, parts))]
 
 
 EXACT_LAYERS, FEW_EXACT, MOST_EXACT = 4, 8, 16
@@ -135,22 +133,17 @@ def ways_of(
     more devices than the fewest of them gain next to nothing. Of more than these, neighbouring ones are taken together.
     """
     count = costs.kind_of.count(kind)
-    rows, micro_batches = family.micro_batch_size, family.micro_batches
     found: list[Variant] = []
     for number, choice in enumerate(choices):
-        asked = choice.widths(micro_batches, rows, costs.divisible)
+        asked = choice.widths(family.micro_batches, family.micro_batch_size, costs.divisible)
         widths = range(asked.start, min(asked.stop - 1, count) + 1)
-        classes = _classes(costs, family, choice, widths, most)
+        classes = [(width,) for width in widths] if most is None else _classes(costs, family, choice, widths, most)
         found += [Variant(kind, number, choice, together[0], together) for together in classes]
     return found
 
 
-def _classes(
-    costs: CostModel, family: Family, choice: Choice, widths: range, most: int | None
-) -> list[tuple[int, ...]]:
+def _classes(costs: CostModel, family: Family, choice: Choice, widths: range, most: int) -> list[tuple[int, ...]]:
     division = choice.division
-    if most is None:
-        return [(width,) for width in widths]
     alike: dict[tuple[float, int, tuple[bool, ...]], list[int]] = {}
     for width in widths:
         rows = family.micro_batch_size / width if costs.divisible else -(-family.micro_batch_size // width)
@@ -159,13 +152,13 @@ def _classes(
         held = width if choice.shard != "none" or width == 1 else 0
         limits = limits_met(costs, costs.shares(family.micro_batch_size, width, division))
         alike.setdefault((busiest, held, limits), []).append(width)
-    classes = [(each[0], each[-1], key[2]) for key, each in alike.items()]
     exact = min(MOST_EXACT, max(FEW_EXACT, EXACT_LAYERS * len(costs.devices) // costs.layer_count))
+    ratio = (widths[-1] / widths[0]) ** (1 / most) if widths else 1.0
     merged: list[list[int]] = []
     kept: tuple[bool, ...] = ()
-    ratio = (widths[-1] / max(1, widths[0])) ** (1 / most) if len(widths) > 0 else 1.0
-    for low, high, limits in classes:
-        if merged and limits == kept and len(classes) > most and low > exact and high <= merged[-1][0] * ratio:
+    for (_, _, limits), together in alike.items():
+        low, high = together[0], together[-1]
+        if merged and limits == kept and len(alike) > most and low > exact and high <= merged[-1][0] * ratio:
             merged[-1] += [low, high]
         else:
             merged.append([low, high])
@@ -202,22 +195,12 @@ def queues(family: Family, width: int, division: Division, most: int) -> Queues:
     >>> queues(Family(4, 6, "1f1b"), 2, "split", 3)
     Queues(least_rows=2, fullest=((2, 3), (4, 2)))
     """
-    found = _least(_queues(family, width, division, most))
-    return Queues(min(rows for _, rows in found), tuple(found))
-
-
-def _queues(family: Family, width: int, division: Division, most: int) -> Iterator[tuple[int, float]]:
     rows, count = family.micro_batch_size, family.micro_batches
     share, turning = (-(-rows // width), 1) if division == "split" else (rows, width)
-    yield -(-count // turning), min(share, -(-rows // min(most, rows)))
-    for next_width in range(2, min(most, count) + 1):
-        yield -(-count // lcm(turning, next_width)), share
-
-
-def _least(pairs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the pairs that no other one is below in both."""
-    kept: list[tuple[int, float]] = []
-    for count, rows in sorted(set(pairs)):
-        if not kept or rows < kept[-1][1]:
-            kept.append((count, rows))
-    return kept
+    pairs = {(-(-count // lcm(turning, after)), share) for after in range(2, min(most, count) + 1)}
+    pairs.add((-(-count // turning), min(share, -(-rows // min(most, rows)))))
+    fullest: list[tuple[int, float]] = []
+    for messages, each in sorted(pairs):
+        if not fullest or each < fullest[-1][1]:
+            fullest.append((messages, each))
+    return Queues(fullest[-1][1], tuple(fullest))
