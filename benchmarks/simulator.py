@@ -32,7 +32,7 @@ from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.links import LinkModel, Sharing, Traffic
 from autopar.planner.simulator.beats import action_levels, simulate_levels
 from autopar.planner.simulator.simulate import compile_rows, run
-from autopar.planner.simulator.wave import applies, chain_times, simulate_chain
+from autopar.planner.simulator.wave import chain_times, simulate_chain
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import routes
@@ -83,7 +83,7 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
         "beats": lambda: _march(candidate, times),
         "plain": lambda: run(rows, times),
     }
-    if applies(candidate, times):
+    if chain_times(candidate, times, ()) is not None:
         ways["wave"] = lambda: _ride(candidate, times)
     for name, shared in _clusters(cluster).items():
         traffic = Traffic(Sharing.of(shared, cluster.devices), devices)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,6 @@ Numbers = npt.NDArray[np.float64]
 Holders = Sequence[tuple[int, ...]]
 ABSENT_S = float("-inf")
 """Seconds of a message that is never sent: who would receive it waits for nothing."""
-SLIVER = 1e-6
-"""Share of a micro-batch that is rounding, where its rows divide freely."""
-FEW_STAGES = 24
-"""Up to so many, numbers are quicker one by one than arrays of them."""
 ROUNDING = 1e-13
 """Share of a backward and its reduction that is rounding."""
 
@@ -56,12 +52,12 @@ def simulate_chain(wave: ChainTimes) -> float:
     >>> simulate_chain(ChainTimes(4, 0.0, (3, 2, 1), even, 2 * even, free, free, 0 * even, 0 * even))
     18.0
     """
-    state = _ShortChainState(wave) if len(wave.depths) <= FEW_STAGES else _ChainState(wave)
+    state = _ChainState(wave)
     for turn in range(wave.micro_batches + wave.depths[0] - 1):
         if turn < wave.micro_batches:
             state.forward()
         state.backward(turn)
-    clock = np.array(state.clock) + wave.exposed_s
+    clock = state.clock + wave.exposed_s
     for holders, seconds in wave.tied_reductions:
         members = list(holders)
         clock[members] = clock[members].max() + seconds
@@ -96,18 +92,15 @@ class _ChainState:
     """What one turn leaves to the next. Backwards run from the last stage: their arrays stand in that order."""
 
     def __init__(self, wave: ChainTimes) -> None:
-        self.clock = np.full(len(wave.depths), wave.overhead_s)
+        stages, depths = len(wave.depths), np.array(wave.depths[::-1])
+        self.clock = np.full(stages, wave.overhead_s)
         self._forward_s, self._inward_s = wave.forward_s, np.append(ABSENT_S, wave.activation_s)
         self._chain = _MaxPlusChain(self._inward_s + self._forward_s)
-        self._activation_arrival_s = np.full(len(wave.depths), ABSENT_S)
+        self._activation_arrival_s = np.full(stages, ABSENT_S)
         """When the activation that a stage received last arrived."""
-        self._start_backwards(wave)
-
-    def _start_backwards(self, wave: ChainTimes) -> None:
-        stages, depths = len(wave.depths), np.array(wave.depths[::-1])
         self._back_clock = self.clock[::-1]
         self._backward_s, self._returned_s = wave.backward_s[::-1], np.append(ABSENT_S, wave.gradient_s[::-1])
-        lags = np.append(0, np.diff(depths))
+        lags = np.diff(depths, prepend=depths[0])
         self._back_chain = _MaxPlusChain(np.where(lags == 0, self._returned_s + self._backward_s, ABSENT_S))
         self._gradient_arrival_s = np.full(stages, ABSENT_S)
         # Gradients are remembered for as many turns as the stage before lags behind; such stages read them by turn.
@@ -141,68 +134,6 @@ class _ChainState:
         self._gradient_history[turn % self._kept_turns, before] = returned
 
 
-class _ShortChainState:
-    """What :class:`_ChainState` does, number by number: the same sums in the same order."""
-
-    def __init__(self, wave: ChainTimes) -> None:
-        stages, depths = len(wave.depths), wave.depths[::-1]
-        self.clock, self._last = [wave.overhead_s] * stages, stages - 1
-        self._forward_s, self._inward_s = wave.forward_s.tolist(), [ABSENT_S, *wave.activation_s.tolist()]
-        self._backward_s, self._returned_s = wave.backward_s[::-1].tolist(), [ABSENT_S, *wave.gradient_s[::-1].tolist()]
-        self._lags = [0, *(after - before for before, after in pairwise(depths))]
-        self._sweeps = _sweep_lists(np.array(self._inward_s) + wave.forward_s)
-        links = np.array(self._returned_s) + wave.backward_s[::-1]
-        self._back_sweeps = _sweep_lists(np.where(np.array(self._lags) == 0, links, ABSENT_S))
-        self._activation_arrival_s, self._gradient_arrival_s = [ABSENT_S] * stages, [ABSENT_S] * stages
-        self._gradient_history = [[ABSENT_S] * stages for _ in range(max(self._lags) + 1)]
-        turns = np.arange(wave.micro_batches + depths[-1])
-        self._stop_by_turn = np.searchsorted(depths, turns + 1, side="right").tolist()
-        self._first_by_turn = np.searchsorted(depths, turns + 1 - wave.micro_batches, side="right").tolist()
-
-    def forward(self) -> None:
-        """Take the next micro-batch's forward through all stages."""
-        clock, arrived, inward_s = self.clock, self._activation_arrival_s, self._inward_s
-        for stage, own_s in enumerate(self._forward_s):
-            start = arrived[stage] + inward_s[stage]
-            clock[stage] = (start if start > clock[stage] else clock[stage]) + own_s
-        for reach, span in self._sweeps:
-            for stage in range(self._last, reach - 1, -1):
-                heard = clock[stage - reach] + span[stage]
-                if heard > clock[stage]:
-                    clock[stage] = heard
-        for stage in range(1, self._last + 1):
-            sent = clock[stage - 1]
-            arrived[stage] = (sent if sent > arrived[stage] else arrived[stage]) + inward_s[stage]
-
-    def backward(self, turn: int) -> None:
-        """Run one backward on every stage that has one in this turn."""
-        clock, returned, last, kept = self.clock, self._gradient_arrival_s, self._last, self._gradient_history
-        first, stop = self._first_by_turn[turn], self._stop_by_turn[turn]
-        for at in range(first, stop):
-            lag = self._lags[at]
-            wait = kept[(turn - lag) % len(kept)][at] if lag else returned[at] + self._returned_s[at]
-            end = clock[last - at]
-            clock[last - at] = (wait if wait > end else end) + self._backward_s[at]
-        for reach, span in self._back_sweeps:
-            for at in range(stop - 1, first + reach - 1, -1):
-                heard = clock[last - at + reach] + span[at]
-                if heard > clock[last - at]:
-                    clock[last - at] = heard
-        own = kept[turn % len(kept)]
-        for at in range(first + 1, min(stop, last) + 1):
-            sent = clock[last - at + 1]
-            own[at] = returned[at] = (sent if sent > returned[at] else returned[at]) + self._returned_s[at]
-
-
-def _sweep_lists(links: Numbers) -> list[tuple[int, list[float]]]:
-    return [(reach, span.tolist()) for reach, span in _MaxPlusChain(links).sweeps]
-
-
-def applies(candidate: Candidate, times: Durations) -> bool:
-    """Whether a candidate's step may be had from :func:`simulate_chain`."""
-    return chain_times(candidate, times, [()] * len(times.tied_s)) is not None
-
-
 def chain_times(candidate: Candidate, times: Durations, tied_stages: Holders) -> ChainTimes | None:
     """Return a candidate as a wave, or None where no replica of a stage is always the last one.
 
@@ -212,76 +143,56 @@ def chain_times(candidate: Candidate, times: Durations, tied_stages: Holders) ->
     replica must take part in every micro-batch, and messages pass between neighbours only.
     """
     depths = tuple(min(stage.warmup, candidate.micro_batches) for stage in candidate.stages)
-    if any(before < after for before, after in pairwise(depths)) or not _split(candidate):
+    grows = any(before < after for before, after in pairwise(depths))
+    slowest_s = _slowest_messages_s(times)
+    if grows or any(stage.turning > 1 for stage in candidate.stages) or any(abs(a - b) != 1 for a, b in slowest_s):
         return None
-    ranks = _ranks(candidate)
-    messages = _messages(times, len(ranks))
-    if messages is None:
-        return None
+    ranks = [range(start, stop) for start, stop in pairwise(accumulate(candidate.widths, initial=0))]
     forward_s, backward_s, update_s = (
         np.array([max(column[mine.start : mine.stop]) for mine in ranks])
         for column in (times.forward_s, times.backward_s, times.update_s)
     )
-    slowest = ((times.forward_s, forward_s), (times.backward_s, backward_s))
     laggards = [
-        {rank for rank in mine if all(column[rank] == most[index] for column, most in slowest)}
-        for index, mine in enumerate(ranks)
+        {rank for rank in mine if (times.forward_s[rank], times.backward_s[rank]) == most}
+        for mine, most in zip(ranks, zip(forward_s, backward_s, strict=True), strict=True)
     ]
-    exposed_s = _exposed_reduction_s(times, ranks, laggards, backward_s) if _agree(laggards, times, *messages) else None
+    exposed_s = _exposed_reduction_s(times, ranks, laggards, backward_s) if _agree(laggards, times, slowest_s) else None
     if exposed_s is None:
         return None
+    neighbours = list(pairwise(range(len(ranks))))
+    activation_s = np.array([slowest_s.get(pair, ABSENT_S) for pair in neighbours])
+    gradient_s = np.array([slowest_s.get(pair[::-1], ABSENT_S) for pair in neighbours])
     shared = tuple(zip(tied_stages, times.tied_s, strict=True))
-    columns = (forward_s, backward_s, *messages, exposed_s, update_s)
+    columns = (forward_s, backward_s, activation_s, gradient_s, exposed_s, update_s)
     return ChainTimes(candidate.micro_batches, times.overhead_s, depths, *columns, shared)
 
 
-def _split(candidate: Candidate) -> bool:
-    """Whether every replica takes a share of every micro-batch."""
-    rows = candidate.micro_batch_size
-    return all(abs(sum(stage.shares) - rows) <= SLIVER * rows for stage in candidate.stages)
-
-
-def _ranks(candidate: Candidate) -> list[range]:
-    found, start = [], 0
-    for stage in candidate.stages:
-        found.append(range(start, start + len(stage.devices)))
-        start += len(stage.devices)
+def _slowest_messages_s(times: Durations) -> dict[tuple[int, int], float]:
+    """Return the seconds of the slowest message by (sending stage, receiving stage)."""
+    found: dict[tuple[int, int], float] = {}
+    for (sender, receiver), seconds in times.message_s.items():
+        pair = times.stage[sender], times.stage[receiver]
+        found[pair] = max(found.get(pair, seconds), seconds)
     return found
 
 
-def _messages(times: Durations, stages: int) -> tuple[Numbers, Numbers] | None:
-    """Return the seconds of the slowest activation and gradient across every boundary; None if some skip a stage."""
-    activation_s, gradient_s = np.full(stages - 1, ABSENT_S), np.full(stages - 1, ABSENT_S)
-    for (sender, receiver), seconds in times.message_s.items():
-        before, after = times.stage[sender], times.stage[receiver]
-        if abs(after - before) != 1:
-            return None
-        slowest = activation_s if after > before else gradient_s
-        slowest[min(before, after)] = max(slowest[min(before, after)], seconds)
-    return activation_s, gradient_s
-
-
-def _agree(laggards: list[set[int]], times: Durations, activation_s: Numbers, gradient_s: Numbers) -> bool:
+def _agree(laggards: list[set[int]], times: Durations, slowest_s: Mapping[tuple[int, int], float]) -> bool:
     """Leave only those that the slowest messages of laggards reach; return whether every stage has some."""
     senders: dict[tuple[int, int], list[int]] = {}
-    """Of the slowest messages, by (receiving rank, sending stage)."""
+    """Of the slowest messages, by (sending stage, receiving rank)."""
     for (sender, receiver), seconds in times.message_s.items():
         before, after = times.stage[sender], times.stage[receiver]
-        slowest = activation_s if after > before else gradient_s
-        if seconds == slowest[min(before, after)]:
-            senders.setdefault((receiver, before), []).append(sender)
-    stages = len(laggards)
-    heard = [[index - 1] if index and np.isfinite(activation_s[index - 1]) else [] for index in range(stages)]
-    for index in np.flatnonzero(np.isfinite(gradient_s)).tolist():
-        heard[index].append(index + 1)
+        if seconds == slowest_s[before, after]:
+            senders.setdefault((before, receiver), []).append(sender)
+    # Up and down the chain until nothing moves.
+    pairs = sorted(slowest_s)
     count = -1
     while count != (count := sum(map(len, laggards))):
-        for index in (*range(stages), *reversed(range(stages))):
-            for stage in heard[index]:
-                reached = laggards[stage]
-                laggards[index] = {
-                    rank for rank in laggards[index] if not reached.isdisjoint(senders.get((rank, stage), ()))
-                }
+        for before, after in (*pairs, *reversed(pairs)):
+            reached = laggards[before]
+            laggards[after] = {
+                rank for rank in laggards[after] if not reached.isdisjoint(senders.get((before, rank), ()))
+            }
     return all(laggards)
 
 
