@@ -62,9 +62,9 @@ def device_kinds(
     return DeviceKinds(here[0] if here else None, gpus, runs)
 
 
-def _check_fitting(device: str, count: int, estimated: bool, option: str) -> None:
+def _check_fitting(device: str, count: int, are_gpus: bool, option: str) -> None:
     """Refuse to fit estimates of no GPU, or of several kinds."""
-    if not estimated:
+    if not are_gpus:
         raise UsageError(f"{option}: fits estimates; name a GPU that is not there with `device`")
     if count > 1:
         raise UsageError(

@@ -285,7 +285,7 @@ def fold(text: str, width: int, *, numbers: bool = False, whole: bool = False) -
                     lines.append(line.rstrip(" "))
                 line = ""
                 if not whole:
-                    *broken, piece = _broken(piece, width)
+                    *broken, piece = _break_word(piece, width)
                     lines += broken
             line += piece
         lines.append(line.rstrip(" "))
@@ -294,7 +294,7 @@ def fold(text: str, width: int, *, numbers: bool = False, whole: bool = False) -
 
 def _pieces(text: str, numbers: bool) -> list[str]:
     """Return what text consists of that is not to be broken."""
-    held = _THOUSANDS.sub(lambda found: found[0].replace(",", _COMMA), _GLUED.sub(_HELD, text))
+    held = _THOUSANDS.sub(lambda match: match[0].replace(",", _COMMA), _GLUED.sub(_HELD, text))
     found = (_LIST if numbers else _PIECES).findall(held)
     return [piece.replace(_HELD, " ").replace(_COMMA, ",") for piece in found]
 
@@ -303,7 +303,7 @@ def _words(text: str, numbers: bool) -> list[str]:
     return [piece for line in text.split("\n") for piece in _pieces(line, numbers)]
 
 
-def _broken(word: str, width: int) -> list[str]:
+def _break_word(word: str, width: int) -> list[str]:
     """Return a word as parts that are no wider than a line."""
     if cell_len(word.rstrip(" ")) <= width:
         return [word]

@@ -36,14 +36,14 @@ def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross()
 
 def test_a_tied_parameter_has_one_name():
     graph = layers_of("language")
-    assert graph.tied() == {"transformer.wte.weight": ("transformer.wte", "head")}
+    assert graph.tied_parameters() == {"transformer.wte.weight": ("transformer.wte", "head")}
 
 
 def test_values_without_a_batch_dimension_are_recomputed_and_their_parameters_shared():
     graph = layers_of("shared bias")
     steps = tuple(f"steps.{i}" for i in range(4))
     assert [layer.name for layer in graph.layers] == list(steps)
-    assert graph.tied() == {"table.weight": steps, "temperature": steps}
+    assert graph.tied_parameters() == {"table.weight": steps, "temperature": steps}
 
 
 def test_a_wrapper_with_one_child_is_walked_through():
