@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, takewhile
 from math import ceil, log, prod
 from typing import NamedTuple
 
@@ -78,17 +78,18 @@ def _vectors(
     few: bool,
 ) -> tuple[list[tuple[int, ...]], bool]:
     """Return the depths to try, and whether no others are possible."""
-    most = [stage.warmup for stage in stages]
+    possible = prod(stage.warmup for stage in stages)
     if family.schedule == "gpipe":
         return [tuple(stage.turns(0, family.micro_batches) for stage in stages)], True
-    if exact and prod(most) <= MOST_VECTORS:
-        return list(_all(stages, family.micro_batches, most)), True
-    timed = list(_Pacing(costs, family, stages, spans).vectors())
+    if exact and possible <= MOST_VECTORS:
+        return _all(stages, family.micro_batches), True
+    pacing = _Pacing(costs, family, stages, spans)
+    timed = pacing.vectors()
     if not few or not timed:
-        timed = [*_round_trip_depths(costs, family, stages, spans), *timed]
+        timed = [*pacing.round_trip_vectors(), *timed]
     steady = not timed or (len(stages) <= MANY_STAGES and not few)
-    usual = _steady_depths(stages, family.micro_batches, most) if steady else []
-    return list(dict.fromkeys((*usual, *timed))), prod(most) <= 1
+    usual = _steady_depths(stages, family.micro_batches) if steady else ()
+    return list(dict.fromkeys((*usual, *timed))), possible <= 1
 
 
 def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: CandidateStage) -> Span:
@@ -98,84 +99,39 @@ def span_of(costs: CostModel, family: Family, options: PlanOptions, stage: Candi
     return Span(levels, whole if options.recompute == "full" else 0, 0 if options.recompute == "none" else whole)
 
 
-def _all(stages: Sequence[CandidateStage], micro_batches: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _all(stages: Sequence[CandidateStage], micro_batches: int) -> list[tuple[int, ...]]:
     """Every choice of depths; no stage has more in flight than the stage before, which would deadlock."""
-    if not stages:
-        yield ()
-        return
-    for others in _all(stages[1:], micro_batches, most[1:]):
-        behind = 0
-        if others:
-            behind = min(micro_batches, stages[1]._replace(warmup=others[0]).in_flight)
-        for depth in range(1, most[0] + 1):
-            if min(micro_batches, stages[0]._replace(warmup=depth).in_flight) >= behind:
-                yield (depth, *others)
+    found: list[tuple[tuple[int, ...], int]] = [((), 0)]
+    for stage in reversed(stages):
+        own = [(depth, min(micro_batches, depth * stage.turning)) for depth in range(1, stage.warmup + 1)]
+        found = [((depth, *others), flying) for others, behind in found for depth, flying in own if flying >= behind]
+    return [vector for vector, _ in found]
 
 
-def _steady_depths(stages: Sequence[CandidateStage], micro_batches: int, most: Sequence[int]) -> list[tuple[int, ...]]:
+def _steady_depths(stages: Sequence[CandidateStage], micro_batches: int) -> Iterator[tuple[int, ...]]:
     """Depths that grow steadily from the last stage to the first, as far as they fit; and as deep as fits."""
-    found = []
     for slope in (*SLOPES, float(micro_batches)):
         vector: list[int] = []
         allowed = micro_batches
-        for index, stage in enumerate(stages):
-            wanted = min(allowed, 1 + int(slope * (len(stages) - 1 - index)))
-            if slope == micro_batches:
-                wanted = allowed
+        for behind, stage in zip(reversed(range(len(stages))), stages, strict=True):
+            wanted = allowed if slope == micro_batches else min(allowed, 1 + int(slope * behind))
             # Replicas that take turns keep as many between them as one that does not.
-            depth = max(1, min(most[index], -(-wanted // stage.turning)))
-            while depth > 1 and min(micro_batches, depth * stage.turning) > allowed:
-                depth -= 1
+            depth = min(stage.warmup, -(-wanted // stage.turning))
             if min(micro_batches, depth * stage.turning) > allowed:
+                depth = allowed // stage.turning
+            if depth == 0:
                 # Replicas that take turns have one each in flight at least: more than the stage before has.
                 break
             vector.append(depth)
             allowed = min(allowed, depth * stage.turning)
-        if len(vector) == len(stages) and tuple(vector) not in found:
-            found.append(tuple(vector))
-    return found
+        else:
+            yield tuple(vector)
 
 
-def _round_trip_depths(
-    costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
-) -> list[tuple[int, ...]]:
-    """Depths for which stages do not wait: as many in flight as the busiest stage runs in a micro-batch's round trip.
-
-    More are in flight where that helps against uneven stages. Where they do not fit, the stages' pace is taken as much
-    slower as it must be: with so many in flight they cannot keep the quicker one anyway.
-    """
-    trips = round_trips(costs, Candidate(*family, tuple(stages)))
-    turns = [stage.turns(0, family.micro_batches) for stage in stages]
-    pairs = zip(stages, turns, strict=True)
-    alone = [costs.forward_s(stage, 0) + costs.backward_s(stage, 0, count) for stage, count in pairs]
-    pace_s = max(own_s * count for own_s, count in zip(alone, turns, strict=True)) / family.micro_batches
-    if pace_s <= 0:
-        return []
-    last = (span.within(stage.first, stage.stop)[-1] for stage, span in zip(stages, spans, strict=True))
-    least = [stage._replace(recompute=recompute) for stage, recompute in zip(stages, last, strict=True)]
-    depths_at = partial(_pace_depths, family, stages, trips, alone)
-
-    def fitting(at_s: float) -> bool:
-        vector = depths_at(at_s)
-        if vector is None:
-            return False
-        candidate = with_depths(family, least, vector)
-        return all(costs.shortfall(candidate, index) <= 0 for index in range(len(least)))
-
-    paces: list[float] = []
-    for more in AHEAD:
-        if not fitting(pace_s / more):
-            slower_s = _quickest(pace_s / more, trips[0] * more / pace_s, fitting)
-            paces += [] if slower_s is None else [slower_s]
-            break
-        paces.append(pace_s / more)
-    return [vector for each in paces if (vector := depths_at(each)) is not None]
-
-
-def _quickest(pace_s: float, slowdown: float, keeps: Callable[[float], bool]) -> float | None:
+def _quickest(pace_s: float, slowdown: float, keeping: Callable[[float], tuple[int, ...]]) -> float | None:
     """Return the quickest pace that is kept, from one to another so many times as slow; None where none is."""
     paces = [pace_s * FINER**power for power in range(2 + int(log(slowdown, FINER)))]
-    at = bisect_left(paces, True, key=keeps)
+    at = bisect_left(paces, True, key=lambda each: bool(keeping(each)))
     return None if at == len(paces) else paces[at]
 
 
@@ -201,113 +157,114 @@ class _Behind(NamedTuple):
         return _Behind(in_flight, max(self.ahead, in_flight - 1 + waiting))
 
 
-def _pace_depths(
-    family: Family, stages: Sequence[CandidateStage], trips: Sequence[float], alone: Sequence[float], pace_s: float
-) -> tuple[int, ...] | None:
-    """Depths with which stages keep a pace, or None where a stage cannot have so many in flight."""
-    vector: list[int] = []
-    behind = _Behind()
-    for stage, trip_s, own_s in zip(reversed(stages), reversed(trips), reversed(alone), strict=True):
-        depth = behind.depth(family, stage, trip_s / pace_s)
-        if depth > stage.warmup:
-            return None
-        vector.append(depth)
-        behind = behind.before(family, stage, depth, (own_s - trip_s) / pace_s)
-    return tuple(vector[::-1])
-
-
 class _Pacing:
-    """Stages that keep a pace: each has as many in flight as the pace needs, and recomputes as little as fits that."""
+    """Depths with which stages keep a pace; none, (), where they cannot."""
 
     def __init__(
         self, costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
     ) -> None:
         self.costs, self.family, self.stages, self.spans = costs, family, stages, spans
+        self.frame = Candidate(*family, tuple(stages))
         self.turns = [stage.turns(0, family.micro_batches) for stage in stages]
-        self.links_s = _links_s(costs, Candidate(*family, tuple(stages)))
-        self._stage_s: dict[tuple[int, int], float | None] = {}
+        self.free_s = [self._own_s(index, stage) for index, stage in enumerate(stages)]
+        """What each stage computes of a micro-batch with nothing recomputed."""
+        self.pace_s = max(self._paced_s(index, own_s) for index, own_s in enumerate(self.free_s))
+        """The busiest stage's."""
+        self._fitted_s = cache(self._computed_fitted_s)
 
-    def vectors(self) -> Iterator[tuple[int, ...]]:
-        """Yield the depths of the quickest pace that can be kept, then deeper ones that still keep it."""
-        pace_s = self._quickest_s()
-        for more in AHEAD if pace_s is not None else ():
-            assert pace_s is not None
-            found = self._keeping(pace_s / more, pace_s)
-            if found is None:
-                return
-            yield found
+    def round_trip_vectors(self) -> list[tuple[int, ...]]:
+        """Depths for which stages do not wait: as many in flight as the busiest one runs in a micro-batch's round trip.
 
-    def _quickest_s(self) -> float | None:
-        """Return the quickest pace that can be kept; None where no depths fit."""
-        free_s = [self._own_s(index, stage) for index, stage in enumerate(self.stages)]
-        low_s = max(self._paced_s(index, own_s) for index, own_s in enumerate(free_s))
-        if low_s <= 0:
-            return None
-        slowest_s = sum(free_s) + sum(link_s or 0.0 for link_s in self.links_s)
+        More are in flight where that helps against uneven stages. Where they do not fit, the stages' pace is taken as
+        much slower as it must be: with so many in flight they cannot keep the quicker one anyway.
+        """
+        if self.pace_s <= 0:
+            return []
+        trips = round_trips(self.costs, self.frame)
+        most = [span.within(each.first, each.stop)[-1] for each, span in zip(self.stages, self.spans, strict=True)]
+        least = [stage._replace(recompute=each) for stage, each in zip(self.stages, most, strict=True)]
+        keeping = partial(self._trip_depths, trips, least)
+        paces = [self.pace_s / more for more in AHEAD]
+        found = [*takewhile(bool, map(keeping, paces))]
+        if len(found) < len(paces):
+            slower_s = _quickest(paces[len(found)], trips[0] / paces[len(found)], keeping)
+            found += [] if slower_s is None else [keeping(slower_s)]
+        return found
+
+    def _trip_depths(self, trips: Sequence[float], least: Sequence[CandidateStage], pace_s: float) -> tuple[int, ...]:
+        """Return depths for round trips, with which the stages fit that hold ``least``."""
+        vector: list[int] = []
+        behind = _Behind()
+        for stage, trip_s, own_s in zip(reversed(self.stages), reversed(trips), reversed(self.free_s), strict=True):
+            depth = behind.depth(self.family, stage, trip_s / pace_s)
+            if depth > stage.warmup:
+                return ()
+            vector.insert(0, depth)
+            behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
+        candidate = with_depths(self.family, least, vector)
+        fits = all(self.costs.shortfall(candidate, index) <= 0 for index in range(len(least)))
+        return tuple(vector) if fits else ()
+
+    def vectors(self) -> list[tuple[int, ...]]:
+        """Return the depths of the quickest pace that can be kept, then deeper ones that still keep it.
+
+        Each stage has as many in flight as the pace needs, and recomputes as little as fits that.
+        """
+        if self.pace_s <= 0:
+            return []
+        links = [link_terms(self.costs, *pair, self.frame) for pair in pairwise(self.stages)]
+        links_s = [*(float(each.forth_s + each.back_s) if each.back else None for each in links), None]
         # Slower than one micro-batch after the other, with everything recomputed, is no pace.
-        slowdown = max(1.0, 4 * slowest_s / low_s)
-        return _quickest(low_s, slowdown, lambda pace_s: self._keeping(pace_s, pace_s) is not None)
+        slowest_s = sum(self.free_s) + sum(link_s or 0.0 for link_s in links_s)
+        keeping = partial(self._keeping, links_s)
+        pace_s = _quickest(self.pace_s, max(1.0, 4 * slowest_s / self.pace_s), lambda each: keeping(each, each))
+        if pace_s is None:
+            return []
+        return [*takewhile(bool, (keeping(pace_s / more, pace_s) for more in AHEAD))]
 
-    def _keeping(self, pace_s: float, most_s: float) -> tuple[int, ...] | None:
-        """Return depths with which stages keep a pace, each computing no longer than ``most_s``; None: they cannot."""
+    def _keeping(self, links_s: Sequence[float | None], pace_s: float, most_s: float) -> tuple[int, ...]:
+        """Return depths with which stages keep a pace, each computing no longer than ``most_s``.
+
+        ``links_s`` are over the boundary behind each, forth and back; None where no gradient returns.
+        """
         vector: list[int] = []
         behind, trip_s = _Behind(), 0.0
         for index in reversed(range(len(self.stages))):
-            stage, link_s = self.stages[index], self.links_s[index]
+            stage, link_s = self.stages[index], links_s[index]
             around_s = 0.0 if link_s is None else link_s + trip_s
             # How long the stage takes depends on what it recomputes, and that on its depth: a few rounds settle it.
-            own_s = self._own_s(index, stage)
+            own_s = self.free_s[index]
             for _ in range(ROUNDS):
                 depth = behind.depth(self.family, stage, (own_s + around_s) / pace_s)
-                fitted = self._fitting(index, depth)
-                if fitted is None or self._paced_s(index, fitted) > most_s * (1 + ROUNDING):
-                    return None
-                if fitted <= own_s:
+                fitted_s = self._fitted_s(index, depth)
+                if fitted_s is None or self._paced_s(index, fitted_s) > most_s * (1 + ROUNDING):
+                    return ()
+                if fitted_s <= own_s:
                     break
-                own_s = fitted
-            vector.append(depth)
+                own_s = fitted_s
+            vector.insert(0, depth)
             trip_s = own_s + around_s
             behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
-        return tuple(vector[::-1])
+        return tuple(vector)
 
-    def _fitting(self, index: int, depth: int) -> float | None:
+    def _computed_fitted_s(self, index: int, depth: int) -> float | None:
         """Return a stage's seconds with so many in flight, recomputing as little as fits; None where nothing fits."""
-        if depth > self.stages[index].warmup:
-            return None
-        key = index, depth
-        if key not in self._stage_s:
-            self._stage_s[key] = self._least_s(index, depth)
-        return self._stage_s[key]
-
-    def _least_s(self, index: int, depth: int) -> float | None:
-        stage = self.stages[index]._replace(warmup=depth)
         near = list(self.stages)
+        if depth > near[index].warmup:
+            return None
+        near[index] = near[index]._replace(warmup=depth)
         if index:
             # How much the stage before leads is not known yet.
-            most = min(self.turns[index - 1], -(-(stage.in_flight + LEAD) // near[index - 1].turning))
-            near[index - 1] = near[index - 1]._replace(warmup=max(1, most))
-        sets = self.spans[index].within(stage.first, stage.stop)
-
-        def short(at: int) -> int:
-            near[index] = stage._replace(recompute=sets[at])
-            return self.costs.shortfall(Candidate(*self.family, tuple(near)), index)
-
-        return self._own_s(index, near[index]) if _first_fitting(short, len(sets)) <= 0 else None
+            most = -(-(near[index].in_flight + LEAD) // near[index - 1].turning)
+            near[index - 1] = near[index - 1]._replace(warmup=min(self.turns[index - 1], most))
+        short = _recompute_least(self.costs, self.family, near, index, self.spans[index])
+        return self._own_s(index, near[index]) if short <= 0 else None
 
     def _own_s(self, index: int, stage: CandidateStage) -> float:
         return self.costs.forward_s(stage, 0) + self.costs.backward_s(stage, 0, self.turns[index])
 
     def _paced_s(self, index: int, own_s: float) -> float:
         return own_s * self.turns[index] / self.family.micro_batches
-
-
-def _links_s(costs: CostModel, candidate: Candidate) -> list[float | None]:
-    """Return the least seconds forth and back over the boundary behind each stage; None where no gradient returns."""
-    found: list[float | None] = []
-    for before, after in pairwise(candidate.stages):
-        link = link_terms(costs, before, after, candidate)
-        found.append(float(link.forth_s + link.back_s) if link.back else None)
-    return [*found, None]
 
 
 def _least(stages: Sequence[CandidateStage], micro_batches: int) -> tuple[int, ...]:
@@ -324,26 +281,24 @@ def least_recomputed(
     costs: CostModel, family: Family, stages: Sequence[CandidateStage], spans: Sequence[Span]
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""
-    worst = -(2**62)
     chosen = list(stages)
-    for index, stage in enumerate(stages):
-        sets = spans[index].within(stage.first, stage.stop)
-
-        def short(at: int, index: int = index, sets: Sequence[tuple[int, ...]] = sets) -> int:
-            chosen[index] = chosen[index]._replace(recompute=sets[at])
-            return costs.shortfall(Candidate(*family, tuple(chosen)), index)
-
-        worst = max(worst, _first_fitting(short, len(sets)))
-    return Candidate(*family, tuple(chosen)), worst
+    short = [_recompute_least(costs, family, chosen, index, span) for index, span in enumerate(spans)]
+    return Candidate(*family, tuple(chosen)), max(short)
 
 
-def _first_fitting(short: Callable[[int], int], count: int) -> int:
-    """Return the shortfall of the first of some sets that fits, or of the last; leave that one chosen."""
-    if count > MANY_SETS:
+def _recompute_least(costs: CostModel, family: Family, stages: list[CandidateStage], index: int, span: Span) -> int:
+    """Have a stage recompute the least that fits, or else the most; return by how many bytes it does not fit."""
+    stage = stages[index]
+    sets = span.within(stage.first, stage.stop)
+
+    def short(at: int) -> int:
+        stages[index] = stage._replace(recompute=sets[at])
+        return costs.shortfall(Candidate(*family, tuple(stages)), index)
+
+    if len(sets) > MANY_SETS:
         # Larger sets hold less, or next to nothing more.
-        at = bisect_left(range(count - 1), True, key=lambda each: short(each) <= 0)
-        return short(at)
-    for at in range(count):
+        return short(bisect_left(range(len(sets) - 1), True, key=lambda at: short(at) <= 0))
+    for at in range(len(sets)):
         found = short(at)
         if found <= 0:
             break

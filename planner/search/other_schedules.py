@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from functools import cache, partial
+from itertools import combinations, product
 from math import comb
+from operator import itemgetter
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Bounds, group_of, layout_of
@@ -19,18 +21,16 @@ from autopar.planner.bounds.chain import work_s
 from autopar.planner.bounds.ranks import least_s
 from autopar.planner.candidate import (
     Candidate,
-    CandidateStage,
     Family,
     chunk_counts,
     counts_beside,
-    groups,
     has_chunks,
     plain,
     splits_backward,
     with_depths,
 )
 from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, too_wide
-from autopar.planner.costs.layers import Span
+from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
 from autopar.planner.options import PlanOptions
@@ -40,8 +40,17 @@ from autopar.planner.search.best_first import (
     least_bound_s,
     least_of_families_s,
 )
+from autopar.planner.search.depths import span_of
 from autopar.planner.search.judge import Best, SimulatedPlan
-from autopar.planner.search.moves import Shape, balanced_shape, cuts_moved, devices_moved, place_shape, widths_of
+from autopar.planner.search.moves import (
+    Shape,
+    balanced_shape,
+    cuts_moved,
+    devices_moved,
+    devices_of,
+    place_shape,
+    widths_of,
+)
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -69,7 +78,9 @@ class Trials:
         self.actions_left = 0
         """Actions that may yet be simulated."""
         self.count = 0
-        self._constraints: dict[int, Constraints] = {}
+        self.chunks = (options.chunks,) if options.chunks is not None else chunk_counts(schedule)
+        """How many stages a rank may run."""
+        self._rules = cache(partial(Constraints.of, self.costs, options))
         self._tried_starts: set[Start] = set()
 
     def run(self, starts: Iterable[Start], actions: int, below_s: float = float("inf")) -> Best:
@@ -78,19 +89,19 @@ class Trials:
         Only what may be quicker than ``below_s`` is simulated, until about so many ``actions`` were.
         """
         self.actions_left = actions
-        priced = sorted(((self._bound_s(*start), start) for start in dict.fromkeys(starts)), key=lambda each: each[0])
+        priced = [(self._bound_s(*start), start) for start in dict.fromkeys(starts)]
         known: list[tuple[float, Start]] = []
-        for bound_s, start in priced:
+        for bound_s, start in sorted(priced, key=itemgetter(0)):
             if bound_s >= min(below_s, self.best.step_s) or self._over:
                 break
             step_s = self._judge(*start)
             if step_s is not None:
                 known.append((step_s, start))
-        known.sort(key=lambda each: each[0])
+        known.sort(key=itemgetter(0))
         # The quickest of every number of groups and of stages: moves change neither.
         kept: dict[tuple[int, int], tuple[float, Start]] = {}
-        for step_s, start in known:
-            kept.setdefault((len(start[1].widths), len(start[1].cuts)), (step_s, start))
+        for each in known:
+            kept.setdefault((len(each[1][1].widths), len(each[1][1].cuts)), each)
         for step_s, start in dict.fromkeys((*kept.values(), *known[:KEPT])):
             self._climb(step_s, start, below_s)
         return self.best
@@ -102,108 +113,93 @@ class Trials:
                 self._judge(*start)
         return self.best
 
-    def starts_of_shape(self, family: Family, shape: Shape, chunks: Sequence[int]) -> Iterator[Start]:
-        """Yield a shape, or, of several stages a rank, balanced ones of its groups."""
-        if 1 in chunks:
+    def starts_of_shape(self, family: Family, shape: Shape) -> Iterator[Start]:
+        """Yield a shape, or, of several stages a rank, a balanced one of its groups, with as few stages as may be."""
+        chunks = self.chunks[0]
+        edges = self._rules(chunks).edges(MOST_EDGES)
+        if chunks == 1:
             yield family, shape
-            return
-        for chunk in chunks:
-            edges = self._of(chunk).edges(MOST_EDGES)
-            if len(shape.widths) * chunk < len(edges) and self._serves(family, shape.widths):
-                yield family, balanced_shape(self.costs, family, shape.widths, chunk, edges)
+        elif len(shape.widths) * chunks < len(edges) and self._serves(family, shape.widths):
+            yield family, balanced_shape(self.costs, family, shape.widths, chunks, edges)
 
-    def beside(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
+    def beside(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
         """Yield the shapes of candidates, or, of several stages a rank, balanced ones of as many groups."""
-        if 1 in chunks:
-            yield from self._shapes_of(families, seeds)
-            return
-        for count in dict.fromkeys(len(seed.stages) for seed in seeds):
-            yield from self._balanced_starts(families, count, chunks)
+        yield from self._shapes_of(families, seeds)
+        for count in dict.fromkeys(len(seed.stages) for seed in seeds if self.chunks != (1,)):
+            yield from self._balanced_starts(families, count)
 
-    def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], chunks: Sequence[int]) -> Iterator[Start]:
+    def starts(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
         """Yield the shapes of candidates, and balanced ones of several numbers of groups, in every family."""
         devices = len(self.order)
         counts = {len(seed.stages) for seed in seeds} | set(range(1, min(FEW_GROUPS, devices) + 1))
         counts |= {devices // each for each in range(1, devices + 1)}
         for count in sorted(counts):
-            yield from self._balanced_starts(families, count, chunks)
-        yield from self._shapes_of(families, seeds if 1 in chunks else ())
+            yield from self._balanced_starts(families, count)
+        yield from self._shapes_of(families, seeds)
 
-    def _balanced_starts(self, families: Sequence[Family], count: int, chunks: Sequence[int]) -> Iterator[Start]:
+    def _balanced_starts(self, families: Sequence[Family], count: int) -> Iterator[Start]:
         devices = len(self.order)
-        for chunk in chunks if count <= min(MOST_GROUPS, devices) else ():
-            edges = self._of(chunk).edges(MOST_EDGES)
-            for family in families if count * chunk < len(edges) else ():
+        for chunks in self.chunks if count <= min(MOST_GROUPS, devices) else ():
+            edges, stages = self._rules(chunks).edges(MOST_EDGES), count * chunks
+            for family in families if stages < len(edges) else ():
                 most = devices if self.costs.divisible else family.micro_batch_size
                 for widths in widths_of(devices, count, most, all_used=self.options.use_all):
-                    if comb(len(edges) - 2, count * chunk - 1) <= FEW_CUTS:
-                        every = combinations(edges[1:-1], count * chunk - 1)
-                        yield from ((family, Shape((*cuts, edges[-1]), widths)) for cuts in every)
+                    if comb(len(edges) - 2, stages - 1) <= FEW_CUTS:
+                        for cuts in combinations(edges[1:-1], stages - 1):
+                            yield family, Shape((*cuts, edges[-1]), widths)
                     else:
-                        yield family, balanced_shape(self.costs, family, widths, chunk, edges)
+                        yield family, balanced_shape(self.costs, family, widths, chunks, edges)
 
     def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
-        for seed in seeds:
-            shape = Shape(seed.cuts, seed.widths)
-            for family in families:
-                if self._serves(family, shape.widths):
-                    yield family, shape
+        for seed, family in product(seeds if self.chunks == (1,) else (), families):
+            if self._serves(family, seed.widths):
+                yield family, Shape(seed.cuts, seed.widths)
 
     def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
         """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
-        chunks = len(shape.cuts) // len(shape.widths)
-        shards = self.options.shards
-        for depths in SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches).values():
-            for shard in shards:
-                found = self._fitting(family, place_shape(self.costs, family, shape, self.order, shard), depths)
+        for depths in self._warmups(family, shape):
+            for shard in self.options.shards:
+                stages = place_shape(self.costs, family, shape, self.order, shard)
+                found = self._fitting(with_depths(family, stages, depths))
                 yield found
                 if max(self.costs.shortfalls(found)) <= 0:
                     break
 
-    def bound_s(self, costs: CostModel, family: Family, shape: Shape) -> float:
-        """Return a lower bound of what a shape may be run as, under a cost model."""
-        return least_s(costs, self.frame(family, shape)) if self._serves(family, shape.widths) else float("inf")
+    def _warmups(self, family: Family, shape: Shape) -> Iterable[Sequence[int]]:
+        return SCHEDULES[self.schedule].warmups(len(shape.widths), shape.chunks, family.micro_batches).values()
 
-    def frame(self, family: Family, shape: Shape) -> Candidate:
-        """Return a shape as deep as the schedule lets it be, with nothing recomputed: no other has a smaller bound."""
-        chunks, shard = len(shape.cuts) // len(shape.widths), self.options.shard
-        depths = SCHEDULES[self.schedule].warmups(len(shape.widths), chunks, family.micro_batches)
-        deepest = [max(each) for each in zip(*depths.values(), strict=True)]
-        stages = place_shape(self.costs, family, shape, self.order, "none" if shard == "auto" else shard)
-        return with_depths(family, stages, deepest)
+    def bound_s(self, costs: CostModel, family: Family, shape: Shape) -> float:
+        """Return a lower bound of what a shape may be run as, under a cost model.
+
+        As deep as the schedule lets it be and with nothing recomputed: no other candidate has a smaller bound.
+        """
+        if not self._serves(family, shape.widths):
+            return float("inf")
+        deepest = [max(each) for each in zip(*self._warmups(family, shape), strict=True)]
+        shard = "none" if self.options.shard == "auto" else self.options.shard
+        stages = place_shape(self.costs, family, shape, self.order, shard)
+        return least_s(costs, with_depths(family, stages, deepest))
 
     def broken(self, family: Family, shape: Shape) -> Rule | None:
         """Return the first of the user's rules that a shape does not obey."""
         stages = place_shape(self.costs, family, shape, self.order)
-        rules = self._of(len(shape.cuts) // len(shape.widths))
-        return rules.broken(stages, self.costs.kind_of)
-
-    def _has_mixed_kinds(self, shape: Shape) -> bool:
-        """Whether a group would have devices of several kinds, as no stage of any search has."""
-        kinds, begin = [self.costs.kind_of[device] for device in self.order], 0
-        for width in shape.widths:
-            if len(set(kinds[begin : begin + width])) > 1:
-                return True
-            begin += width
-        return False
+        return self._rules(shape.chunks).broken(stages, self.costs.kind_of)
 
     @property
     def _over(self) -> bool:
         """Whether as much was simulated as may be."""
         return self.actions_left <= 0 or self.count >= self.options.candidate_limit
 
-    def _of(self, chunks: int) -> Constraints:
-        if chunks not in self._constraints:
-            self._constraints[chunks] = Constraints.of(self.costs, self.options, chunks)
-        return self._constraints[chunks]
-
     def _serves(self, family: Family, widths: Sequence[int]) -> bool:
         """Whether every replica has a sample of a micro-batch."""
         return self.costs.divisible or max(widths) <= family.micro_batch_size
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
+        kinds = [{self.costs.kind_of[each] for each in group} for group in devices_of(shape.widths, self.order)]
         idle = len(self.order) - sum(shape.widths)
-        if self.broken(family, shape) is not None or self._has_mixed_kinds(shape) or (idle and self.options.use_all):
+        # No stage of any search has devices of several kinds.
+        mixed = any(len(each) > 1 for each in kinds)
+        if self.broken(family, shape) is not None or mixed or (idle and self.options.use_all):
             return float("inf")
         return self.bound_s(self.costs, family, shape)
 
@@ -215,28 +211,25 @@ class Trials:
             step_s = self.best.judge(self.simulator, candidate)
             if step_s is not None:
                 found.append(step_s)
-            if step_s is not None:
                 self.count += 1
                 self.actions_left -= 4 * family.micro_batches * len(shape.cuts) * max(shape.widths)
         return min(found, default=None)
 
     def _climb(self, step_s: float, start: Start, below_s: float) -> None:
         """Move from a shape to the best of those beside it, as long as that is quicker."""
-        while not self._over:
+        better: Start | None = start
+        while better is not None and not self._over:
+            start, better = better, None
             near = [(self._bound_s(*each), each) for each in self._beside(*start) if each not in self._tried_starts]
-            better: tuple[float, Start] | None = None
-            for bound_s, each in sorted(near, key=lambda pair: pair[0]):
-                if bound_s >= min(below_s, step_s if better is None else better[0]) or self._over:
+            for bound_s, each in sorted(near, key=itemgetter(0)):
+                if bound_s >= min(below_s, step_s) or self._over:
                     break
                 found = self._judge(*each)
-                if found is not None and found < (step_s if better is None else better[0]):
-                    better = found, each
-            if better is None:
-                return
-            step_s, start = better
+                if found is not None and found < step_s:
+                    step_s, better = found, each
 
     def _beside(self, family: Family, shape: Shape) -> Iterator[Start]:
-        edges = self._of(len(shape.cuts) // len(shape.widths)).edges(MOST_EDGES)
+        edges = self._rules(shape.chunks).edges(MOST_EDGES)
         idle = len(self.order) - sum(shape.widths)
         cuts, widths = shape
         for each in cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
@@ -251,39 +244,30 @@ class Trials:
                 if self._serves(other_family, shape.widths):
                     yield other_family, shape
 
-    def _fitting(self, family: Family, stages: tuple[CandidateStage, ...], depths: Sequence[int]) -> Candidate:
-        """Return the candidate of some stages and depths that recomputes least and fits, or that comes closest."""
-        frame = with_depths(family, stages, depths)
-        if self.options.recompute == "none":
-            return frame
-        most = self._recomputing(frame, 1.0)
-        if self.options.recompute == "full":
-            return most
-        # More is recomputed on all stages of a rank, until it fits; what a rank holds depends on its own stages only.
-        ranks = [chunks for chunks in groups(frame.stages) if self.costs.shortfalls(frame)[chunks[0]] > 0]
-        low, high = [0] * len(ranks), [MOST_PARTS] * len(ranks)
+    def _fitting(self, frame: Candidate) -> Candidate:
+        """Return the candidate of some stages and depths that recomputes least and fits, or that comes closest.
+
+        More is recomputed on all stages of a rank, until it fits; what a rank holds depends on its own stages only.
+        """
+        spans = [span_of(self.costs, Family(*frame[:3]), self.options, stage) for stage in frame.stages]
+        sets = [span.within(stage.first, stage.stop) for span, stage in zip(spans, frame.stages, strict=True)]
+        low, high = [0] * len(sets), [0] * len(sets)
+        if any(len(each) > 1 for each in sets):
+            high = [MOST_PARTS if short > 0 else 0 for short in self.costs.shortfalls(frame)]
         while any(each + 1 < most for each, most in zip(low, high, strict=True)):
             middle = [(each + most) // 2 for each, most in zip(low, high, strict=True)]
-            short = self.costs.shortfalls(self._with_parts(frame, ranks, middle))
-            for at, chunks in enumerate(ranks):
-                (high if short[chunks[0]] <= 0 else low)[at] = middle[at]
-        return self._with_parts(frame, ranks, high)
+            for at, short in enumerate(self.costs.shortfalls(_recomputing(frame, sets, middle))):
+                (high if short <= 0 else low)[at] = middle[at]
+        return _recomputing(frame, sets, high)
 
-    def _with_parts(self, frame: Candidate, ranks: Sequence[Sequence[int]], parts: Sequence[int]) -> Candidate:
-        """Return a candidate of which some ranks recompute so many sixteenths of the layers that they may."""
-        for chunks, part in zip(ranks, parts, strict=True):
-            frame = self._recomputing(frame, part / MOST_PARTS, chunks)
-        return frame
 
-    def _recomputing(self, frame: Candidate, part: float, some: Sequence[int] | None = None) -> Candidate:
-        """Return a candidate some of whose stages recompute a part of the layers that they may."""
-        stages = list(frame.stages)
-        for at in range(len(stages)) if some is None else some:
-            stage = stages[at]
-            levels = self.costs.recompute_levels(frame.micro_batch_size, self.costs.kind_of[stage.devices[0]])
-            sets = Span(levels).within(stage.first, stage.stop)
-            stages[at] = stage._replace(recompute=sets[-int(-part * (len(sets) - 1) // 1)])
-        return frame._replace(stages=tuple(stages))
+def _recomputing(frame: Candidate, sets: Sequence[Sets], parts: Sequence[int]) -> Candidate:
+    """Return a candidate whose stages recompute so many sixteenths of the layers that they may."""
+    stages = [
+        stage._replace(recompute=own[-(-part * (len(own) - 1) // MOST_PARTS)])
+        for stage, own, part in zip(frame.stages, sets, parts, strict=True)
+    ]
+    return frame._replace(stages=tuple(stages))
 
 
 ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
@@ -317,8 +301,7 @@ def tried_best(simulator: Simulator, options: PlanOptions, initial_best: Best, f
     trials = Trials(
         simulator, options.schedule, options, _order(costs, initial_best.fastest and initial_best.fastest.candidate)
     )
-    chunks = chunk_counts(options.schedule) if options.chunks is None else (options.chunks,)
-    starts = trials.starts(runnable(costs, options), _seeds(initial_best.by_stages, MOST_SEEDS), chunks)
+    starts = trials.starts(runnable(costs, options), _seeds(initial_best.by_stages, MOST_SEEDS))
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
@@ -430,7 +413,7 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
             best = try_stages(simulator, [family], options, *shape, order=order)
         else:
             trials = Trials(simulator, schedule, options, order)
-            best = trials.run_all(trials.starts_of_shape(family, shape, chunk_counts(schedule)[:1]))
+            best = trials.run_all(trials.starts_of_shape(family, shape))
         if best.fastest is not None:
             found.append(Reference(schedule, best.fastest, None))
         elif best.closest is not None:
@@ -452,8 +435,7 @@ def _beside(
     at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
     near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
     trials = Trials(simulator, options.schedule, options, _order(costs, own))
-    starts = trials.beside(near, seeds, chunk_counts(options.schedule))
-    return trials.run(starts, ACTIONS_BESIDE, below_s)
+    return trials.run(trials.beside(near, seeds), ACTIONS_BESIDE, below_s)
 
 
 def _seeds(best: Mapping[int, SimulatedPlan], most: int) -> list[Candidate]:
