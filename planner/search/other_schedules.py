@@ -7,7 +7,7 @@ A count of simulated actions ends it, so that the same question has the same ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, product
@@ -41,7 +41,7 @@ from autopar.planner.search.best_first import (
     least_of_families_s,
 )
 from autopar.planner.search.depths import span_of
-from autopar.planner.search.judge import Best, SimulatedPlan
+from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import (
     Shape,
     balanced_shape,
@@ -70,10 +70,19 @@ KEPT = 4
 class Trials:
     """The search of one schedule's plans."""
 
-    def __init__(self, simulator: Simulator, schedule: str, options: PlanOptions, order: Sequence[int]) -> None:
-        """Prepare; groups take devices in the given ``order``."""
-        self.simulator, self.costs, self.schedule = simulator, simulator.costs, schedule
-        self.options, self.order = options, order
+    def __init__(self, simulator: Simulator, schedule: str, options: PlanOptions, first: Sequence[int] = ()) -> None:
+        """Prepare; groups take the devices ``first`` before others.
+
+        Raises:
+            UsageError: the profile lacks what the schedule needs.
+        """
+        self.simulator, self.costs, self.schedule, self.options = simulator, simulator.costs, schedule, options
+        if not _runs(self.costs, schedule):
+            raise UsageError(
+                f"`schedule={schedule!r}` has backwards in two halves, which the profile does not hold for every "
+                "layer; measure them with `autopar profile`, or choose gpipe, 1f1b or interleaved"
+            )
+        self.order = tuple(dict.fromkeys((*first, *range(len(self.costs.devices)))))
         self.best = Best()
         self.actions_left = 0
         """Actions that may yet be simulated."""
@@ -122,20 +131,13 @@ class Trials:
         elif len(shape.widths) * chunks < len(edges) and self._serves(family, shape.widths):
             yield family, balanced_shape(self.costs, family, shape.widths, chunks, edges)
 
-    def beside(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
-        """Yield the shapes of candidates, or, of several stages a rank, balanced ones of as many groups."""
-        yield from self._shapes_of(families, seeds)
-        for count in dict.fromkeys(len(seed.stages) for seed in seeds if self.chunks != (1,)):
+    def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], counts: Iterable[int]) -> Iterator[Start]:
+        """Yield balanced shapes of these numbers of groups, and, of one stage a rank, the shapes of candidates."""
+        for count in counts:
             yield from self._balanced_starts(families, count)
-
-    def starts(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
-        """Yield the shapes of candidates, and balanced ones of several numbers of groups, in every family."""
-        devices = len(self.order)
-        counts = {len(seed.stages) for seed in seeds} | set(range(1, min(FEW_GROUPS, devices) + 1))
-        counts |= {devices // each for each in range(1, devices + 1)}
-        for count in sorted(counts):
-            yield from self._balanced_starts(families, count)
-        yield from self._shapes_of(families, seeds)
+        for seed, family in product(seeds if self.chunks == (1,) else (), families):
+            if self._serves(family, seed.widths):
+                yield family, Shape(seed.cuts, seed.widths)
 
     def _balanced_starts(self, families: Sequence[Family], count: int) -> Iterator[Start]:
         devices = len(self.order)
@@ -149,11 +151,6 @@ class Trials:
                             yield family, Shape((*cuts, edges[-1]), widths)
                     else:
                         yield family, balanced_shape(self.costs, family, widths, chunks, edges)
-
-    def _shapes_of(self, families: Sequence[Family], seeds: Sequence[Candidate]) -> Iterator[Start]:
-        for seed, family in product(seeds if self.chunks == (1,) else (), families):
-            if self._serves(family, seed.widths):
-                yield family, Shape(seed.cuts, seed.widths)
 
     def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
         """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
@@ -297,11 +294,12 @@ def tried_best(simulator: Simulator, options: PlanOptions, initial_best: Best, f
         InfeasibleError: none fits the memory.
     """
     costs = simulator.costs
-    _check_halves(costs, options.schedule)
-    trials = Trials(
-        simulator, options.schedule, options, _order(costs, initial_best.fastest and initial_best.fastest.candidate)
-    )
-    starts = trials.starts(runnable(costs, options), _seeds(initial_best.by_stages, MOST_SEEDS))
+    first = () if initial_best.fastest is None else initial_best.fastest.candidate.devices
+    trials = Trials(simulator, options.schedule, options, first)
+    seeds, devices = _seeds(initial_best, MOST_SEEDS), len(costs.devices)
+    counts = {*range(1, min(FEW_GROUPS, devices) + 1), *(devices // each for each in range(1, devices + 1))}
+    counts.update(len(seed.stages) for seed in seeds)
+    starts = trials.starts(runnable(costs, options), seeds, sorted(counts))
     best = trials.run(starts, ACTIONS if options.gap > 0 else ACTIONS_WHEN_EXACT)
     if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
@@ -318,8 +316,7 @@ def dictated_best(
         InfeasibleError: none fits the memory.
     """
     costs, shape = simulator.costs, shape_of(fixed_stages, options)
-    _check_halves(costs, options.schedule)
-    trials = Trials(simulator, options.schedule, options, range(len(costs.devices)))
+    trials = Trials(simulator, options.schedule, options)
     every = [(family, shape) for family in runnable(costs, options)]
     refusal = refusal_of_all([trials.broken(*start) for start in every])
     if refusal is not None:
@@ -378,9 +375,13 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
     return max(bounds.linked_s, least_of_families_s(known, least, costs, step_s, descending=True))
 
 
+def _runs(costs: CostModel, schedule: str) -> bool:
+    return costs.has_halves or not splits_backward(schedule)
+
+
 def tried_beside(costs: CostModel) -> list[str]:
     """Return the schedules that are tried beside `1f1b`: with backwards in halves only where the profile has them."""
-    return [each for each in SCHEDULES if not plain(each) and (costs.has_halves or not splits_backward(each))]
+    return [each for each in SCHEDULES if not plain(each) and _runs(costs, each)]
 
 
 def actions_of(candidate: Candidate) -> int:
@@ -389,12 +390,19 @@ def actions_of(candidate: Candidate) -> int:
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
-    """Try other schedules: on the stages of the best plans, or, of several stages a rank, on balanced ones."""
-    known, own = best.by_stages.copy(), best.fastest
-    for schedule in tried_beside(simulator.costs) if own is not None else ():
-        assert own is not None
-        tried = _beside(simulator, replace(options, schedule=schedule), known, own, best.step_s)
-        for found in tried.by_stages.values():
+    """Try other schedules on the shapes of the best plans, or, of several stages a rank, on balanced ones of their groups."""
+    assert best.fastest is not None
+    costs, own = simulator.costs, best.fastest.candidate
+    seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
+    counts = dict.fromkeys(len(seed.stages) for seed in seeds)
+    for schedule in tried_beside(costs):
+        asked = replace(options, schedule=schedule)
+        every = runnable(costs, asked)
+        at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
+        near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
+        trials = Trials(simulator, schedule, asked, own.devices)
+        starts = trials.starts(near, seeds, counts if has_chunks(schedule) else ())
+        for found in trials.run(starts, ACTIONS_BESIDE, best.step_s).by_stages.values():
             best.consider(found)
 
 
@@ -403,16 +411,15 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
 
     Stages are its own, or, where a rank runs several, two balanced ones on every group of devices.
     """
-    costs, found = simulator.costs, []
-    shape, order = Shape(own.cuts, own.widths), own.devices
-    for schedule in SCHEDULES if len(own.stages) > 1 and not has_chunks(own.schedule) else ():
-        if schedule == own.schedule or (splits_backward(schedule) and not costs.has_halves):
-            continue
+    if len(own.stages) == 1 or has_chunks(own.schedule):
+        return []
+    costs, shape, found = simulator.costs, Shape(own.cuts, own.widths), []
+    for schedule in (each for each in SCHEDULES if each != own.schedule and _runs(costs, each)):
         family = Family(own.micro_batches, own.micro_batch_size, schedule)
         if plain(schedule):
-            best = try_stages(simulator, [family], options, *shape, order=order)
+            best = try_stages(simulator, [family], options, *shape, order=own.devices)
         else:
-            trials = Trials(simulator, schedule, options, order)
+            trials = Trials(simulator, schedule, options, own.devices)
             best = trials.run_all(trials.starts_of_shape(family, shape))
         if best.fastest is not None:
             found.append(Reference(schedule, best.fastest, None))
@@ -421,47 +428,15 @@ def otherwise(simulator: Simulator, options: PlanOptions, own: Candidate) -> lis
     return found
 
 
-def _beside(
-    simulator: Simulator,
-    options: PlanOptions,
-    best: Mapping[int, SimulatedPlan],
-    simulated_plan: SimulatedPlan,
-    below_s: float,
-) -> Best:
-    """Try a schedule on the shapes of the best plans, by number of stages, and on balanced ones of as many groups."""
-    costs, own = simulator.costs, simulated_plan.candidate
-    seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
-    every = runnable(costs, options)
-    at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
-    near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
-    trials = Trials(simulator, options.schedule, options, _order(costs, own))
-    return trials.run(trials.beside(near, seeds), ACTIONS_BESIDE, below_s)
-
-
-def _seeds(best: Mapping[int, SimulatedPlan], most: int) -> list[Candidate]:
+def _seeds(best: Best, most: int) -> list[Candidate]:
     """Return the quickest plans, one of every number of stages."""
-    every = sorted(best.items(), key=lambda each: (each[1].step_s, each[0]))
+    every = sorted(best.by_stages.items(), key=lambda each: (each[1].step_s, each[0]))
     return [found.candidate for _, found in every[:most]]
 
 
-def _order(costs: CostModel, candidate: Candidate | None) -> tuple[int, ...]:
-    """Return the devices in the order in which a plan's stages take them, idle ones last."""
-    used = () if candidate is None else candidate.devices
-    return tuple(dict.fromkeys((*used, *range(len(costs.devices)))))
-
-
-def _check_halves(costs: CostModel, schedule: str) -> None:
-    if splits_backward(schedule) and not costs.has_halves:
-        raise UsageError(
-            f"`schedule={schedule!r}` has backwards in two halves, which the profile does not hold for every layer; "
-            "measure them with `autopar profile`, or choose gpipe, 1f1b or interleaved"
-        )
-
-
 def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits | None) -> InfeasibleError:
-    short = None
-    asked = f"no plan of {options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices"
-    text = f"{asked} obeys all options"
+    asked, short = f"{options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices", None
+    text = f"no plan of {asked} obeys all options"
     if best.closest is not None:
         short, candidate = best.closest
         text = (
