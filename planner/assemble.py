@@ -1,7 +1,7 @@
 """Assemble: the chosen candidate becomes the plan file's content.
 
 From a candidate and the cost model come the checked program, the prediction with what the ranks' time in a step goes
-to, the heading that every plan file begins with, and where the times come from.
+to, what every plan file says beside its stages, and where the times come from.
 
 :func:`simulate` goes the other way: from a plan file to its predicted timeline.
 """
@@ -9,7 +9,8 @@ to, the heading that every plan file begins with, and where the times come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypedDict
+from itertools import zip_longest
+from typing import Any
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Level
@@ -25,9 +26,9 @@ from autopar.formats.plan import (
     Shares,
     Stage,
 )
-from autopar.formats.profile import DeviceType, ModelSource, Precision, Profile
-from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
-from autopar.formats.timeline import Timeline, track_of
+from autopar.formats.profile import Profile
+from autopar.formats.program import Program
+from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds.ranks import binding
 from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
 from autopar.planner.costs.durations import Durations, durations
@@ -41,27 +42,18 @@ from autopar.schedules.expand import action_count, expand
 from autopar.schedules.route import Routes
 
 
-class Heading(TypedDict):
-    """What a plan says of anything but its stages; fields as of the plan."""
-
-    model: ModelSource
-    batch: int
-    precision: Precision
-    device_type: DeviceType
-    threads: int
-    seed: int
-    bytes_per_s: float | None
-    times_of: str | None
-    divisible: bool
-    ignored_state: tuple[str, ...]
-    loss_difference: float | None
-    counts_labels: bool
-
-
-def heading(costs: CostModel, options: PlanOptions) -> Heading:
-    """Return what every plan for a profile and options begins with."""
+def plan_of(
+    costs: CostModel,
+    candidate: Candidate,
+    options: PlanOptions,
+    stages: Iterable[Stage],
+    predicted: Prediction,
+    notes: Iterable[str],
+    **differing: Any,  # noqa: ANN401
+) -> Plan:
+    """Return a candidate's plan, with what every plan says beside its stages; ``differing`` are its other fields."""
     profile = costs.profile
-    return Heading(
+    return Plan(
         model=profile.model,
         batch=costs.batch,
         precision=profile.precision,
@@ -74,19 +66,32 @@ def heading(costs: CostModel, options: PlanOptions) -> Heading:
         ignored_state=profile.ignored_state,
         loss_difference=profile.loss_difference,
         counts_labels=profile.counts_labels,
+        micro_batches=candidate.micro_batches,
+        micro_batch_size=candidate.micro_batch_size,
+        stages=tuple(stages),
+        tensors=crossings(costs, candidate),
+        tied=shared_parameters(costs, candidate),
+        predicted=predicted,
+        notes=(*costs.notes, *notes),
+        **differing,
     )
 
 
-def compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
+def _compute_provenance(costs: CostModel, stage: CandidateStage) -> Provenance:
     """Return where the times of a stage's forwards and backwards come from."""
     placed = {(rows, costs.kind_of[device]) for rows, device in zip(stage.shares, stage.devices, strict=True)}
     known = (costs.layers[kind].provenance(stage.first, stage.stop, rows) for rows, kind in placed)
     return least_certain(known) or "estimated"
 
 
-def communication_provenance(costs: CostModel, candidate: Candidate) -> Provenance | None:
+def _communication_provenance(costs: CostModel, candidate: Candidate) -> Provenance | None:
     """Return where the times of a candidate's messages and reductions come from; none if it has none."""
-    return least_certain((*_messages(costs, candidate), *_reductions(costs, candidate)))
+    reductions = (
+        costs.links.collective_provenance(kind, size, len(devices), costs.links.level(devices))
+        for kind, devices, sizes in _reductions(costs, candidate)
+        for size in sizes
+    )
+    return least_certain((*_messages(costs, candidate), *reductions))
 
 
 def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
@@ -102,23 +107,15 @@ def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
         yield from (costs.links.message_provenance(*each) for each in sent)
 
 
-def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
+def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[tuple[Collective, tuple[int, ...], list[int]]]:
+    """Yield the collectives that reduce gradients: kind, devices, and bytes of every one."""
     for stage in candidate.stages:
-        ranks, level = len(stage.devices), costs.links.level(stage.devices)
         kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
-        for kind in kinds if ranks > 1 else ():
-            for _, size in costs.reductions.buckets(stage.first, stage.stop):
-                yield costs.links.collective_provenance(kind, size, ranks, level)
+        for kind in kinds if len(stage.devices) > 1 else ():
+            yield kind, stage.devices, [size for _, size in costs.reductions.buckets(stage.first, stage.stop)]
     for index, holders in costs.tied_between(candidate.stages):
-        devices = list(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
-        size = costs.flows.tied[index].bytes
-        yield costs.links.collective_provenance("all_reduce", size, len(devices), costs.links.level(devices))
-
-
-_SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
-
-Message = tuple[str, int, int, int, int, int]
-"""Kind of the send, micro-batch, sender and its stage, receiver and its stage."""
+        devices = tuple(dict.fromkeys(each for holder in holders for each in candidate.stages[holder].devices))
+        yield "all_reduce", devices, [costs.flows.tied[index].bytes]
 
 
 def shares_of(timeline: Timeline) -> Shares:
@@ -130,28 +127,22 @@ def shares_of(timeline: Timeline) -> Shares:
     total = timeline.end_s * timeline.rank_count()
     if total <= 0:
         return Shares(computing=0, messages=0, reduction=0, idle=1)
-    begun: dict[Message, float] = {}
-    for rank, action, start_s, _ in timeline:
-        if track_of(action.kind) == "send":
-            begun[action.kind, action.micro_batch, rank, action.stage, action.peer, action.peer_stage] = start_s
+    sends = (event for event in timeline if track_of(event.action.kind) == "send")
+    begun = {(event.rank, event.action): event.start_s for event in sends}
     spent = {"compute": 0.0, "receive": 0.0, "reduce": 0.0}
     clock = [0.0] * timeline.rank_count()
-    for rank, action, start_s, end_s in timeline:
+    for event in timeline:
+        rank, action, start_s, end_s = event
         track = track_of(action.kind)
         if track == "send":
             continue
         if track == "receive":
-            start_s = max(start_s, begun[_sending(rank, action)])
+            start_s = max(start_s, begun[sending_of(event)])
         spent[track] += max(0.0, end_s - max(start_s, clock[rank]))
         clock[rank] = max(clock[rank], end_s)
     computing, messages, reduction = (min(1.0, seconds / total) for seconds in spent.values())
     idle = max(0.0, 1.0 - computing - messages - reduction)
     return Shares(computing=computing, messages=messages, reduction=reduction, idle=idle)
-
-
-def _sending(rank: int, action: Action) -> Message:
-    """Return the send that a receive of a rank waits for."""
-    return _SENT_AS[action.kind], action.micro_batch, action.peer, action.peer_stage, rank, action.stage
 
 
 MOST_ACTIONS = 2**16
@@ -174,18 +165,16 @@ def assemble(
     is known: ``step_s``), its bubble counts computing as long as it takes alone, and the check is left to who runs it,
     which ``autopar run`` does first.
     """
-    plan = Plan(
-        **heading(costs, options),
+    plan = plan_of(
+        costs,
+        candidate,
+        options,
+        (stage_record(costs, stage) for stage in candidate.stages),
+        prediction(costs, candidate, costs.peak_bytes(candidate)),
+        (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
         schedule=_schedule(candidate),
-        micro_batches=candidate.micro_batches,
-        micro_batch_size=candidate.micro_batch_size,
-        stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
-        tensors=crossings(costs, candidate),
-        tied=shared_parameters(costs, candidate),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
-        predicted=_prediction(costs, candidate),
         alternatives=tuple(alternatives),
-        notes=(*costs.notes, *notes, *_writes(costs, candidate, options), *_estimates(costs, candidate)),
     )
     step_s, bubble, shares = _simulate(plan, candidate, costs, step_s)
     # The program's step may differ in its last digits from the one that the search stopped at.
@@ -224,11 +213,6 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
     busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
     ranks = 1 + max(times.ranks)
     return max(0.0, 1.0 - busy_s / (ranks * step_s)) if step_s > 0 else 0.0
-
-
-def timeline_of(plan: Plan, costs: CostModel) -> Timeline:
-    """Simulate a plan's own program."""
-    return _trace(expand(plan), candidate_of(plan, costs.profile), costs)
 
 
 def _trace(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
@@ -273,26 +257,24 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
 
 def _schedule(candidate: Candidate) -> ScheduleName:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
-    count = candidate.micro_batches
     if not plain(candidate.schedule):
         return candidate.schedule
-    if count > 1 and all(stage.warmup == stage.turns(0, count) for stage in candidate.stages):
-        return "gpipe"
-    return "gpipe" if candidate.schedule == "gpipe" else "1f1b"
+    full = candidate.micro_batches > 1 and candidate.all_in_flight
+    return "gpipe" if full or candidate.schedule == "gpipe" else "1f1b"
 
 
-def _prediction(costs: CostModel, candidate: Candidate) -> Prediction:
-    """Return what is known of a candidate before its program is simulated."""
+def prediction(costs: CostModel, candidate: Candidate, peak_bytes: Iterable[int]) -> Prediction:
+    """Return what is known of a candidate before its step is, which is 0 here."""
     stages = candidate.stages
     return Prediction(
         step_s=0.0,
         lower_bound_s=0.0,
         bubble=0.0,
-        peak_bytes=tuple(costs.peak_bytes(candidate)),
+        peak_bytes=tuple(peak_bytes),
         limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
         forward_s=tuple(max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages),
-        compute=tuple(compute_provenance(costs, stage) for stage in stages),
-        communication=communication_provenance(costs, candidate),
+        compute=tuple(_compute_provenance(costs, stage) for stage in stages),
+        communication=_communication_provenance(costs, candidate),
         backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
     )
 
@@ -347,7 +329,7 @@ def _replicates_state(costs: CostModel, candidate: Candidate) -> bool:
     return any(layer.writes is not None and layer.writes.buffers for layer in layers)
 
 
-def _writes(costs: CostModel, candidate: Candidate, options: PlanOptions) -> list[str]:
+def _writes(costs: CostModel, options: PlanOptions) -> list[str]:
     """Say which layers have one replica, or are not recomputed, and why."""
     notes = []
     if len(costs.devices) > 1:
@@ -367,19 +349,12 @@ def _some(texts: list[str], rest: str) -> list[str]:
 
 
 def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
-    groups: list[tuple[Collective, tuple[int, ...]]] = []
-    for stage in candidate.stages:
-        if len(stage.devices) > 1:
-            kinds: list[Collective] = ["all_reduce"] if stage.shard == "none" else ["reduce_scatter", "all_gather"]
-            groups += [(kind, stage.devices) for kind in kinds]
-    for _, holders in costs.tied_between(candidate.stages):
-        devices = tuple(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
-        groups.append(("all_reduce", devices))
-    notes = [
-        costs.links.collective_note(kind, len(group), costs.links.level(group))
-        for kind, group in groups
-        if len(group) > 1
-    ]
+    """Say which reductions were not measured."""
+    notes = (
+        costs.links.collective_note(kind, len(devices), costs.links.level(devices))
+        for kind, devices, _ in _reductions(costs, candidate)
+        if len(devices) > 1
+    )
     return list(dict.fromkeys(note for note in notes if note))
 
 
@@ -392,30 +367,23 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")
-    placed = [name for stage in plan.stages for name in stage.layers]
-    names = [layer.name for layer in profile.layers]
-    if placed != names:
-        index = next((at for at, pair in enumerate(zip(placed, names, strict=False)) if pair[0] != pair[1]), len(names))
-        found = placed[index] if index < len(placed) else "nothing"
-        raise FileError(
-            f"the plan is not of this profile: layer {index} is {found!r} in the plan and "
-            f"{names[index] if index < len(names) else 'nothing'!r} in the profile; run `autopar plan` again"
-        )
-    options = PlanOptions(
-        gpus=max(plan.devices) + 1,
-        batch=plan.batch,
-        bytes_per_s=plan.bytes_per_s,
-        times_of=plan.times_of,
-        divisible=plan.divisible,
-    )
-    costs = CostModel(profile, cluster, options)
-    _check_flows(plan, costs)
-    return timeline_of(plan, costs)
+    placed = (name for stage in plan.stages for name in stage.layers)
+    pairs = zip_longest(placed, (layer.name for layer in profile.layers), fillvalue="nothing")
+    for index, (planned, name) in enumerate(pairs):
+        if planned != name:
+            raise FileError(
+                f"the plan is not of this profile: layer {index} is {planned!r} in the plan and {name!r} in the "
+                "profile; run `autopar plan` again"
+            )
+    same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "divisible")}
+    costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, **same))
+    candidate = candidate_of(plan, profile)
+    _check_flows(plan, candidate, costs)
+    return _trace(expand(plan), candidate, costs)
 
 
-def _check_flows(plan: Plan, costs: CostModel) -> None:
+def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:
     """Refuse a plan that sends or shares other than what the profile says, as an edited one may."""
-    candidate = candidate_of(plan, costs.profile)
     for key, planned, found in (
         ("tensors", plan.tensors, crossings(costs, candidate)),
         ("tied", plan.tied, shared_parameters(costs, candidate)),

@@ -102,6 +102,11 @@ class Candidate(NamedTuple):
         """Of all stages, in their order; those that run several stages stand there several times."""
         return tuple(device for stage in self.stages for device in stage.devices)
 
+    @property
+    def all_in_flight(self) -> bool:
+        """Whether every stage has all of its micro-batches in flight, as under `gpipe`."""
+        return all(stage.warmup == stage.turns(0, self.micro_batches) for stage in self.stages)
+
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
         parts = []

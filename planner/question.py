@@ -109,10 +109,8 @@ def _as_asked(schedule: str, candidate: Candidate) -> bool:
     """Whether a candidate is of a schedule; with all in flight, `1f1b` and `gpipe` are one."""
     if schedule == "auto":
         return True
-    count = candidate.micro_batches
-    full = all(stage.warmup == stage.turns(0, count) for stage in candidate.stages)
     whole = plain(schedule) and plain(candidate.schedule)
-    return schedule == candidate.schedule or (whole and (full or schedule == "1f1b"))
+    return schedule == candidate.schedule or (whole and (schedule == "1f1b" or candidate.all_in_flight))
 
 
 def _recomputes(costs: CostModel, candidate: Candidate) -> str:

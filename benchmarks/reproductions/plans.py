@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan, Prediction, Stage
 from autopar.formats.profile import Profile
-from autopar.planner.assemble import assemble, crossings, heading, shared_parameters
+from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
@@ -125,24 +125,15 @@ def _by_piper_alone(
     """Return a plan whose step is what Piper's bottleneck makes of a batch."""
     busy = sum(stage.seconds * stage.replicas * stage.tensor_parallel for stage in found.stages)
     step_s = found.bottleneck_s * costs.batch
-    return Plan(
-        **heading(costs, options),
-        objective="piper",
-        schedule="1f1b",
-        micro_batches=candidate.micro_batches,
-        micro_batch_size=1,
-        stages=tuple(_records(costs, candidate, found)),
-        tensors=crossings(costs, candidate),
-        tied=shared_parameters(costs, candidate),
-        predicted=Prediction(
-            step_s=step_s,
-            lower_bound_s=0.0,
-            objective_s=found.bottleneck_s,
-            bubble=max(0.0, 1 - busy / (found.devices * found.bottleneck_s)) if found.bottleneck_s > 0 else 0.0,
-            peak_bytes=tuple(stage.memory_bytes for stage in found.stages),
-        ),
-        notes=(*costs.notes, *notes),
+    predicted = Prediction(
+        step_s=step_s,
+        lower_bound_s=0.0,
+        objective_s=found.bottleneck_s,
+        bubble=max(0.0, 1 - busy / (found.devices * found.bottleneck_s)) if found.bottleneck_s > 0 else 0.0,
+        peak_bytes=tuple(stage.memory_bytes for stage in found.stages),
     )
+    records = _records(costs, candidate, found)
+    return plan_of(costs, candidate, options, records, predicted, notes, schedule="1f1b", objective="piper")
 
 
 def _records(costs: CostModel, candidate: Candidate, found: PiperPlan) -> Iterator[Stage]:

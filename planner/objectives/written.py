@@ -10,8 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Division, Objective, Plan, Prediction
 from autopar.formats.profile import Profile
-from autopar.planner import assemble as provenance
-from autopar.planner.assemble import crossings, heading, shared_parameters, stage_record
+from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, size, throughput_remedies
@@ -48,46 +47,33 @@ def stash_plan(
     """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
     costs = prices.costs
     busy = prices.busy(candidate)
-    binding = max(busy, key=lambda name: busy[name])
-    return Plan(
-        **heading(costs, options),
+    binding, step_s = max(busy.items(), key=lambda each: each[1])
+    plan = plan_of(
+        costs,
+        candidate,
+        options,
+        (stage_record(costs, stage) for stage in candidate.stages),
+        prediction(costs, candidate, map(prices.peak_bytes, candidate.stages)),
+        (*notes, f"bound by {binding}", *_latency_notes(prices, candidate, step_s)),
         schedule="1f1b",
         objective=objective,
         weight_policy="stash",
-        micro_batches=1,
-        micro_batch_size=costs.batch,
-        stages=tuple(stage_record(costs, stage) for stage in candidate.stages),
-        tensors=crossings(costs, candidate),
-        tied=shared_parameters(costs, candidate),
-        predicted=_prediction(prices, candidate, busy[binding], least_s, objective_s),
         alternatives=tuple(alternatives),
-        notes=(*costs.notes, *notes, f"bound by {binding}", *_latency_notes(prices, candidate, busy[binding])),
     )
+    known = {"step_s": step_s, "lower_bound_s": min(least_s, step_s), "objective_s": objective_s}
+    known["bubble"] = _bubble(plan.predicted, candidate, step_s)
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=known)})
 
 
-def _prediction(
-    prices: StashCosts, candidate: Candidate, step_s: float, least_s: float, objective_s: float | None
-) -> Prediction:
-    costs, stages = prices.costs, candidate.stages
-    forward = [max(costs.forward_s(s, replica) for replica in range(len(s.devices))) for s in stages]
-    backward = [max(costs.backward_s(s, replica, 1) for replica in range(len(s.devices))) for s in stages]
+def _bubble(predicted: Prediction, candidate: Candidate, step_s: float) -> float:
+    """Return the share of the replicas' time in which they compute nothing."""
     computed = sum(
-        (there + back) * (1 if stage.division == "round-robin" else len(stage.devices))
-        for there, back, stage in zip(forward, backward, stages, strict=True)
+        (forward_s + backward_s) * (1 if stage.division == "round-robin" else len(stage.devices))
+        for forward_s, backward_s, stage in zip(
+            predicted.forward_s, predicted.backward_s, candidate.stages, strict=True
+        )
     )
-    ranks = sum(len(stage.devices) for stage in stages)
-    return Prediction(
-        step_s=step_s,
-        lower_bound_s=min(least_s, step_s),
-        objective_s=objective_s,
-        bubble=max(0.0, 1 - computed / (ranks * step_s)) if step_s > 0 else 0.0,
-        peak_bytes=tuple(map(prices.peak_bytes, stages)),
-        limit_bytes=tuple(costs.limit_bytes(stage.devices) for stage in stages),
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        compute=tuple(provenance.compute_provenance(costs, stage) for stage in stages),
-        communication=provenance.communication_provenance(costs, candidate),
-    )
+    return max(0.0, 1 - computed / (len(candidate.devices) * step_s)) if step_s > 0 else 0.0
 
 
 def _latency_notes(prices: StashCosts, candidate: Candidate, step_s: float) -> list[str]:
