@@ -390,7 +390,7 @@ def actions_of(candidate: Candidate) -> int:
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
-    """Try other schedules on the shapes of the best plans, or, of several stages a rank, on balanced ones of their groups."""
+    """Try other schedules on the shapes of the best plans, or, of several stages a rank, on as many balanced groups."""
     assert best.fastest is not None
     costs, own = simulator.costs, best.fastest.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
