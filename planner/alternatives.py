@@ -12,8 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.bounds.chain import candidate_bound_s
-from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, place, plain
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, place, placed_on, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.options import PlanOptions
@@ -41,17 +40,15 @@ def try_stages(
     widths: Sequence[int],
     shards: Sequence[Shard] | None = None,
     order: Sequence[int] | None = None,
-    most: int | None = None,
 ) -> Best:
     """Judge given stages in every family, with every division and sharding.
 
-    ``order`` are devices in the order in which stages take them, the cluster's if not given; with ``most``, only so
-    many ways in which a family's stages divide and shard are tried, those of least bounds.
+    ``order`` are devices in the order in which stages take them, the cluster's if not given.
     """
     best = Best()
     for family in families:
-        every = frames(simulator.costs, family, options, cuts, widths, shards)
-        for frame in _promising(simulator.costs, family, [_on(order, frame) for frame in every], most):
+        for each in frames(simulator.costs, family, options, cuts, widths, shards):
+            frame = each if order is None else placed_on(order, each)
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
@@ -70,29 +67,13 @@ def frames(
     shards: Sequence[Shard] | None = None,
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    if shards is None:
-        shards = options.shards
-    ways = [ways_of(costs, family, width, shards) for width in widths]
-    if prod(map(len, ways)) <= MOST_FRAMES:
-        return [place(family, cuts, widths, way, divisible=costs.divisible) for way in product(*ways)]
-    # Too many to mix: the same in all stages that can.
-    alike = dict.fromkeys(way for each in ways for way in each)
-    same = [[way if way in each else each[0] for each in ways] for way in alike]
-    return [place(family, cuts, widths, way, divisible=costs.divisible) for way in same if all(ways)]
-
-
-def _on(order: Sequence[int] | None, frame: tuple[CandidateStage, ...]) -> tuple[CandidateStage, ...]:
-    if order is None:
-        return frame
-    return tuple(stage._replace(devices=tuple(order[device] for device in stage.devices)) for stage in frame)
-
-
-def _promising(
-    costs: CostModel, family: Family, every: Sequence[tuple[CandidateStage, ...]], most: int | None
-) -> Sequence[tuple[CandidateStage, ...]]:
-    if most is None or len(every) <= most:
-        return every
-    return sorted(every, key=lambda frame: candidate_bound_s(costs, Candidate(*family, frame)))[:most]
+    ways = [ways_of(costs, family, width, options.shards if shards is None else shards) for width in widths]
+    every: Iterable[Sequence[tuple[Division, Shard]]] = product(*ways)
+    if prod(map(len, ways)) > MOST_FRAMES:
+        # Too many to mix: the same in all stages that can.
+        alike = dict.fromkeys(way for each in ways for way in each)
+        every = [[way if way in each else each[0] for each in ways] for way in alike]
+    return [place(family, cuts, widths, way, divisible=costs.divisible) for way in every]
 
 
 def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
@@ -123,14 +104,14 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
 
 
 def _reference(costs: CostModel, name: str, best: Best) -> Reference:
-    if best.fastest is not None:
-        return Reference(name, best.fastest, None)
-    if best.closest is not None:
-        return Reference(name, None, explain(costs, best.closest[1]))
-    if costs.share_limits:
-        return Reference(name, None, costs.share_limits[0].text)
-    rows = costs.batch
-    return Reference(name, None, f"no micro-batch of a batch of {rows} has a sample for each of {len(costs.devices)}")
+    reason = None
+    if best.fastest is None:
+        reason = f"no micro-batch of a batch of {costs.batch} has a sample for each of {len(costs.devices)}"
+        if best.closest is not None:
+            reason = explain(costs, best.closest[1])
+        elif costs.share_limits:
+            reason = costs.share_limits[0].text
+    return Reference(name, best.fastest, reason)
 
 
 def record(name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None) -> Alternative:
@@ -161,9 +142,8 @@ def neighbours(simulator: Simulator, best: Best, candidate: Candidate) -> list[R
             step_s = simulator.step_s(found.candidate) if simulator.sharing else found.step_s
             rows.setdefault(found.candidate, Reference(name, SimulatedPlan(step_s, found.candidate), None))
     every = sorted(rows.values(), key=lambda each: each.simulated_plan.step_s if each.simulated_plan else 0.0)
-    equal = [each for each in every if each.name == "equal widths"]
-    others = [each for each in every if each.name != "equal widths"][: MOST_NEIGHBOURS - len(equal)]
-    return sorted([*equal, *others], key=lambda each: each.simulated_plan.step_s if each.simulated_plan else 0.0)
+    equal = [each for each in every[MOST_NEIGHBOURS:] if each.name == "equal widths"]
+    return [*every[: MOST_NEIGHBOURS - len(equal)], *equal]
 
 
 def _named_neighbours(
@@ -226,29 +206,22 @@ def simplicity(costs: CostModel, candidate: Candidate) -> Simplicity:
 def straddling(costs: CostModel, stages: Sequence[CandidateStage]) -> list[int]:
     """Return the stages that take some devices of several nodes, and not all of each."""
     nodes = costs.links.topology.nodes
-    found = []
-    for index, stage in enumerate(stages):
-        used = {nodes[device] for device in stage.devices}
-        if len(used) > 1 and len(stage.devices) < sum(nodes.count(node) for node in used):
-            found.append(index)
-    return found
+    used = [{nodes[device] for device in stage.devices} for stage in stages]
+    return [
+        index
+        for index, (stage, own) in enumerate(zip(stages, used, strict=True))
+        if len(own) > 1 and len(stage.devices) < sum(map(nodes.count, own))
+    ]
 
 
 def simplest(simulator: Simulator, best: Best) -> SimulatedPlan:
     """Return the simplest of all candidates that were met within 1 % of the best one; of equals the fastest."""
     assert best.fastest is not None
     most_s = best.step_s * (1 + NEAR)
-    ranked = sorted(
-        (
-            (simplicity(simulator.costs, candidate), step_s, at)
-            for at, (candidate, step_s) in enumerate(best.near.items())
-            if step_s <= most_s
-        ),
-    )
-    candidates = list(best.near)
-    for _, known_s, at in ranked:
+    near = [(candidate, step_s) for candidate, step_s in best.near.items() if step_s <= most_s]
+    for candidate, known_s in sorted(near, key=lambda each: (simplicity(simulator.costs, each[0]), each[1])):
         # What was not the best of its number of stages may have been simulated without contention.
-        step_s = simulator.step_s(candidates[at]) if simulator.sharing else known_s
+        step_s = simulator.step_s(candidate) if simulator.sharing else known_s
         if step_s <= most_s:
-            return SimulatedPlan(step_s, candidates[at])
+            return SimulatedPlan(step_s, candidate)
     return best.fastest

@@ -145,6 +145,11 @@ def place(
     return tuple(stages)
 
 
+def placed_on(devices: Sequence[int], stages: Iterable[CandidateStage]) -> tuple[CandidateStage, ...]:
+    """Return stages with each of their devices replaced by the one of ``devices`` that it counts."""
+    return tuple(stage._replace(devices=tuple(devices[each] for each in stage.devices)) for stage in stages)
+
+
 def within(layers: Iterable[int], first: int, stop: int) -> tuple[int, ...]:
     """Return those of some layers that a stage holds, ascending.
 

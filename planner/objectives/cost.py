@@ -33,7 +33,7 @@ from autopar.formats.plan import Alternative, Plan, Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
-from autopar.planner.candidate import Candidate, Family
+from autopar.planner.candidate import Candidate, Family, placed_on
 from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
@@ -195,10 +195,7 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
         raise _unmet(costs, families, options)
     candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
-    rows = [
-        _row(prices, each.name, each.simulated_plan, each.reason)
-        for each in references(Simulator(costs), families, options)
-    ]
+    rows = [_row(prices, *each) for each in references(Simulator(costs), families, options)]
     for count, found in sorted(best.by_count.items()):
         rows.append(_row(prices, f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
@@ -275,7 +272,9 @@ def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions)
         # Where none on these devices is within the deadline, they do not count.
         lower = lower if bound_s >= cap_s else min(lower, each.price * bound_s)
         if own.fastest is not None:
-            best = SimulatedPlan(own.fastest.step_s, _renumber_devices(own.fastest.candidate, each.devices))
+            candidate = own.fastest.candidate
+            stages = placed_on(each.devices, candidate.stages)
+            best = SimulatedPlan(own.fastest.step_s, candidate._replace(stages=stages))
             cost, by_count[len(each.devices)] = each.price * best.step_s, best
     return None if best is None else CheapestPlan(best, cost, min(lower, cost), by_count)
 
@@ -390,12 +389,6 @@ def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], coun
     quickest = np.minimum.reduce([work[kind] for kind, _ in own])
     paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
     return max(float(quickest.sum()) / count * price, float(paid.sum()))
-
-
-def _renumber_devices(candidate: Candidate, devices: Sequence[int]) -> Candidate:
-    """Return a candidate on some of the devices with its devices counted among all."""
-    stages = (stage._replace(devices=tuple(devices[device] for device in stage.devices)) for stage in candidate.stages)
-    return candidate._replace(stages=tuple(stages))
 
 
 def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[str]:
