@@ -217,8 +217,8 @@ def _starts(asked: Question) -> Iterator[tuple[str, float]]:
     options = replace(asked.options, gpus=asked.options.gpus or len(asked.cluster.devices))
     costs = CostModel(asked.profile, asked.cluster, options)
     simulator, every = Simulator(costs), runnable(costs, options)
-    others = starting_plans(simulator, every, options)
-    found = [each.candidate for each in others.peers if each.candidate is not None and each.reason is None]
+    _, peers = starting_plans(simulator, every, options)
+    found = [each.candidate for each in peers if each.candidate is not None and each.reason is None]
     sharded = (any(stage.shard != "none" for stage in each.stages) for each in found)
     admitted = [each for each, parts in zip(found, sharded, strict=True) if options.shard == "auto" or not parts]
     yield "others", min((simulator.step_s(each) for each in admitted), default=float("inf"))

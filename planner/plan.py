@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -50,28 +49,13 @@ from autopar.progress import Progress, no_progress
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
 
 
-class StartingPlans(NamedTuple):
-    """What others would run, which the search starts from."""
-
-    references: list[Reference]
-    """What anyone would try first."""
-    peers: list[Peer]
-
-
-class Outcome(NamedTuple):
-    """What came of a search."""
-
-    best: Best
-    lower_bound_s: float
-    """Of the step."""
-    notes: tuple[str, ...] = ()
-
-
-def starting_plans(simulator: Simulator, every: Sequence[Family], options: PlanOptions) -> StartingPlans:
-    """Return what others would run, as far as that is soon known."""
-    found = references(simulator, every, options)
+def starting_plans(
+    simulator: Simulator, every: Sequence[Family], options: PlanOptions
+) -> tuple[list[Reference], list[Peer]]:
+    """Return what anyone would try first and what peers' planners find, as far as that is soon known."""
+    compared = references(simulator, every, options)
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
-    return StartingPlans(found, peers(simulator, options, found, quickly=True) if options.gap > 0 else [])
+    return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else []
 
 
 def plan(
@@ -101,8 +85,8 @@ def plan(
 
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
-    others = _usual_plans(question)
-    best, least_s, search_notes = _search(question, others)
+    best, (compared, of_peers) = Best(), _usual_plans(question)
+    least_s, search_notes = _search(question, best, compared, of_peers)
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
@@ -115,29 +99,34 @@ def _plan_best(question: Question) -> Plan:
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
     notes = [*search_notes, *schedule_notes, *notes_on(question, best, chosen, least_s)]
-    rows = _alternatives(others.references, near, None, question.excluding_option)
+    rows = _alternatives(compared, near, question.excluding_option)
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 
-def _usual_plans(question: Question) -> StartingPlans:
+def _usual_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
     question.simulator.progress("trying usual plans", 0.05)
     return starting_plans(question.simulator, question.families, question.options)
 
 
-def _search(question: Question, others: StartingPlans) -> Outcome:
-    """Search from what others would run on, so that the plan is never worse than one of these that is admitted."""
-    best, simulator, every, options = Best(), question.simulator, question.families, question.options
-    for reference in others.references:
+def _search(
+    question: Question, best: Best, compared: Sequence[Reference], of_peers: Sequence[Peer] = ()
+) -> tuple[float, tuple[str, ...]]:
+    """Search from what others would run on; return a lower bound of the step, and notes.
+
+    So the plan is never worse than one of these that is admitted.
+    """
+    simulator, every, options = question.simulator, question.families, question.options
+    for reference in compared:
         known = reference.simulated_plan
         if known is not None and question.excluding_option(known.candidate) is None:
             best.consider(known)
-    for peer in others.peers:
+    for peer in of_peers:
         own = peer.candidate if peer.reason is None else None
         if own is not None and question.excluding_option(own) is None:
             best.judge(simulator, own)
     if options.solver == "milp":
         solved = search_by_milp(simulator, every, options, best)
-        return Outcome(best, solved.lower_bound_s, solved.notes)
+        return solved.lower_bound_s, solved.notes
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
         judge_even_splits(simulator, every, options, best)
@@ -146,7 +135,7 @@ def _search(question: Question, others: StartingPlans) -> Outcome:
     if options.gap > 0:
         simulator.progress("moving on from the best plans", 0.6)
         search_locally(simulator, options, best, found.lower_bound_s)
-    return Outcome(best, min(found.lower_bound_s, best.step_s))
+    return min(found.lower_bound_s, best.step_s), ()
 
 
 def _judge_closest(question: Question, best: Best) -> None:
@@ -203,12 +192,12 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
 def _plan_schedule(question: Question) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
-    beside = replace(question, options=usual(options))
-    families, fits = beside.families, partial(_schedule_fits, question)
+    beside, fits = replace(question, options=usual(options)), partial(_schedule_fits, question)
+    compared = references(simulator, beside.families, beside.options)
     fixed_stages = question.fixed_stages
     own = None if fixed_stages is None else dictated_best(simulator, options, fixed_stages, fits)
-    compared = references(simulator, families, beside.options)
-    best = _search(beside, StartingPlans(compared, [])).best
+    best = Best()
+    _search(beside, best, compared)
     if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = tried_best(simulator, options, best, fits)
@@ -221,7 +210,7 @@ def _plan_schedule(question: Question) -> Plan:
         assert own.fastest is not None
         bounds, chosen = _bounds_of_shape(question, fixed_stages, own.step_s), own.fastest.candidate
         least_s, note = bounds.linked_s, DICTATED_NOTE
-    rows = [*_alternatives(compared, (), None), record("1f1b", best.fastest, "no plan of 1f1b fits the memory")]
+    rows = _alternatives([*compared, Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")])
     notes = [note, *placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
@@ -247,8 +236,8 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
     try:
         if other.fixed_stages is not None:
             return dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
-        compared = references(other.simulator, beside.families, beside.options)
-        best = _search(beside, StartingPlans(compared, [])).best
+        best = Best()
+        _search(beside, best, references(other.simulator, beside.families, beside.options))
         return tried_best(other.simulator, other.options, best).fastest is not None
     except InfeasibleError:
         return False
@@ -256,9 +245,9 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
 
 def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
-    own, costs = _judge_stages(question, fixed_stages), question.costs
-    others = _usual_plans(question)
-    best = _search(question, others).best
+    own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
+    compared, of_peers = _usual_plans(question)
+    _search(question, best, compared, of_peers)
     assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
@@ -266,7 +255,8 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
-    rows = _alternatives(others.references, (), own if own.step_s < best.step_s else best)
+    fastest = (own if own.step_s < best.step_s else best).fastest
+    rows = _alternatives([*compared, Reference("best", fastest, None)])
     return assemble(costs, own.fastest.candidate, question.options, bounds.linked_s, rows, [DICTATED_NOTE], bounds)
 
 
@@ -300,17 +290,14 @@ def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
 
 def _alternatives(
     reference_plans: Sequence[Reference],
-    near: Sequence[Reference],
-    best: Best | None,
+    near: Sequence[Reference] = (),
     excluding_option: Callable[[Candidate], str | None] = lambda _: None,
 ) -> list[Alternative]:
-    """Return what is listed beside a plan: what anyone would try first, the best one if it is not, and neighbours."""
+    """Return what is listed beside a plan: what anyone would try first, and neighbours that are none of these."""
     rows = []
     for each in reference_plans:
         own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
         rows.append(record(*each).model_copy(update={"excluded": own}))
-    if best is not None:
-        rows.append(record("best", best.fastest))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
     others = (record(*each) for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
