@@ -54,40 +54,25 @@ class _TripStages(NamedTuple):
     around_s: Numbers
     """Round trip over the stage and the boundary behind it, where it stands best."""
     rate: Numbers
-
-    def some(self, mask: npt.NDArray[np.bool_]) -> _TripStages:
-        """Return some of the stages."""
-        return _TripStages._make(each[mask] for each in self)
-
-
-class _Limits(NamedTuple):
-    """With what the same stages keep within B; arrays over them."""
-
     beside_s: Numbers
-    """Where a stage stands best."""
+    """What it keeps within B where it stands best."""
     worst_s: Numbers
-    """Where it stands worst."""
+    """And where it stands worst."""
     group: Counts
     """Ascending; stages of one differ only in recomputation, and take ever longer."""
-
-
-class _Standing(NamedTuple):
-    """What depends on where the same stages stand."""
-
-    around_s: Small
-    """``[place and level, stage]``."""
-    rate: Numbers
+    each_around_s: Small
+    """Wherever it stands, ``[place and level, stage]``."""
+    each_rate: Numbers
     """``[place, stage]``."""
-    beside_s: Numbers
+    each_beside_s: Numbers
     """``[place, stage]``; infinite where a stage does not fit."""
 
 
 class _Candidates(NamedTuple):
     """What may be part of a plan."""
 
-    stages: _TripStages
     indices: Counts
-    """Which these are, of all."""
+    """Of all stages."""
     starts: list[int]
     """Where those that begin with every layer start."""
     before: Numbers
@@ -112,13 +97,10 @@ class RoundTrips:
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]
-        stages_of, limits_of, standing_of = zip(*every, strict=True)
-        self._stages = _TripStages._make(np.concatenate(each) for each in zip(*stages_of, strict=True))
-        limits = _Limits._make(np.concatenate(each) for each in zip(*limits_of, strict=True))
-        self._standing = _Standing._make(np.concatenate(each, axis=1) for each in zip(*standing_of, strict=True))
-        told = np.stack((self._stages.first, self._stages.stop, limits.group))
+        stages_of = _TripStages._make(np.concatenate(each, axis=-1) for each in zip(*every, strict=True))
+        told = np.stack((stages_of.first, stages_of.stop, stages_of.group))
         changes = np.append(False, (told[:, 1:] != told[:, :-1]).any(axis=0))
-        self._limits = limits._replace(group=np.cumsum(changes[: told.shape[1]]))
+        self._stages = stages_of._replace(group=np.cumsum(changes[: told.shape[1]]))
         self._has_several_limits = len({place.limit for place in stages.places}) > 1
 
     def bound_s(self, cap_s: float, most_sweeps: int, known_s: float = 0.0) -> float:
@@ -165,7 +147,7 @@ class RoundTrips:
         """A round trip that none of all layers on all devices falls below."""
         return float((candidates.behind[1:, :1] - candidates.prices * self._devices).max()) * (1 - ROUNDING)
 
-    def _beginning(self, first: int) -> tuple[_TripStages, _Limits, _Standing]:
+    def _beginning(self, first: int) -> _TripStages:
         """Return the stages that may begin with a layer."""
         following = self._tables.next(first)
         count = following.longest - following.length + 1
@@ -175,79 +157,72 @@ class RoundTrips:
         forward_s, backward_s, _, _, rate, beside_s = np.where(fits, following.stages, np.inf)
         worst_s = np.where(fits, following.stages[5], 0.0).max(axis=0)
         _, _, forth_s, back_s, forth_work_s, back_work_s = following.links
-        queued_s = np.maximum(
-            forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)
-        )
-        around_s = (forward_s + backward_s)[:, None] + forth_s + back_s
-        around_s = around_s.reshape(around_s.shape[0] * around_s.shape[1], len(count))
+        waits_s = forth_work_s.min(axis=0) - forth_s.min(axis=0), back_work_s.min(axis=0) - back_s.min(axis=0)
+        least_beside_s = np.maximum(beside_s.min(axis=0), np.maximum(*waits_s))
+        around_s = np.concatenate((forward_s + backward_s)[:, None] + forth_s + back_s)
         least_s, group = around_s.min(axis=0), self._alike[following.way]
         order = np.lexsort((least_s[index], group[index], stop))
-        index, stop = index[order], stop[order]
-        stages = (following.way, self._widths[following.way], least_s, rate.min(axis=0))
-        limits = (np.maximum(beside_s.min(axis=0), queued_s), worst_s, group)
-        standing = (around_s.astype(np.float32), rate, beside_s)
-        return (
-            _TripStages._make((np.full(len(index), first), stop, *(each[index] for each in stages))),
-            _Limits._make(each[index] for each in limits),
-            _Standing._make(each[:, index] for each in standing),
-        )
+        way, width = following.way, self._widths[following.way]
+        least = way, width, least_s, rate.min(axis=0), least_beside_s, worst_s, group
+        every = *least, around_s.astype(np.float32), rate, beside_s
+        return _TripStages(np.full(len(index), first), stop[order], *(each[..., index[order]] for each in every))
 
     def _within(self, beside_s: float, most_s: float) -> _Candidates | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += ROUNDING * most_s
         prices = np.array(PRICES)[:, None] * most_s / self._devices
-        useful = self._useful(beside_s, most_s)
-        stages = self._stages.some(useful)
+        indices = np.flatnonzero(self._useful(beside_s, most_s))
+        first, stop, _, width, around_s, rate = (each[indices] for each in self._stages[:6])
         # The longest round trip with which a stage keeps within B.
-        longest_s = np.minimum(_room_s(stages.rate, beside_s), most_s) * (1 + ROUNDING)
-        each: Numbers = np.concatenate((stages.width[None], stages.around_s + prices * stages.width))
-        fitting, behind = self._behind(stages, each, prices, longest_s)
+        longest_s = np.minimum(_room_s(rate, beside_s), most_s) * (1 + ROUNDING)
+        each: Numbers = np.concatenate((width[None], around_s + prices * width))
+        fitting, behind = self._behind(first, stop, each, prices, longest_s)
         if not behind[0, 0] <= self._devices:
             return None
-        stages = stages.some(fitting)
-        before = self._before(stages, each[:, fitting])
-        starts = np.searchsorted(stages.first, np.arange(self._layers + 1)).tolist()
-        return _Candidates(stages, np.flatnonzero(useful)[fitting], starts, before, behind, prices)
+        first = first[fitting]
+        before = self._before(first, stop[fitting], each[:, fitting])
+        starts = np.searchsorted(first, np.arange(self._layers + 1)).tolist()
+        return _Candidates(indices[fitting], starts, before, behind, prices)
 
     def _behind(
-        self, stages: _TripStages, each: Numbers, prices: Numbers, longest_s: Numbers
+        self, first: Counts, stop: Counts, each: Numbers, prices: Numbers, longest_s: Numbers
     ) -> tuple[npt.NDArray[np.bool_], Numbers]:
         """Which stages may be part of a plan; and what the layers from every position on take at least."""
-        starts = np.searchsorted(stages.first, np.arange(self._layers + 1))
+        starts = np.searchsorted(first, np.arange(self._layers + 1))
         behind = np.full((len(each), self._layers + 1), np.inf)
         behind[:, -1] = 0.0
-        fitting = np.zeros(len(stages.stop), dtype=bool)
-        for first in reversed(range(self._layers)):
-            own = slice(starts[first], starts[first + 1])
-            total = np.take(behind, stages.stop[own], axis=1)
+        fitting = np.zeros(len(stop), dtype=bool)
+        for at in reversed(range(self._layers)):
+            own = slice(starts[at], starts[at + 1])
+            total = np.take(behind, stop[own], axis=1)
             total += each[:, own]
             some = (total[1:] - prices * self._devices).max(axis=0) <= longest_s[own]
             some &= total[0] <= self._devices
             fitting[own] = some
-            behind[:, first] = total[:, some].min(axis=1, initial=np.inf)
+            behind[:, at] = total[:, some].min(axis=1, initial=np.inf)
         return fitting, behind
 
-    def _before(self, stages: _TripStages, each: Numbers) -> Numbers:
+    def _before(self, first: Counts, stop: Counts, each: Numbers) -> Numbers:
         """Return what the layers before every position take at least."""
         before = np.full((len(each), self._layers + 1), np.inf)
         before[:, 0] = 0.0
-        by_stop = np.argsort(stages.stop, kind="stable")
-        ends = np.searchsorted(stages.stop[by_stop], np.arange(self._layers + 2))
-        first, each = stages.first[by_stop], each[:, by_stop]
-        for stop in range(1, self._layers + 1):
-            own = slice(ends[stop], ends[stop + 1])
-            before[:, stop] = (np.take(before, first[own], axis=1) + each[:, own]).min(axis=1, initial=np.inf)
+        by_stop = np.argsort(stop, kind="stable")
+        ends = np.searchsorted(stop[by_stop], np.arange(self._layers + 2))
+        first, each = first[by_stop], each[:, by_stop]
+        for at in range(1, self._layers + 1):
+            own = slice(ends[at], ends[at + 1])
+            before[:, at] = (np.take(before, first[own], axis=1) + each[:, own]).min(axis=1, initial=np.inf)
         return before
 
     def _useful(self, beside_s: float, most_s: float) -> npt.NDArray[np.bool_]:
         """Which stages keep within B, and do not recompute more than another one of the same layers in vain."""
-        rate, limits = self._stages.rate, self._limits
-        within: npt.NDArray[np.bool_] = limits.beside_s <= beside_s
+        rate, stages = self._stages.rate, self._stages
+        within: npt.NDArray[np.bool_] = stages.beside_s <= beside_s
         if self._has_several_limits or not len(rate):
             return within
         room_s = np.minimum(most_s, _room_s(rate, beside_s))
-        offset = 2 * most_s * limits.group
-        others = np.where(limits.worst_s <= beside_s, room_s, 0.0) + offset
+        offset = 2 * most_s * stages.group
+        others = np.where(stages.worst_s <= beside_s, room_s, 0.0) + offset
         longest = np.append(-1.0, np.maximum.accumulate(others)[:-1])
         found: npt.NDArray[np.bool_] = within & (room_s + offset > longest)
         return found
@@ -259,8 +234,9 @@ class RoundTrips:
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
         trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
         trips[self._layers, none] = np.inf
-        left, stages = self._states.devices_left, candidates.stages
-        around_s, rate, beside = _Standing._make(np.take(each, candidates.indices, axis=1) for each in self._standing)
+        left, indices = self._states.devices_left, candidates.indices
+        way, stop = self._stages.way[indices], self._stages.stop[indices]
+        around_s, rate, beside = (np.take(each, indices, axis=1) for each in self._stages[-3:])
         room_s = np.where(beside <= beside_s, _room_s(rate, beside_s) * (1 + ROUNDING), -1.0).astype(np.float32)
         room_s = np.repeat(room_s, len(around_s) // len(room_s), axis=0)
         for first in reversed(range(self._layers)):
@@ -273,7 +249,7 @@ class RoundTrips:
                 behind_s = (behind[1:] - candidates.prices * here).max(axis=0)
                 states = states[np.maximum(before_s, 0.0) + behind_s <= most_s * (1 + ROUNDING)]
                 trips[first, states] = self._shortest(
-                    stages.way[own], stages.stop[own], around_s[:, own], room_s[:, own], states, trips
+                    way[own], stop[own], around_s[:, own], room_s[:, own], states, trips
                 )
         return float(trips[0, 0]) * (1 - ROUNDING)
 
