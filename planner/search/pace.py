@@ -21,6 +21,7 @@ round trip is kept for every state of the pool: it needs the fewest in flight. W
 from __future__ import annotations
 
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -119,8 +120,7 @@ class Paces:
         self.turns = np.ceil(self.micro_batches / self.turning)
         # Replicas that take turns gain little where as many can share a micro-batch, and cost round trips.
         rows = stages.family.micro_batch_size
-        worth = (way.choice.division == "split" or way.width > rows for way in stages.ways)
-        self._worth = np.array(list(worth))
+        self._worth = np.array([way.choice.division == "split" or way.width > rows for way in stages.ways])
         self.stages = [self._beginning(first) for first in range(stages.layers)]
         """By first layer."""
 
@@ -153,11 +153,9 @@ class PacePlan:
         layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
         self._layers, self._devices = layers, len(pool.remaining(0))
         shape = (layers + 1, none + 1)
-        trip_s, since_s, deep, in_flight, most = np.zeros((5, *shape), np.float32)
-        trip_s[:] = np.inf
-        way, stop = np.zeros((2, *shape), np.int64)
         turning = np.ones(shape, np.float32)
-        self._suffixes = _Suffixes(trip_s, since_s, deep, in_flight, most, turning, way, stop)
+        self._suffixes = _Suffixes(*np.zeros((5, *shape), np.float32), turning, *np.zeros((2, *shape), np.int64))
+        self._suffixes.trip_s[:] = np.inf
         self._suffixes.most[layers] = np.inf
         self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
         self._suffixes.trip_s[layers, none] = np.inf
@@ -198,18 +196,14 @@ class PacePlan:
             least_s = each.terms[2].min(axis=0, initial=np.inf) + trip_s[each.stop]
             devices = widths[each.way] + fewest[1, each.stop]
             room = each.room * self._paces.turning[each.way]
-            some = np.flatnonzero((self._in_flight_for(least_s) <= room) & (devices <= self._devices))
+            with np.errstate(invalid="ignore"):
+                wanted = self._paces.micro_batches * least_s / (self.beside_s + least_s)
+            some = np.flatnonzero((wanted <= room) & (devices <= self._devices))
             trip_s[first], fewest[1, first] = (one[some].min(initial=np.inf) for one in (least_s, devices))
             found.append(each.some(some))
         for first, each in enumerate(reversed(found)):
             np.minimum.at(fewest[0], each.stop, fewest[0, first] + widths[each.way])
         return found[::-1], fewest
-
-    def _in_flight_for(self, trip_s: Numbers) -> Numbers:
-        """In flight for a round trip."""
-        with np.errstate(invalid="ignore"):
-            found: Numbers = self._paces.micro_batches * trip_s / (self.beside_s + trip_s)
-        return found
 
     def _passing(self, in_flight: Numbers, turning: Numbers, after: Counts) -> Numbers:
         """How many micro-batches pass until a gradient that a stage of ``turning`` replicas is sent has arrived."""
@@ -334,17 +328,55 @@ class FamilySearch:
         return not self._capped_stages.possible or (self.tables is not None and self.tables.least_s == float("inf"))
 
     def try_paces(self) -> float:
-        """Judge plans that keep a pace; return the work of that."""
-        if self._least_cap_s == float("inf"):
+        """Judge the plans of some paces; return the work of that.
+
+        Of the quickest that can be kept, and of slower ones with shorter trips.
+        """
+        fewest_s = self._least_cap_s - self.costs.profile.step_overhead_s
+        if fewest_s == float("inf"):
             return 0.0
-        self._try_paces(self._least_cap_s - self.costs.profile.step_overhead_s)
+        quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
+        while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
+            # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
+            low_s, passes = quickest_s, passes + 1
+            quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
+        slower_s = quickest_s
+        while passes < self.passes and quickest_s > low_s * FINE_STEP:
+            passes += 1
+            next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
+            if self._try(next_s) < float("inf"):
+                quickest_s = next_s
+            else:
+                low_s = next_s
+        while passes < self.passes:
+            passes, slower_s = passes + 1, slower_s * COARSE_STEP
+            if self._try(slower_s) >= self.best.step_s * NEAR:
+                break
         return self.passes * swept_us(self.stages.size)
 
     def prove_bound(self) -> FamilyBound:
-        """Prove a lower bound, and return tables of what may be better, unless these are too large to look through."""
+        """Prove a lower bound, and return tables of what may be better, unless these are too large to look through.
+
+        What is not below a cap takes at least as long, and so does the least below it.
+        """
         if self._least_cap_s == float("inf"):
             return FamilyBound(float("inf"), None)
-        return self._prove_bound(max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP))
+        overhead_s = self.costs.profile.step_overhead_s
+        lower_s = max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP)
+        # Where no plan is known yet, what is slower than any sensible one is left out.
+        most_s = min(self.best.step_s, MOST_CAP * lower_s)
+        if self.tables is None and self.stages.chain:
+            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
+            trips = RoundTrips(self.stages, self.states, self.options)
+            lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
+            return FamilyBound(lower_s, None)
+        tables = self.tables or self._below(CappedStages(self.stages, most_s))
+        lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
+        for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
+            cap_s = (lower_s + most_s) / 2
+            below = self._below(CappedStages(self.stages, cap_s))
+            lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
+        return FamilyBound(lower_s, None if self.large else tables)
 
     @cached_property
     def states(self) -> States:
@@ -366,88 +398,43 @@ class FamilySearch:
                 return float("inf")
         return cap_s
 
-    def _try_paces(self, fewest_s: float) -> None:
-        """Judge the plans of some paces: of the quickest that can be kept, and of slower ones with shorter trips."""
-        quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
-        while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
-            # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
-            low_s, passes = quickest_s, passes + 1
-            quickest_s *= COARSE_STEP if passes <= FEW_PASSES else FAR_STEP
-        slower_s = quickest_s
-        while passes < self.passes and quickest_s > low_s * FINE_STEP:
-            passes += 1
-            next_s = (low_s * quickest_s) ** 0.5 if low_s > 0 else quickest_s / COARSE_STEP
-            if self._try(next_s) < float("inf"):
-                quickest_s = next_s
-            else:
-                low_s = next_s
-        while passes < self.passes:
-            passes, slower_s = passes + 1, slower_s * COARSE_STEP
-            if self._try(slower_s) >= self.best.step_s * NEAR:
-                break
-
     def _try(self, beside_s: float) -> float:
         """Judge the plan of a pace, if it may be better; return about how long its step takes."""
         paced = PacePlan(self.paces, beside_s)
         if paced.step_s >= self.best.step_s * NEAR:
             return paced.step_s
-        family = self.stages.family
-        chosen = paced.plan_stages()
-        frame = [self._place_stage(each) for each in chosen]
+        family, chosen = self.stages.family, paced.plan_stages()
+        frame, spans = zip(*map(self._place_stage, chosen), strict=True)
         if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
             # Paces do not count stages.
             return paced.step_s
-        spans = [self._span(each) for each in chosen]
-        depths = [each.depth for each in chosen]
-        own, short = least_recomputed(self.costs, family, with_depths(family, frame, depths).stages, spans)
+        deep = with_depths(family, frame, [each.depth for each in chosen]).stages
+        own, short = least_recomputed(self.costs, family, deep, spans)
         candidates = [own] if short <= 0 else []
         if short > 0 or not self.large:
             found = depth_choices(self.costs, family, frame, spans, exact=False)
             candidates += found.candidates
             if found.closest is not None:
                 self.best.miss(*found.closest)
-        bounds = [candidate_bound_s(self.costs, candidate) for candidate in candidates]
-        for at in sorted(range(len(bounds)), key=lambda index: bounds[index]):
-            if bounds[at] < self.best.step_s:
-                self.best.judge(self.simulator, candidates[at])
+        bounded = [(candidate_bound_s(self.costs, candidate), candidate) for candidate in candidates]
+        for bound_s, candidate in sorted(bounded, key=itemgetter(0)):
+            if bound_s < self.best.step_s:
+                self.best.judge(self.simulator, candidate)
         return paced.step_s
 
-    def _place_stage(self, pace_stage: PaceStage) -> CandidateStage:
+    def _place_stage(self, pace_stage: PaceStage) -> tuple[CandidateStage, Span]:
+        """Return a stage with all in flight, and what it may recompute: as little as fits what it comes to hold."""
         first, stop, number, state, _ = pace_stage
         way, family = self.stages.ways[number], self.stages.family
         devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
         shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
-        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
         levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
-        recompute = Span(levels, *self.stages.recompute_range(number, first, stop)).within(first, stop)[0]
+        span = Span(levels, *self.stages.recompute_range(number, first, stop))
+        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
+        recompute = span.within(first, stop)[0]
         stage = CandidateStage(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
-        return stage._replace(warmup=stage.turns(0, family.micro_batches))
-
-    def _span(self, pace_stage: PaceStage) -> Span:
-        """How many layers of a stage may be recomputed: as few as fit what it comes to hold in the plan."""
-        way = self.stages.ways[pace_stage.way]
-        levels = self.costs.recompute_levels(self.stages.family.micro_batch_size, way.kind)
-        if self.options.recompute == "auto":
-            return Span(levels)
-        return Span(levels, *self.stages.recompute_range(pace_stage.way, pace_stage.first, pace_stage.stop))
-
-    def _prove_bound(self, lower_s: float) -> FamilyBound:
-        """Prove a lower bound: what is not below a cap takes at least as long, and so does the least below it."""
-        overhead_s = self.costs.profile.step_overhead_s
-        # Where no plan is known yet, what is slower than any sensible one is left out.
-        most_s = min(self.best.step_s, MOST_CAP * lower_s)
-        if self.tables is None and self.stages.chain:
-            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
-            trips = RoundTrips(self.stages, self.states, self.options)
-            lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
-            return FamilyBound(lower_s, None)
-        tables = self.tables or self._below(CappedStages(self.stages, most_s))
-        lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
-        for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
-            cap_s = (lower_s + most_s) / 2
-            below = self._below(CappedStages(self.stages, cap_s))
-            lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return FamilyBound(lower_s, None if self.large else tables)
+        stage = stage._replace(warmup=stage.turns(0, family.micro_batches))
+        return stage, Span(levels) if self.options.recompute == "auto" else span
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:
         """Return the tables of plans that take less than a cap."""
