@@ -9,7 +9,7 @@ from itertools import accumulate
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.layers import LayerCosts
+from autopar.planner.costs.layers import LayerCosts, Seconds
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, run
@@ -88,10 +88,9 @@ class _GivenTimes(LayerCosts):
         self._backward, self._accumulate = backward_s, accumulate_s
         self.update_sums = [0.0, *accumulate(update_s)]
 
-    def forward_sums(self, rows: float) -> list[float]:
-        return self._forward[int(rows)]
-
-    def backward_sums(self, rows: float, adding: float) -> list[float]:
+    def sums(self, field: Seconds, rows: float, adding: float = 0.0) -> list[float]:
+        if field == "forward_s":
+            return self._forward[int(rows)]
         each = zip(self._backward[int(rows)], self._accumulate, strict=True)
         return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]
 

@@ -3,3 +3,14 @@
 In: a profile, a cluster, and options. Out: seconds of forwards, backwards, messages and reductions, and peak bytes.
 Read ``model.py`` first; everything else in the planner asks it and nothing else for numbers.
 """
+
+from collections.abc import Callable
+from functools import cache, cached_property, partial
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def memoized(method: Method) -> Method:
+    """Return a method whose results every instance remembers; copies of an instance share what it has begun."""
+    return cast(Method, cached_property(lambda instance: cache(partial(method, instance))))

@@ -1,20 +1,19 @@
 """Activations: what stages keep of a micro-batch for its backward, and the most that its way through them holds.
 
 From what layers save, by storage. What all stages hold is a sum of numbers that each count for some first layers and
-some stops (:class:`Areas`), so one sweep over the layers prices all stages; windows of layers that hold the same as
-earlier ones, as those of repeated blocks do, are priced once (:class:`Repeats`).
+some stops (:class:`Areas`), so one sweep over the layers prices all stages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.profile import Layer
+from autopar.planner.costs import memoized
 from autopar.planner.costs.flows import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
 
@@ -49,6 +48,8 @@ class Areas:
 
     def at(self, first: int, stop: int) -> int:
         """Return the sum for one stage."""
+        if not len(self._columns):
+            return 0
         first_low, first_high, stop_low, stop_high, value = self._columns.T
         there = (first_low <= first) & (first <= first_high) & (stop_low <= stop) & (stop <= stop_high)
         return int(value[there].sum())
@@ -81,146 +82,6 @@ def window_sums(sums: Counts, longest: int) -> Counts:
     return found
 
 
-class Windows(NamedTuple):
-    """All windows of up to so many layers, by the earliest ones that are alike."""
-
-    rows: Counts
-    """Layers that an earliest window begins with, ascending."""
-    row: Counts
-    """Of every window, ``[first, length - 1]``, the index of its earliest one's; 0 for those that are too long."""
-
-    def spread(self, values: Counts) -> Counts:
-        """Return the values of all windows from those of the rows, ``[row, length - 1]``."""
-        return np.asarray(np.take_along_axis(values, self.row, axis=0))
-
-
-class Repeats:
-    """The earliest of all windows that are alike: as long, and of layers with the same codes.
-
-    >>> repeats = Repeats("xabababy")
-    >>> [repeats.earliest(first, first + 3) for first in range(6)]
-    [0, 1, 2, 1, 2, 5]
-    >>> repeats.windows(2).rows.tolist()
-    [0, 1, 2, 6, 7]
-    """
-
-    def __init__(self, codes: Iterable[Hashable]) -> None:
-        """Take what tells layers apart; none tells where in the model a layer stands."""
-        known: dict[Hashable, int] = {}
-        first = [known.setdefault(code, at) for at, code in enumerate(codes)]
-        self._earliest: dict[int, list[int]] = {1: first}
-        """By length, of the windows that begin with every layer."""
-        self._windows: dict[int, Windows] = {}
-        self.any = len(known) < len(first)
-        """Whether any two windows are alike."""
-
-    @classmethod
-    def of(cls, layers: Sequence[Layer], flows: Flows) -> Repeats:
-        """Return those of a model: windows that hold and exchange the same bytes, each in the same place."""
-        return cls(_codes(layers, flows))
-
-    def among(self, layers: frozenset[int]) -> Repeats:
-        """Return those of the same model, with some layers told from the others."""
-        return Repeats((code, at in layers) for at, code in enumerate(self._earliest[1]))
-
-    def earliest(self, first: int, stop: int) -> int:
-        """Return the first layer of the earliest window that is alike."""
-        return self._of_length(stop - first)[first] if self.any else first
-
-    def windows(self, longest: int) -> Windows:
-        """Return all windows of up to ``longest`` layers."""
-        if longest not in self._windows:
-            layers = len(self._earliest[1])
-            found = np.zeros((layers, longest), dtype=np.int64)
-            for length in range(1, longest + 1):
-                found[: layers - length + 1, length - 1] = self._of_length(length)
-            rows, row = np.unique(found, return_inverse=True)
-            self._windows[longest] = Windows(rows, row.reshape(found.shape))
-        return self._windows[longest]
-
-    def _of_length(self, length: int) -> list[int]:
-        """Two windows are alike where two shorter ones are that together cover each, as in sorting suffixes.
-
-        Karp, Miller and Rosenberg, "Rapid identification of repeated patterns in strings, trees and arrays", 1972.
-        """
-        if length not in self._earliest:
-            layers = len(self._earliest[1])
-            part = 1 << (length - 1).bit_length() - 1
-            known = np.array(self._of_length(part))
-            pairs = known[: layers - length + 1] * layers + known[length - part :]
-            _, first, number = np.unique(pairs, return_index=True, return_inverse=True)
-            self._earliest[length] = first[number].tolist()
-        return self._earliest[length]
-
-
-def _codes(layers: Sequence[Layer], flows: Flows) -> Iterable[Hashable]:
-    """What layers hold, make and read, by places relative to their own; a tied parameter's are like no others."""
-    names = _Names(layers, flows)
-    tied = {layer for each in flows.tied for layer in each.layers}
-    inputs: list[list[tuple[int, int]]] = [[] for _ in layers]
-    for number, tensor in enumerate(flows.inputs):
-        for consumer in tensor.consumers:
-            inputs[consumer].append((number, tensor.bytes_per_sample))
-    for at, layer in enumerate(layers):
-        made = tuple(
-            (tensor.bytes_per_sample, tensor.gradient, *(consumer - at for consumer in tensor.consumers))
-            for tensor in flows.made_by(at)
-        )
-        read = tuple(
-            (*names.of(at, tensor.name), tensor.bytes_per_sample, tensor.gradient) for tensor in flows.received_by(at)
-        )
-        yield at if at in tied else -1, _layer_code(at, layer, names), made, read, tuple(inputs[at])
-
-
-def _layer_code(at: int, layer: Layer, names: _Names) -> Hashable:
-    state = (
-        layer.parameters_bytes,
-        layer.buffers_bytes,
-        layer.optimizer_bytes,
-        layer.gradient_bytes,
-        layer.trainable_bytes,
-        layer.update_bytes,
-        layer.written_bytes,
-        layer.writes and layer.writes.inputs,
-    )
-    costs = tuple(
-        (
-            cost.micro_batch,
-            cost.peak_bytes,
-            cost.output_bytes,
-            tuple((*names.of(at, saved.storage), saved.bytes) for saved in cost.saved),
-        )
-        for cost in layer.costs
-    )
-    return state, costs
-
-
-class _Names:
-    """Storages and tensors by where they first occur, relative to a layer, instead of by name."""
-
-    def __init__(self, layers: Sequence[Layer], flows: Flows) -> None:
-        self._home: dict[str, tuple[int, str, int]] = {}
-        """The layer that makes a tensor, or that first keeps a storage, and which of these it is there."""
-        for number, tensor in enumerate(flows.inputs):
-            self._home[tensor.name] = (0, "input", number)
-        for at in range(len(layers)):
-            for number, tensor in enumerate(flows.made_by(at)):
-                self._home[tensor.name] = (at, "tensor", number)
-        for at, layer in enumerate(layers):
-            kept = dict.fromkeys(saved.storage for cost in layer.costs for saved in cost.saved)
-            for number, name in enumerate(kept):
-                self._home.setdefault(name, (at, "storage", number))
-
-    def of(self, layer: int, name: str) -> tuple[int, str, int]:
-        """Return a name as a layer sees it."""
-        home, sort, number = self._home[name]
-        return (0 if sort == "input" else home - layer), sort, number
-
-
-FEW_ROWS = 4
-"""Of the layers, one in how many begins a window like no earlier one, that each of these is gone through by itself."""
-
-
 class ActivationBytes(NamedTuple):
     """Bytes of one stage, or of many."""
 
@@ -240,22 +101,16 @@ def rows_bytes(rows: float, per_sample: int | Counts) -> int | Counts:
 class Activations:
     """Activations of all stages at any number of rows; layers that are recomputed save their inputs only."""
 
-    def __init__(
-        self, costs: LayerCosts, flows: Flows, gradient_bytes: Callable[[int, int], int], repeats: Repeats
-    ) -> None:
+    def __init__(self, costs: LayerCosts, flows: Flows, gradient_bytes: Callable[[int, int], int]) -> None:
         """Take what is known of the layers; ``gradient_bytes`` returns the bytes of the gradients of a stage."""
-        self._costs, self._flows, self._gradient_bytes, self._repeats = costs, flows, gradient_bytes, repeats
+        self._costs, self._flows, self._gradient_bytes = costs, flows, gradient_bytes
         self._count = len(costs.layers)
-        self._saved_bytes: dict[float, list[dict[str, int]]] = {}
-        self._transients: dict[tuple[float, int, bool], int] = {}
         self._sweeps: dict[tuple[int, float, frozenset[int]], _Sweep] = {}
 
     def of(self, first: int, stop: int, rows: float, recompute: frozenset[int]) -> ActivationBytes:
         """Return what one stage holds."""
         key = (first, rows, frozenset(layer for layer in recompute if first <= layer < stop))
-        if key not in self._sweeps:
-            self._sweeps[key] = _Sweep(first)
-        sweep = self._sweeps[key]
+        sweep = self._sweeps.setdefault(key, _Sweep(first))
         # A sweep serves later stops, too, as long as their further layers are not recomputed.
         while len(sweep.by_length) < stop - first:
             self._advance(sweep, rows, recompute)
@@ -266,12 +121,8 @@ class Activations:
 
         ``gradients`` are their gradients' bytes.
         """
-        repeats = self._repeats.among(recompute) if self._repeats.any else self._repeats
-        if repeats.any and len(repeats.windows(longest).rows) * FEW_ROWS <= self._count:
-            found = self._each(rows, recompute, longest, repeats.windows(longest).rows.tolist())
-            return ActivationBytes(*(repeats.windows(longest).spread(np.asarray(each)) for each in found))
         if self._irregular(rows):
-            return self._each(rows, recompute, longest, range(self._count))
+            return self._each(rows, recompute, longest)
         totals = Areas(self._count, self._storage_areas(rows, recompute)).window(longest)
         ahead = Areas(self._count, self._ahead(rows, recompute)).window(longest)
         layers = range(self._count)
@@ -290,6 +141,7 @@ class Activations:
             begun = np.maximum(begun, total + transients[last] - gradients[:, at])
         return ActivationBytes(totals + ahead, peaks, first_peaks)
 
+    @memoized
     def saved_bytes(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         """Return the bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
         copied = self._copied_bytes(layer, rows, is_recomputed)
@@ -304,30 +156,21 @@ class Activations:
         written = [tensor for tensor in self._flows.inputs if is_recomputed and tensor.name in record.writes.inputs]
         return record.written_bytes + sum(int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in written)
 
+    @memoized
     def _storages_without_copies(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         if is_recomputed:
             received = self._flows.received_by(layer)
             return {tensor.name: int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in received}
-        if rows not in self._saved_bytes:
-            inputs = {tensor.name for tensor in self._flows.inputs}
-            self._saved_bytes[rows] = [
-                {name: size for name, size in self._costs.saved_at(index, rows).items() if name not in inputs}
-                for index in range(self._count)
-            ]
-        return self._saved_bytes[rows][layer]
+        inputs = {tensor.name for tensor in self._flows.inputs}
+        return {name: size for name, size in self._costs.saved_at(layer, rows).items() if name not in inputs}
 
+    @memoized
     def transient(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes a layer holds for a while beyond what it saves; its peak does not count its inputs."""
-        key = (rows, layer, is_recomputed)
-        if key not in self._transients:
-            read = {tensor.name for tensor in self._flows.received_by(layer)}
-            own = sum(
-                size
-                for name, size in self._storages_without_copies(layer, rows, is_recomputed).items()
-                if name not in read
-            )
-            self._transients[key] = max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
-        return self._transients[key]
+        read = {tensor.name for tensor in self._flows.received_by(layer)}
+        kept = self._storages_without_copies(layer, rows, is_recomputed)
+        own = sum(size for name, size in kept.items() if name not in read)
+        return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
 
     def _sent_bytes(self, layer: int, storages: Container[str]) -> int:
         """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
@@ -368,14 +211,14 @@ class Activations:
         )
         return any(layer < producers.get(name, -1) for layer, name in names)
 
-    def _each(self, rows: float, recompute: frozenset[int], longest: int, firsts: Sequence[int]) -> ActivationBytes:
-        """The stages that begin with some layers, one after the other, ``[index of the layer, length - 1]``."""
-        found = np.zeros((3, len(firsts), longest), dtype=np.int64)
-        for row, first in enumerate(firsts):
+    def _each(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
+        """Return :meth:`window` of stages that are looked at one after the other."""
+        found = np.zeros((3, self._count, longest), dtype=np.int64)
+        for first in range(self._count):
             sweep = _Sweep(first)
             while len(sweep.by_length) < min(longest, self._count - first):
                 self._advance(sweep, rows, recompute)
-            found[:, row, : len(sweep.by_length)] = np.array(sweep.by_length).T
+            found[:, first, : len(sweep.by_length)] = np.array(sweep.by_length).T
         return ActivationBytes(*found)
 
     def _storage_areas(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:

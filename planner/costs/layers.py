@@ -8,14 +8,14 @@ next; sharding adds gathering and scattering, as far as computing does not hide 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import accumulate
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
-from autopar.formats.profile import Cost, Layer, Profile
+from autopar.formats.profile import Layer, Profile
+from autopar.planner.costs import memoized
 from autopar.planner.costs.links import Collective, LinkModel
 
 
@@ -43,25 +43,27 @@ def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float
     return values[before] + part * (values[after] - values[before])
 
 
+Seconds = Literal["forward_s", "backward_s", "backward_input_s", "backward_weight_s"]
+"""Fields of :class:`Cost`."""
+
+
 class LayerCosts:
     """Times of consecutive layers by rows, as sums from the first layer on."""
 
     def __init__(self, layers: tuple[Layer, ...]) -> None:
         self.layers = layers
         self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
-        self._sums: dict[tuple[str, float, float], list[float]] = {}
         self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
 
-    def forward_sums(self, rows: float) -> list[float]:
-        """Return, for every position, the seconds of the forwards of all layers before it."""
-        return self._running_sums("forward", rows, 0.0)
+    @memoized
+    def sums(self, field: Seconds, rows: float, adding: float = 0.0) -> list[float]:
+        """Return, for every position, the seconds of all layers before it.
 
-    def backward_sums(self, rows: float, adding: float) -> list[float]:
-        """Return, for every position, the seconds of the backwards of all layers before it.
-
-        ``adding`` is the share of backwards that add to gradients, instead of making them.
+        ``adding`` is the share of backwards, or weight halves, that add to gradients, instead of making them.
         """
-        return self._running_sums("backward", rows, adding)
+        layers = enumerate(self.layers)
+        seconds = (self._seconds(index, field, rows) + adding * layer.accumulate_s for index, layer in layers)
+        return [0.0, *accumulate(seconds)]
 
     @property
     def has_halves(self) -> bool:
@@ -69,33 +71,24 @@ class LayerCosts:
         costs = (cost for layer in self.layers for cost in layer.costs)
         return all(cost.backward_input_s is not None and cost.backward_weight_s is not None for cost in costs)
 
-    def input_sums(self, rows: float) -> list[float]:
-        """Return, for every position, the seconds of the input halves of all layers before it."""
-        return self._running_sums("input", rows, 0.0)
-
-    def weight_sums(self, rows: float, adding: float) -> list[float]:
-        """Return, for every position, the seconds of the weight halves of all layers before it; ``adding`` as above."""
-        return self._running_sums("weight", rows, adding)
-
     def recompute_s(self, layer: int, rows: float) -> float:
         """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
-        costs = self.layers[layer].costs
-        known = [cost.recompute_s for cost in costs if cost.recompute_s is not None]
-        if len(known) < len(costs):
-            return self._seconds(layer, "forward", rows)
-        return at_rows(self._sizes[layer], known, rows)
+        known = self._at(layer, "recompute_s", rows)
+        return self._seconds(layer, "forward_s", rows) if known is None else known
 
-    def bytes_at(self, layer: int, value: str, rows: float) -> int:
-        """Return ``peak_bytes`` or ``output_bytes`` of a layer at ``rows``, rounded up."""
-        costs = self.layers[layer].costs
-        values = [float(cost.peak_bytes if value == "peak_bytes" else cost.output_bytes) for cost in costs]
-        return _up(at_rows(self._sizes[layer], values, rows))
+    def bytes_at(self, layer: int, field: Literal["peak_bytes", "output_bytes"], rows: float) -> int:
+        """Return a layer's bytes at ``rows``, rounded up."""
+        return _up(self._at(layer, field, rows) or 0.0)
 
     def pending_at(self, layer: int, rows: float) -> int | None:
         """Return the bytes that a layer holds from the first half of its backward to the second; None: not measured."""
-        costs = self.layers[layer].costs
-        known = [float(cost.weight_saved_bytes) for cost in costs if cost.weight_saved_bytes is not None]
-        return _up(at_rows(self._sizes[layer], known, rows)) if len(known) == len(costs) else None
+        known = self._at(layer, "weight_saved_bytes", rows)
+        return None if known is None else _up(known)
+
+    def _at(self, layer: int, field: str, rows: float) -> float | None:
+        """Return a field of :class:`Cost` at ``rows``; None where it was not measured at all sizes."""
+        values = [getattr(cost, field) for cost in self.layers[layer].costs]
+        return None if None in values else at_rows(self._sizes[layer], list(map(float, values)), rows)
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
@@ -109,14 +102,6 @@ class LayerCosts:
                     sizes.append(cost.micro_batch)
                     values.append(float(saved.bytes))
         return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
-
-    def _running_sums(self, kind: str, rows: float, adding: float) -> list[float]:
-        key = (kind, rows, adding)
-        if key not in self._sums:
-            layers = enumerate(self.layers)
-            seconds = (self._seconds(index, kind, rows) + adding * layer.accumulate_s for index, layer in layers)
-            self._sums[key] = [0.0, *accumulate(seconds)]
-        return self._sums[key]
 
     def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
@@ -133,21 +118,12 @@ class LayerCosts:
         after = next(index for index, size in enumerate(sizes) if size > rows)
         return least_certain(("interpolated", costs[after - 1].provenance, costs[after].provenance)) or "interpolated"
 
-    def _seconds(self, layer: int, kind: str, rows: float) -> float:
-        costs: tuple[Cost, ...] = self.layers[layer].costs
-        fit = {"forward": self.layers[layer].forward_fit, "backward": self.layers[layer].backward_fit}.get(kind)
+    def _seconds(self, layer: int, field: Seconds, rows: float) -> float:
+        record = self.layers[layer]
+        fit = {"forward_s": record.forward_fit, "backward_s": record.backward_fit}.get(field)
         if fit is not None and not self._sizes[layer][0] <= rows <= self._sizes[layer][-1]:
             return fit.at(rows)
-        return at_rows(self._sizes[layer], [_measured_s(cost, kind) for cost in costs], rows)
-
-
-def _measured_s(cost: Cost, kind: str) -> float:
-    """Return what was measured of a layer: its forward, its backward, or one half of that."""
-    if kind == "input":
-        return cost.backward_input_s or 0.0
-    if kind == "weight":
-        return cost.backward_weight_s or 0.0
-    return cost.forward_s if kind == "forward" else cost.backward_s
+        return at_rows(self._sizes[layer], [getattr(cost, field) or 0.0 for cost in record.costs], rows)
 
 
 def _up(value: float) -> int:
@@ -252,9 +228,8 @@ class StageSums:
         """
         self._costs, self._layers, self._links = costs, layers, links
         self._slower, self.waits = slower, waits
-        self._sums: dict[object, list[float]] = {}
-        self._halves = cache(self._computed_halves)
 
+    @memoized
     def forward(
         self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
     ) -> list[float]:
@@ -263,13 +238,10 @@ class StageSums:
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
         if shard != "parameters":
-            return self._costs[kind].forward_sums(rows)
-        key = ("forward", rows, ranks, level, kind)
-        if key not in self._sums:
-            moved = self.gathers(ranks, level, kind)
-            self._sums[key] = self._overlap_sums(self._costs[kind].forward_sums(rows), moved, level)
-        return self._sums[key]
+            return self._costs[kind].sums("forward_s", rows)
+        return self._overlap_sums(self._costs[kind].sums("forward_s", rows), self.gathers(ranks, level, kind), level)
 
+    @memoized
     def backward(
         self,
         rows: float,
@@ -289,21 +261,16 @@ class StageSums:
         communicating = shard in SCATTERING
         adding = adding / ranks if communicating else adding
         if not recompute and not communicating:
-            return self._costs[kind].backward_sums(rows, adding)
-        where = (shard, ranks, level) if communicating else ()
-        key = ("backward", rows, adding, recompute, *where, kind)
-        if key not in self._sums:
-            layers = self._costs[kind]
-            sums = layers.backward_sums(rows, adding)
-            sums = _with_recomputation(sums, layers, rows, recompute)
-            if communicating:
-                moved = self.scatters(ranks, level, kind)
-                if shard == "parameters":
-                    moved = [one + other for one, other in zip(moved, self.gathers(ranks, level, kind), strict=True)]
-                sums = self._overlap_sums(sums, moved, level)
-            self._sums[key] = sums
-        return self._sums[key]
+            return self._costs[kind].sums("backward_s", rows, adding)
+        sums = self._with_recomputation(self._costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
+        if not communicating:
+            return sums
+        moved = self.scatters(ranks, level, kind)
+        if shard == "parameters":
+            moved = [one + other for one, other in zip(moved, self.gathers(ranks, level, kind), strict=True)]
+        return self._overlap_sums(sums, moved, level)
 
+    @memoized
     def halves(
         self,
         rows: float,
@@ -319,20 +286,19 @@ class StageSums:
         The first half runs layers forward again and reads sharded parameters; the second adds to gradients, which
         sharded ones are reduced of.
         """
-        return self._halves(rows, adding, recompute, shard, ranks, level, kind)
-
-    def _computed_halves(
-        self, rows: float, adding: float, recompute: frozenset[int], shard: Shard, ranks: int, level: Level, kind: int
-    ) -> tuple[list[float], list[float]]:
-        layers = self._costs[kind]
         adding = adding / ranks if shard in SCATTERING else adding
-        first, second = layers.input_sums(rows), layers.weight_sums(rows, adding)
-        first = _with_recomputation(first, layers, rows, recompute)
+        first = self._with_recomputation(self._costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
+        second = self._costs[kind].sums("backward_weight_s", rows, adding)
         if shard == "parameters":
             first = self._overlap_sums(first, self.gathers(ranks, level, kind), level)
         if shard in SCATTERING:
             second = self._overlap_sums(second, self.scatters(ranks, level, kind), level)
         return first, second
+
+    def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
+        """Sums over layers, some of which run forward again."""
+        again = (self._costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+        return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
     def _overlap_sums(self, sums: Sequence[float], communication_s: Sequence[float], level: Level) -> list[float]:
         """Sums over layers that communicate while they compute."""
@@ -364,23 +330,19 @@ class StageSums:
         """Return the seconds of reducing every layer's gradients, each rank to its part."""
         return self._layer_collectives_s("reduce_scatter", ranks, level, kind)
 
-    def in_turn_s(self, operation: Collective, first: int, stop: int, ranks: int, level: Level, kind: int = 0) -> float:
-        """Return the seconds of gathering or scattering layers ``first:stop`` one by one."""
-        key = ("in turn", operation, ranks, level, kind)
-        if key not in self._sums:
-            self._sums[key] = list(accumulate(self._layer_collectives_s(operation, ranks, level, kind), initial=0.0))
-        return self._sums[key][stop] - self._sums[key][first]
+    @memoized
+    def in_turn_sums(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
+        """Return, for every position, the seconds of gathering or scattering all layers before it one by one."""
+        return list(accumulate(self._layer_collectives_s(operation, ranks, level, kind), initial=0.0))
 
+    @memoized
     def _layer_collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
-        key = (operation, ranks, level, kind)
-        if key not in self._sums:
-            found = []
-            for layer, own in zip(self._layers, self._costs[kind].layers, strict=True):
-                size = layer.parameters_bytes if operation == "all_gather" else layer.trainable_bytes
-                copies_s = self._copies_s(operation, own, size, ranks, level)
-                found.append(self._links.collective_s(operation, size, ranks, level) + copies_s)
-            self._sums[key] = found
-        return self._sums[key]
+        found = []
+        for layer, own in zip(self._layers, self._costs[kind].layers, strict=True):
+            size = layer.parameters_bytes if operation == "all_gather" else layer.trainable_bytes
+            copies_s = self._copies_s(operation, own, size, ranks, level)
+            found.append(self._links.collective_s(operation, size, ranks, level) + copies_s)
+        return found
 
     def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
         """Return what copying a layer into and out of buffers takes a device that waits for it.
@@ -392,14 +354,6 @@ class StageSums:
             return 0.0
         copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
         return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
-
-
-def _with_recomputation(sums: list[float], layers: LayerCosts, rows: float, recompute: frozenset[int]) -> list[float]:
-    """Sums over layers, some of which run forward again."""
-    if not recompute:
-        return sums
-    again = (layers.recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
-    return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
 
 class ShareLimit(NamedTuple):

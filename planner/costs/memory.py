@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -11,13 +12,13 @@ import numpy as np
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
+from autopar.planner.costs import memoized
 from autopar.planner.costs.activations import (
     ActivationBytes,
     Activations,
     Area,
     Areas,
     Counts,
-    Repeats,
     rows_bytes,
     window_sums,
 )
@@ -187,12 +188,7 @@ class MemoryModel:
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
         self._costs, self._flows, self.updates_at_once = costs, flows, updates_at_once
         self._count = len(costs.layers)
-        self._repeats = Repeats.of(costs.layers, flows)
-        self._peaks: dict[tuple[int, int, PeakTerms], int] = {}
-        """By the earliest of the stages that are alike."""
-        self._totals: dict[float, tuple[int, int]] = {}
-        self._fixed_parts: dict[tuple[int, int], Parts] = {}
-        self._windows: dict[int, Parts] = {}
+        self._own_peak = lru_cache(MOST_KEPT)(self._computed_peak)
         self._activation_bytes: dict[tuple[float, frozenset[int]], tuple[int, ActivationBytes]] = {}
         """Of all stages of up to so many layers."""
         layers = costs.layers
@@ -203,7 +199,7 @@ class MemoryModel:
         )
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
-        self._activations = Activations(costs, flows, self._gradients_made, self._repeats)
+        self._activations = Activations(costs, flows, self._gradients_made)
         self._largest = [layer.parameters_bytes for layer in layers]
         self._updates = [layer.update_bytes for layer in layers]
         self._messages = self._message_areas()
@@ -212,14 +208,15 @@ class MemoryModel:
 
     def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
         """Return what the peak of one stage is made of."""
-        if (first, stop) not in self._fixed_parts:
-            state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
-            update = (sum if self.updates_at_once else max)(self._updates[first:stop])
-            messages = (areas.at(first, stop) for areas in self._messages)
-            largest = max(self._largest[first:stop])
-            fixed: list[int] = [*state, largest, self._lasting.at(first, stop), update, *messages]
-            self._fixed_parts[first, stop] = Parts._make((*fixed, 0, 0, 0))
-        return self._fixed_parts[first, stop]._replace(**self._activations.of(first, stop, rows, recompute)._asdict())
+        return Parts._make((*self._fixed_parts(first, stop), *self._activations.of(first, stop, rows, recompute)))
+
+    @memoized
+    def _fixed_parts(self, first: int, stop: int) -> tuple[int, ...]:
+        """What the peak of one stage is made of that no micro-batch keeps."""
+        state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
+        update = (sum if self.updates_at_once else max)(self._updates[first:stop])
+        messages = (areas.at(first, stop) for areas in self._messages)
+        return *state, max(self._largest[first:stop]), self._lasting.at(first, stop), update, *messages
 
     def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
         """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
@@ -228,19 +225,16 @@ class MemoryModel:
         that end behind the last layer has no meaning.
         """
         swept = self._sweep(rows, recompute, longest)
-        activations, peak, first_peak = (np.asarray(each)[:, :longest] for each in swept)
-        return self._window(longest)._replace(activations=activations, peak=peak, first_peak=first_peak)
+        return Parts._make((*self._window(longest), *(np.asarray(each)[:, :longest] for each in swept)))
 
-    def _window(self, longest: int) -> Parts:
+    @memoized
+    def _window(self, longest: int) -> tuple[Counts, ...]:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
-        if longest not in self._windows:
-            state = [window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state]
-            update = np.add if self.updates_at_once else np.maximum
-            messages = [areas.window(longest) for areas in self._messages]
-            lasting = self._lasting.window(longest)
-            running = [_running(self._largest, longest, np.maximum), lasting, _running(self._updates, longest, update)]
-            self._windows[longest] = Parts._make((*state, *running, *messages, 0, 0, 0))
-        return self._windows[longest]
+        state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
+        update = _running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
+        messages = (areas.window(longest) for areas in self._messages)
+        largest = _running(self._largest, longest, np.maximum)
+        return *state, largest, self._lasting.window(longest), update, *messages
 
     def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
         """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
@@ -248,7 +242,7 @@ class MemoryModel:
         if known is not None and known[0] >= longest:
             return known[1]
         reach = next((length for length in lengths_swept(self._count) if length >= longest), self._count)
-        swept = self._activations.window(rows, recompute, reach, np.asarray(self._window(reach).gradients))
+        swept = self._activations.window(rows, recompute, reach, self._window(reach)[2])
         if 3 * reach * self._count * (1 + len(self._activation_bytes)) > MOST_SWEPT:
             self._activation_bytes.clear()
         self._activation_bytes[rows, recompute] = reach, swept
@@ -266,26 +260,20 @@ class MemoryModel:
 
     def most(self, rows: float, micro_batches: int) -> int:
         """Return what no stage exceeds, whatever it is and however it is run: everything there is, twice."""
-        if rows not in self._totals:
-            layers = range(self._count)
-            saved = sum(
-                sum(self._activations.saved_bytes(layer, rows, is_recomputed=False).values()) for layer in layers
-            )
-            passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
-            crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
-            inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
-            state = sum(
-                layer.parameters_bytes
-                + layer.buffers_bytes
-                + layer.optimizer_bytes
-                + layer.gradient_bytes
-                + layer.update_bytes
-                + 4 * layer.parameters_bytes
-                for layer in self._costs.layers
-            )
-            self._totals[rows] = state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
-        fixed, each = self._totals[rows]
+        fixed, each = self._totals(rows)
         return 2 * (fixed + micro_batches * each)
+
+    @memoized
+    def _totals(self, rows: float) -> tuple[int, int]:
+        """Return what all layers hold of a step, and of a micro-batch, with room for what passes."""
+        layers = range(self._count)
+        saved = sum(sum(self._activations.saved_bytes(layer, rows, is_recomputed=False).values()) for layer in layers)
+        passing = sum(self._costs.bytes_at(layer, "peak_bytes", rows) for layer in layers)
+        crossing = sum(tensor.bytes_per_sample * len(tensor.consumers) for tensor in self._flows.crossing)
+        inputs = sum(tensor.bytes_per_sample for tensor in self._flows.inputs)
+        # Of the largest layers, four times the parameters may be whole beside what is divided.
+        state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates) + 4 * sum(self._largest)
+        return state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
 
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
@@ -312,17 +300,9 @@ class MemoryModel:
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         return 2 * int(rows_bytes(rows, extra))
 
-    def _own_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
+    def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""
-        at = self._repeats.earliest(first, stop)
-        if at != first and terms.recompute:
-            terms = terms._replace(recompute=frozenset(layer - first + at for layer in terms.recompute))
-        key = (at, stop - first, terms)
-        if key not in self._peaks:
-            if len(self._peaks) >= MOST_KEPT:
-                self._peaks.clear()
-            self._peaks[key] = int(peak_of(self.parts(at, at + stop - first, terms.rows, terms.recompute), terms))
-        return self._peaks[key]
+        return int(peak_of(self.parts(first, stop, terms.rows, terms.recompute), terms))
 
     def _gradients_made(self, first: int, stop: int) -> int:
         sums, shared = self._state[2]

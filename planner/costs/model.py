@@ -252,7 +252,8 @@ class CostModel:
     def _gather_s(self, first: int, stop: int, ranks: int, level: Level, kind: int) -> float:
         """Return the seconds of gathering, once a step, what the replicas of a stage have updated."""
         if self.sums.waits:
-            return self.sums.in_turn_s("all_gather", first, stop, ranks, level, kind)
+            sums = self.sums.in_turn_sums("all_gather", ranks, level, kind)
+            return sums[stop] - sums[first]
         gathered = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
         return self.links.collective_s("all_gather", gathered, ranks, level)
 

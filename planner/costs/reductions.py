@@ -7,12 +7,12 @@ has left its layers and the bucket before is reduced; sharded gradients are redu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer
+from autopar.planner.costs import memoized
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts, StageSums
 from autopar.planner.costs.links import Collective, LinkModel
@@ -51,8 +51,6 @@ class Reductions:
         """Take the times by kind of device, the layers' bytes, and whether gradients follow the whole backward."""
         self._costs, self._layers, self._flows, self._links = costs, layers, flows, links
         self._sums, self._divisible = sums, divisible
-        self._exposed = cache(self._computed_exposed_s)
-        self._bucket_times = cache(self._computed_bucket_times)
 
     def occupied_s(self, reduction: Reduction) -> float:
         """Return the seconds that a step's last reduction occupies the link."""
@@ -61,7 +59,7 @@ class Reductions:
 
     def exposed_s(self, reduction: Reduction) -> float:
         """Return how long after the rank's last backward, or its weight half, the reduction ends."""
-        return 0.0 if reduction.ranks == 1 else self._exposed(reduction)
+        return 0.0 if reduction.ranks == 1 else self._exposed_s(reduction)
 
     def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
@@ -77,22 +75,25 @@ class Reductions:
         first, stop, ranks, level, shard, kind, *_ = reduction
         scattering = shard in SCATTERING
         if self._sums.waits and shard != "none":
-            return 0.0 if scattering else self._sums.in_turn_s("reduce_scatter", first, stop, ranks, level, kind)
+            sums = self._sums.in_turn_sums("reduce_scatter", ranks, level, kind)
+            return 0.0 if scattering else sums[stop] - sums[first]
         return self._sums.scatters(ranks, level)[first] if scattering else None
 
-    def _computed_exposed_s(self, reduction: Reduction) -> float:
+    @memoized
+    def _exposed_s(self, reduction: Reduction) -> float:
         alone_s = self._without_buckets_s(reduction)
         if alone_s is not None:
             return alone_s
         first, stop, costs = reduction.first, reduction.stop, self._costs[reduction.kind]
-        sums = (costs.weight_sums if reduction.split else costs.backward_sums)(reduction.rows, 1.0)
+        sums = costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
         free = 0.0
         for layer, seconds in self._bucket_times(*_where(reduction)):
             left = sums[stop] - sums[first if self._divisible else layer]
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
-    def _computed_bucket_times(
+    @memoized
+    def _bucket_times(
         self, first: int, stop: int, ranks: int, level: Level, operation: Collective
     ) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""

@@ -74,7 +74,7 @@ def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() ->
         done = []
         for at, device in enumerate((0, 1)):
             of = costs.layers[costs.kind_of[device]]
-            done.append(found.turns(at) * (of.forward_sums(rows)[-1] + of.backward_sums(rows, 1.0)[-1]))
+            done.append(found.turns(at) * (of.sums("forward_s", rows)[-1] + of.sums("backward_s", rows, 1.0)[-1]))
         size = sum(layer.trainable_bytes for layer in costs.profile.layers)
         size -= sum(tied.bytes * (len(tied.layers) - 1) for tied in costs.profile.tied)
         reduced_s = costs.links.collective_s("all_reduce", size, 2, costs.links.level((0, 1)))

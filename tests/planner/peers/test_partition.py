@@ -35,7 +35,7 @@ def orders(
                 if costs.memory[kind].peak(first, stop, held, behind) > costs.limits_bytes[device]:
                     break
                 layers, adding = costs.layers[kind], costs.adding(pipelined.turns, pipelined.workers)
-                both = (layers.forward_sums(rows), layers.backward_sums(rows, adding))
+                both = (layers.sums("forward_s", rows), layers.sums("backward_s", rows, adding))
                 stage_s = sum(sums[stop] - sums[first] for sums in both)
                 if at:
                     flow = costs.flows.between(0, first, first, costs.layer_count)
