@@ -107,22 +107,19 @@ class PlanOptions:
             raise UsageError(f"`gap` must be 0 or more, found {self.gap}")
 
     def _check_search(self) -> None:
+        other = "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
         if self.equal_widths and (self.stages is not None or self.solver != "dp" or self.gap == 0):
-            other = (
-                "`stages`" if self.stages is not None else "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
-            )
+            other = "`stages`" if self.stages is not None else other
             raise UsageError(f"`equal_widths` does not go with {other}; leave out one of them")
         if self.effort > 1 and (self.gap == 0 or self.solver != "dp"):
-            other = "`gap=0`" if self.gap == 0 else f"`solver={self.solver!r}`"
             raise UsageError(f"`effort` does not go with {other}, which goes on until it is done; leave out `effort`")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"`seed` must lie in 0..2**63 - 1, found {self.seed}")
 
     def _check_schedule(self) -> None:
-        if self.chunks is not None and (self.chunks < 2 or layout_of(self.schedule) != "loop"):
-            wanted = (
-                "at least 2" if layout_of(self.schedule) == "loop" else "left out but with `schedule='interleaved'`"
-            )
+        loop = layout_of(self.schedule) == "loop"
+        if self.chunks is not None and (self.chunks < 2 or not loop):
+            wanted = "at least 2" if loop else "left out but with `schedule='interleaved'`"
             raise UsageError(f"`chunks` must be {wanted}, found {self.chunks}")
         if self.schedule in SCHEDULES and self.schedule not in PLANNED and self.solver != "dp":
             raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")

@@ -49,10 +49,8 @@ Numbers = npt.NDArray[np.float64]
 
 
 class _WidthTimes(NamedTuple):
-    """All stages on so many devices of a kind, ``[first, stop]``; infinite where they are none or do not fit."""
+    """All stages on some devices of a kind, ``[first, stop]``; infinite where they are none or do not fit."""
 
-    kind: int
-    width: int
     forward_s: Numbers
     both_s: Numbers
     work_s: Numbers
@@ -67,9 +65,9 @@ def least_steps_s(costs: CostModel, family: Family, options: PlanOptions, pool: 
     backward[:, layers] = done[:, layers] = step[:, layers] = 0.0
     ways = list(_ways(costs, family, options))
     for state in reversed(range(pool.empty)):
-        for way in ways:
-            if way.width <= pool.kind_devices_left(state, way.kind):
-                after = pool.take(state, way.kind, way.width)
+        for kind, width, way in ways:
+            if width <= pool.kind_devices_left(state, kind):
+                after = pool.take(state, kind, width)
                 ended = np.maximum(way.work_s, np.where(back, way.both_s + backward[after], 0.0))
                 whole = np.maximum(ended + way.update_s, np.where(forth, way.forward_s + done[after], 0.0))
                 for table, found in ((backward, ended), (done, whole), (step, np.maximum(whole, step[after]))):
@@ -87,20 +85,18 @@ def _crossing_masks(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return forth, back
 
 
-def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[_WidthTimes]:
+def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[int, int, _WidthTimes]]:
+    """Yield the kinds and widths that stages may have, and the least times of those that split or take turns."""
     rows, count = family.micro_batch_size, family.micro_batches
     for kind in sorted(set(costs.kind_of)):
-        most = costs.kind_of.count(kind)
-        split = most if costs.divisible else min(most, rows)
-        for width in range(1, max(split, 1 if costs.divisible else min(most, count)) + 1):
+        for width in range(1, costs.kind_of.count(kind) + 1):
             own = []
-            if width <= split:
+            if costs.divisible or width <= rows:
                 own.append(_way(costs, family, options, kind, width, costs.shares(rows, width)))
             if 1 < width <= count and not costs.divisible:
                 own.append(_way(costs, family, options, kind, width, (float(rows),)))
-            yield _WidthTimes(
-                kind, width, *(np.minimum.reduce(each) for each in zip(*(way[2:] for way in own), strict=True))
-            )
+            if own:
+                yield kind, width, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
 
 
 def _way(
@@ -116,7 +112,7 @@ def _way(
     fits = _stage_fits(costs, family, options, kind, width, min(shares), turns)
     update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
     forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
-    return _WidthTimes(kind, width, *(each + fits for each in (forward_s, both_s, work_s, update)))
+    return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
 
 
 def _stage_fits(
@@ -156,15 +152,6 @@ class _Set(NamedTuple):
     devices: tuple[int, ...]
     price: float
     """Per second."""
-
-
-class _FamilyBounds(NamedTuple):
-    """Of a family."""
-
-    work_s: dict[int, Numbers]
-    """By layer, on each kind of device."""
-    steps_s: Numbers
-    """By the state of the pool that leaves the devices that are used."""
 
 
 class CheapestPlan(NamedTuple):
@@ -326,11 +313,9 @@ def _fits(costs: CostModel, options: PlanOptions) -> bool:
 def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
     """Yield sets of devices, first those that may be cheapest."""
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
-    pool, kinds = in_order(costs.kind_of), sorted(set(costs.kind_of))
+    kinds, pool = sorted(set(costs.kind_of)), in_order(costs.kind_of)
     bounds = [
-        _FamilyBounds(
-            {kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool)
-        )
+        ({kind: layers_work_s(costs, family, kind) for kind in kinds}, least_steps_s(costs, family, options, pool))
         for family in families
     ]
     found = []
@@ -338,11 +323,10 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
         own = sorted({(costs.kind_of[device], prices[device]) for device in used})
         if len(used) >= options.min_stages and constraints.possible_on([costs.kind_of[device] for device in used]):
             price = sum(prices[device] for device in used) / _HOUR_S
-            idle_s = costs.profile.step_overhead_s
-            state = _state(costs, pool, used)
+            state, idle_s = _state(costs, pool, used), costs.profile.step_overhead_s
             least = min(
-                max(each.steps_s[state] * price, idle_s * price + _least_busy(each.work_s, own, len(used), price))
-                for each in bounds
+                max(steps_s[state] * price, idle_s * price + _least_busy(work_s, own, len(used), price))
+                for work_s, steps_s in bounds
             )
             if least < float("inf"):
                 found.append(_Set(least, used, price))
