@@ -159,7 +159,7 @@ class Activations:
     @memoized
     def _storages_without_copies(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         if is_recomputed:
-            received = self._flows.received_by(layer)
+            received = self._flows.received_by[layer]
             return {tensor.name: int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in received}
         inputs = {tensor.name for tensor in self._flows.inputs}
         return {name: size for name, size in self._costs.saved_at(layer, rows).items() if name not in inputs}
@@ -167,14 +167,14 @@ class Activations:
     @memoized
     def transient(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes a layer holds for a while beyond what it saves; its peak does not count its inputs."""
-        read = {tensor.name for tensor in self._flows.received_by(layer)}
+        read = {tensor.name for tensor in self._flows.received_by[layer]}
         kept = self._storages_without_copies(layer, rows, is_recomputed)
         own = sum(size for name, size in kept.items() if name not in read)
         return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
 
     def _sent_bytes(self, layer: int, storages: Container[str]) -> int:
         """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
-        made = self._flows.made_by(layer)
+        made = self._flows.made_by[layer]
         kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in storages)
         return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
 
@@ -186,13 +186,13 @@ class Activations:
         for name, size in saved.items():
             sweep.total += max(0, size - held.get(name, 0))
             held[name] = max(size, held.get(name, 0))
-        for tensor in self._flows.received_by(last):
+        for tensor in self._flows.received_by[last]:
             if tensor.producer < first and tensor.name not in held:
                 held[tensor.name] = int(rows_bytes(rows, tensor.bytes_per_sample))
                 sweep.total += held[tensor.name]
         # Behind this layer, the first backward has left the gradients of the stage's later layers.
         made = self._gradient_bytes(first, last + 1)
-        for tensor in self._flows.made_by(last):
+        for tensor in self._flows.made_by[last]:
             sweep.ahead[tensor.name] = tensor.consumers[-1], int(rows_bytes(rows, tensor.bytes_per_sample))
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
         kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total

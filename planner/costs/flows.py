@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.formats.profile import Profile
+from autopar.planner.costs import memoized
 
 
 class Flow(NamedTuple):
@@ -20,9 +21,6 @@ class Flow(NamedTuple):
     gradients: int
     """How many of the tensors have a gradient that comes back."""
     gradient_bytes_per_sample: int
-
-
-NO_FLOW = Flow(0, 0, 0, 0)
 
 
 class Exchange(NamedTuple):
@@ -65,48 +63,34 @@ class Flows:
             made = -1 if tensor.producer is None else position[tensor.producer]
             entry = FlowTensor(tensor.name, made, consumers, tensor.bytes_per_sample, tensor.gradient)
             (self.inputs if tensor.producer is None else self.crossing).append(entry)
-        self._by_producer: list[list[FlowTensor]] = [[] for _ in profile.layers]
-        self._by_consumer: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        self.made_by: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        """By layer, the tensors that it makes and another reads."""
+        self.received_by: list[list[FlowTensor]] = [[] for _ in profile.layers]
+        """By layer, the tensors that it reads and another makes."""
         for entry in self.crossing:
-            self._by_producer[entry.producer].append(entry)
+            self.made_by[entry.producer].append(entry)
             for consumer in entry.consumers:
-                self._by_consumer[consumer].append(entry)
-        self._forked_tensors = [tensor for made in self._by_producer for tensor in made if len(tensor.consumers) > 1]
+                self.received_by[consumer].append(entry)
+        self._forked_tensors = [tensor for made in self.made_by for tensor in made if len(tensor.consumers) > 1]
         forked = Counter(tensor.producer for tensor in self._forked_tensors)
         self._forked_before = [*accumulate((forked[layer] for layer in range(len(profile.layers))), initial=0)]
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
         ]
-        self._between: dict[tuple[int, int, int, int], Flow] = {}
         pairs = [(number, each.producer, to) for number, each in enumerate(self.crossing) for to in each.consumers]
         self._numbers, self._producers, self._consumers = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
         """Of every tensor and layer that reads it."""
-
-    def made_by(self, layer: int) -> list[FlowTensor]:
-        """Return the tensors that a layer makes and another reads."""
-        return self._by_producer[layer]
-
-    def received_by(self, layer: int) -> list[FlowTensor]:
-        """Return the tensors that a layer reads and another makes."""
-        return self._by_consumer[layer]
 
     def forked_tensors(self, first: int, stop: int) -> list[FlowTensor]:
         """Return the tensors that a stage makes and several layers read."""
         return self._forked_tensors[self._forked_before[first] : self._forked_before[stop]]
 
+    @memoized
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
-        key = (first, stop, next_first, next_stop)
-        if key not in self._between:
-            found = [
-                tensor
-                for layer in range(first, stop)
-                for tensor in self._by_producer[layer]
-                if any(next_first <= consumer < next_stop for consumer in tensor.consumers)
-            ]
-            self._between[key] = _flow(found) if found else NO_FLOW
-        return self._between[key]
+        made = chain.from_iterable(self.made_by[first:stop])
+        return _flow([each for each in made if any(next_first <= reader < next_stop for reader in each.consumers)])
 
     def exchanges(self, stops: Sequence[int]) -> list[Exchange]:
         """Return what travels between stages that end before the layers ``stops``, by producer and consumer."""

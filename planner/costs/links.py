@@ -6,10 +6,11 @@ devices send through one port, and how computing and communicating slow each oth
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link
 from autopar.formats.document import Provenance
 from autopar.hardware.topology import Topology
+from autopar.planner.costs import memoized
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -96,9 +98,6 @@ class LinkModel:
             # What a curve does not say of large messages, the link of most bandwidth does.
             rate = max(way.bytes_per_s for way in self._ways[curve.level])
             self._lines.setdefault((curve.kind, ranks, curve.level), _MonotoneCurve(curve, rate))
-        self._collective_times: dict[tuple[Collective, int, int, Level], float] = {}
-        self._least: dict[tuple[Collective, int, Level], float] = {}
-        self._message_times: dict[tuple[float, Level], float] = {}
 
     def among(self, devices: Sequence[int]) -> LinkModel:
         """Return the prices between some of the devices, which are then counted from 0."""
@@ -130,13 +129,12 @@ class LinkModel:
         seconds = [way.latency_s + sizes_bytes / way.bytes_per_s for way in self._ways[level]]
         return np.asarray(np.minimum.reduce(seconds))
 
+    @memoized
     def message_s(self, size_bytes: float, level: Level) -> float:
         """Return the seconds of one point-to-point message."""
-        key = (size_bytes, level)
-        if key not in self._message_times:
-            self._message_times[key] = float(self.messages_s(np.array([float(size_bytes)]), level)[0])
-        return self._message_times[key]
+        return float(self.messages_s(np.array([float(size_bytes)]), level)[0])
 
+    @memoized
     def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
         """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
 
@@ -144,52 +142,35 @@ class LinkModel:
         n - 1, and an all-reduce takes both twice (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
         Without any curve, it is a ring over the quickest of the level's links.
         """
-        if ranks < 2 or size_bytes == 0:
-            return 0.0
-        key = (kind, size_bytes, ranks, level)
-        if key not in self._collective_times:
-            self._collective_times[key] = self._collective_s(kind, size_bytes, ranks, level)
-        return self._collective_times[key]
+        return float(self.collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
 
+    @memoized
     def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         """Return the seconds per byte that no size goes below."""
-        key = (kind, ranks, level)
-        if key not in self._least:
-            self._least[key] = self._least_per_byte(kind, ranks, level)
-        return self._least[key]
-
-    def _least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         largest = 2.0**62
         sizes = [largest]
         nearest = self._nearest(kind, ranks, level)
         if nearest is not None:
             sizes += [float(size) for size in self._lines[kind, nearest, level].sizes if size > 0]
-        return min(self._collective_s(kind, int(size), ranks, level) / size for size in sizes)
+        return min(self.collective_s(kind, int(size), ranks, level) / size for size in sizes)
 
     def collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
         """Return :meth:`collective_s` of many sizes."""
         if ranks < 2:
             return np.zeros(sizes_bytes.shape)
-        return np.where(sizes_bytes > 0, self._collectives_s(kind, sizes_bytes, ranks, level), 0.0)
-
-    def _collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
-        return float(self._collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
-
-    def _collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
         nearest = self._nearest(kind, ranks, level)
         if nearest is None:
             rounds = _ROUNDS[kind] * (ranks - 1)
             moved = rounds / ranks * sizes_bytes
             every = [moved / way.bytes_per_s + rounds * way.latency_s for way in self._ways[level]]
-            return np.asarray(np.minimum.reduce(every))
+            return np.where(sizes_bytes > 0, np.minimum.reduce(every), 0.0)
         line = self._lines[kind, nearest, level]
         seconds = line(sizes_bytes)
-        if nearest == ranks:
-            return seconds
-        latency = float(line.seconds[0])
-        bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
-        scaled: Numbers = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
-        return scaled
+        if nearest != ranks:
+            latency = float(line.seconds[0])
+            bytes_part = ((ranks - 1) / ranks) / ((nearest - 1) / nearest)
+            seconds = latency * (ranks - 1) / (nearest - 1) + np.maximum(0.0, seconds - latency) * bytes_part
+        return np.where(sizes_bytes > 0, seconds, 0.0)
 
     def includes_copies(self, kind: Collective, level: Level) -> bool:
         """Whether a collective's seconds hold what copying takes: measured ones do; all, if links take no time."""
@@ -322,12 +303,9 @@ def _transfer_bytes(link: Link, seconds: float) -> float:
 
 
 def _unit_positions(units: Sequence[int]) -> tuple[int, ...]:
-    counts: Counter[int] = Counter()
-    places = []
-    for unit in units:
-        places.append(counts[unit])
-        counts[unit] += 1
-    return tuple(places)
+    """Return, for every place, how many before it have the same unit."""
+    counts: dict[int, Iterator[int]] = defaultdict(count)
+    return tuple(next(counts[unit]) for unit in units)
 
 
 class Traffic(NamedTuple):

@@ -277,7 +277,7 @@ class MemoryModel:
 
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
-        read = {tensor.name for tensor in self._flows.received_by(layer)}
+        read = {tensor.name for tensor in self._flows.received_by[layer]}
         kept = (self._activations.saved_bytes(layer, rows, is_recomputed=again) for again in (False, True))
         whole, less = (sum(size for name, size in each.items() if name not in read) for each in kept)
         return whole - less
