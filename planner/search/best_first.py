@@ -35,7 +35,7 @@ from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, PACES, Best, fitted_us, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables
-from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, SuffixTables
+from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
@@ -71,30 +71,23 @@ class _Step(NamedTuple):
     """Of the pool, before."""
 
 
-class _StagePath:
+class _StagePath(NamedTuple):
     """The first stages of a plan."""
 
-    __slots__ = ("before", "count", "prefix", "stage", "step", "terms", "trip_s")
+    steps: tuple[_Step, ...]
+    stages: tuple[CandidateStage, ...]
+    terms: StageTerms
+    """Of the last one."""
+    prefix: Prefix = NOTHING
+    """Of those before."""
+    trip_s: float = 0.0
+    """Over those before, and the boundaries behind them."""
 
-    def __init__(
-        self, before: _StagePath | None, step: _Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms | None
-    ) -> None:
-        self.before, self.step, self.stage, self.terms = before, step, stage, terms
-        self.count, self.prefix, self.trip_s = 1, NOTHING, 0.0
-        if before is not None and link is not None:
-            self.count = before.count + 1
-            self.prefix = before.prefix.then(before.terms, link)
-            own = before.terms.forward_s + before.terms.backward_s + link.forth_s + link.back_s
-            self.trip_s = before.trip_s + float(own)
-
-    def stages(self) -> list[_StagePath]:
-        """Return the path to every stage, the first one's first."""
-        found: list[_StagePath] = []
-        path: _StagePath | None = self
-        while path is not None:
-            found.append(path)
-            path = path.before
-        return found[::-1]
+    def then(self, step: _Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms) -> _StagePath:
+        """Return this path with one more stage."""
+        around_s = float(self.terms.forward_s + self.terms.backward_s + link.forth_s + link.back_s)
+        prefix = self.prefix.then(self.terms, link)
+        return _StagePath((*self.steps, step), (*self.stages, stage), terms, prefix, self.trip_s + around_s)
 
 
 class _SearchNode(NamedTuple):
@@ -105,7 +98,8 @@ class _SearchNode(NamedTuple):
     """Layers yet to place; the deepest of equals is first, so that plateaus yield plans. -1 for a candidate."""
     trip_s: float
     sequence: int
-    family: int
+    tables: SuffixTables
+    """Of its family."""
     path: _StagePath | None = None
     step: _Step | None = None
     """The last stage, behind those of the path."""
@@ -121,7 +115,6 @@ class _Search:
         self.simulator, self.costs = simulator, simulator.costs
         self.families, self.options, self.best, self.pool = families, options, best, pool
         self.places = Places(self.costs, pool)
-        self.tables: dict[int, SuffixTables] = {}
         self.heap: list[_SearchNode] = []
         self.sequence = self.candidates = 0
         self.work_left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
@@ -133,12 +126,12 @@ class _Search:
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
-        self.placed_stages: dict[tuple[int, _Step], tuple[CandidateStage, StageTerms] | None] = {}
+        self.placed_stages: dict[tuple[Family, _Step], tuple[CandidateStage, StageTerms] | None] = {}
 
     def go(self) -> SearchResult:
         """Search; see :func:`search`."""
-        for index in self._promising_first():
-            self._begin(index)
+        for family in sorted(self.families, key=self._known_s):
+            self._begin(family)
         expansions = 0
         most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
@@ -162,24 +155,21 @@ class _Search:
         ahead = self.heap[0].bound_s if self.heap else float("inf")
         return SearchResult(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
 
-    def _promising_first(self) -> list[int]:
-        """Return the families, those first of which the best plans are known: others are the sooner left out."""
-        known = {
-            count: found.step_s for (trait, count), found in self.best.by_trait.items() if trait == "micro_batches"
-        }
-        counts = [family.micro_batches for family in self.families]
-        return sorted(range(len(counts)), key=lambda at: known.get(counts[at], float("inf")))
+    def _known_s(self, family: Family) -> float:
+        """The best step known of as many micro-batches: others are the sooner left out, once such a family is done."""
+        found = self.best.by_trait.get(("micro_batches", family.micro_batches))
+        return float("inf") if found is None else found.step_s
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, family: Family) -> None:
         """Push a family whose plans are to be looked through one by one."""
-        family = self.families[index]
         bound_s = work_s(self.costs, family)
         if bound_s >= self.best.step_s:
             self.floor_s = min(self.floor_s, bound_s)
-        elif self._prepare(index):
-            tables = self.tables[index]
+            return
+        tables = self._tables_of(family)
+        if tables is not None:
             bound_s = max(bound_s, tables.least_s + self.costs.profile.step_overhead_s)
-            self._push(_SearchNode(bound_s, self.costs.layer_count, 0.0, 0, index))
+            self._push(_SearchNode(bound_s, self.costs.layer_count, 0.0, 0, tables))
 
     def _push(self, node: _SearchNode) -> None:
         self.sequence += 1
@@ -196,94 +186,79 @@ class _Search:
         path = self._path(node)
         if path is None:
             return
-        family = self.families[node.family]
-        paths = path.stages()
-        stages = [each.stage for each in paths]
-        exact = self.options.gap == 0
-        spans = [self._span(node.family, each.step) for each in paths]
-        found = depth_choices(self.costs, family, stages, spans, exact=exact)
-        self.work_left -= fitted_us(len(stages))
+        stages, exact = node.tables.stages, self.options.gap == 0
+        spans = [self._span(stages, step) for step in path.steps]
+        found = depth_choices(self.costs, stages.family, path.stages, spans, exact=exact)
+        self.work_left -= fitted_us(len(path.stages))
         tried: list[float] = []
         for candidate in found.candidates:
             bound_s = max(node.bound_s, candidate_bound_s(self.costs, candidate))
             if bound_s < self.best.step_s and exact:
-                self._push(_SearchNode(bound_s, -1, 0.0, 0, node.family, candidate=candidate))
+                self._push(_SearchNode(bound_s, -1, 0.0, 0, node.tables, candidate=candidate))
             elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
                 # Where the first choices of depths are far behind, the others are not tried.
                 tried.append(self._judge(bound_s, candidate) or 0.0)
         if found.closest is not None:
             self.best.miss(*found.closest)
         if not found.complete:
-            self.floor_s = min(
-                self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, self._frame(node.family, stages)))
-            )
+            frame = Candidate(*stages.family, path.stages)
+            self.floor_s = min(self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, frame)))
 
-    def _span(self, family: int, step: _Step) -> Span:
+    def _span(self, stages: StageTables, step: _Step) -> Span:
         """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
-        tables = self.tables[family].stages
-        low, high = tables.recompute_range(step.way, step.first, step.stop)
-        levels = self.costs.recompute_levels(self.families[family].micro_batch_size, tables.ways[step.way].kind)
-        return Span(levels, low, high if tables.apart or self.options.recompute == "none" else None)
+        span = stages.span(step.first, step.stop, step.way)
+        return span if stages.apart or self.options.recompute == "none" else span._replace(high=None)
 
-    def _place(self, family: int, step: _Step) -> tuple[CandidateStage, StageTerms] | None:
-        """Return a chosen stage with as much in flight as fits, and the least recomputation of its choice."""
-        if (family, step) not in self.placed_stages:
-            tables, rows = self.tables[family].stages, self.families[family].micro_batch_size
-            kind, _, choice, width, _, variant = tables.ways[step.way]
-            devices = self.pool.devices(step.state, kind, width, variant)
-            depth = tables.depth_of(step.way, step.first, step.stop, self.costs.limit_bytes(devices))
-            shares = self.costs.shares(rows, width, choice.division)
-            recompute = self._span(family, step).within(step.first, step.stop)[0]
-            stage = CandidateStage(
-                step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division
-            )
-            terms = stage_terms(self.costs, stage, self.families[family].micro_batches) if depth else None
-            self.placed_stages[family, step] = None if terms is None else (stage, terms)
-        return self.placed_stages[family, step]
+    def _place(self, stages: StageTables, step: _Step) -> tuple[CandidateStage, StageTerms] | None:
+        """Return a chosen stage with as much in flight as fits; None where nothing does."""
+        key = stages.family, step
+        if key not in self.placed_stages:
+            stage = stages.place(*step)
+            terms = stage_terms(self.costs, stage, stages.family.micro_batches) if stage.warmup else None
+            self.placed_stages[key] = None if terms is None else (stage, terms)
+        return self.placed_stages[key]
 
     def _path(self, node: _SearchNode) -> _StagePath | None:
         """Return a node's stages; None where the last one fits only if it is wider than it is tried."""
         assert node.step is not None
-        placed = self._place(node.family, node.step)
+        stages, before = node.tables.stages, node.path
+        placed = self._place(stages, node.step)
         if placed is None:
             return None
-        link = None
-        if node.path is not None:
-            frame = self._frame(node.family, (node.path.stage, placed[0]))
-            link = link_terms(self.costs, node.path.stage, placed[0], frame)
-        return _StagePath(node.path, node.step, *placed, link)
+        stage, terms = placed
+        if before is None:
+            return _StagePath((node.step,), (stage,), terms)
+        beside = before.stages[-1], stage
+        link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
+        return before.then(node.step, stage, terms, link)
 
-    def _prepare(self, index: int) -> bool:
-        """Make a family's tables; return whether its plans are to be looked through one by one."""
-        family = self.families[index]
+    def _tables_of(self, family: Family) -> SuffixTables | None:
+        """Return a family's tables; none where its plans are not to be looked through one by one."""
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
-            self.tables[index] = SuffixTables(stages, self.options)
-            return True
+            return SuffixTables(stages, self.options)
         apart = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART
         if len(self.families) > 1:
             # Tables that tell fewer recomputations apart are sooner made.
             rough = self._opening(family, ROUGH)
             if rough is None:
-                return False
+                return None
             least_s = 0.0 if rough.tables is None else rough.tables.least_s + self.costs.profile.step_overhead_s
             if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
                 self.floor_s = min(self.floor_s, least_s)
-                return False
+                return None
         opening = self._opening(family, None if apart else FINE)
         if opening is None:
-            return False
+            return None
         if self.pacing > 0:
             # However long it takes, for the most promising family.
             self.pacing -= opening.try_paces()
-        tables = opening.tables
-        if not apart:
-            found = opening.prove_bound()
-            # Not every plan is a node, but none is below this.
-            self.floor_s, tables = min(self.floor_s, found.lower_bound_s), found.tables
-        if tables is not None:
-            self.tables[index] = tables
-        return tables is not None
+        if apart:
+            return opening.tables
+        found = opening.prove_bound()
+        # Not every plan is a node, but none is below this.
+        self.floor_s = min(self.floor_s, found.lower_bound_s)
+        return found.tables
 
     def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
@@ -296,25 +271,25 @@ class _Search:
 
     def _open(self, node: _SearchNode) -> _SearchNode | None:
         """Push every choice of the next stage but the best one; return that."""
-        tables, path = self.tables[node.family], None
+        tables, path, limits = node.tables, None, node.tables.stages.constraints
         stop = state = 0
         if node.step is not None:
             path = self._path(node)
             if path is None:
                 return None
-            stop, state = node.step.stop, tables.after(node.step.way, node.step.state)
+            stop, state = node.step.stop, int(tables.states.after[node.step.way, node.step.state])
         found: list[_SearchNode] = []
         for behind in tables.behinds(node.behind):
             # Behind as many as are told apart there may be more: too few cannot be known, too many can.
-            count = behind + 1 + (0 if path is None else path.count)
-            if count < self.options.min_stages or count > tables.stages.constraints.most_stages:
+            count = behind + 1 + (0 if path is None else len(path.steps))
+            if not limits.least_stages <= count <= limits.most_stages:
                 continue
             following, terms = tables.terms(stop, state, behind)
             for at, bound_s, trip_s in self._promising(node, path, terms):
                 after = stop + int(following.length[at])
                 step = _Step(stop, after, int(following.way[at]), state)
                 left = self.costs.layer_count - after
-                found.append(_SearchNode(bound_s, left, trip_s, len(found), node.family, path, step, behind))
+                found.append(_SearchNode(bound_s, left, trip_s, len(found), tables, path, step, behind))
         if not found:
             return None
         found.sort()
@@ -327,45 +302,13 @@ class _Search:
     ) -> Iterator[tuple[int, float, float]]:
         """Yield the next stages that may beat the best plan, with their bounds and round trips."""
         if path is not None:
-            tables = self.tables[node.family].stages
-            terms = fold(
-                path.terms, tables.link(path.step.way, path.step.first, path.step.stop, path.step.state), terms
-            )
-        bounds = np.asarray(terms.step_s if path is None else path.prefix.step_s(terms))
+            terms = fold(path.terms, node.tables.stages.link(*path.steps[-1]), terms)
+        bounds = np.asarray((NOTHING if path is None else path.prefix).step_s(terms))
         bounds = bounds + self.costs.profile.step_overhead_s
         trips = np.asarray(terms.trip_s) + (0.0 if path is None else path.trip_s)
         some = np.flatnonzero(bounds < self.best.step_s)
         least = np.maximum(node.bound_s, bounds[some]).tolist()
         return zip(some.tolist(), least, trips[some].tolist(), strict=True)
-
-    def _frame(self, family: int, stages: Sequence[CandidateStage]) -> Candidate:
-        return Candidate(*self.families[family], tuple(stages))
-
-
-def tables_of(
-    costs: CostModel,
-    family: Family,
-    options: PlanOptions,
-    pool: Pool,
-    cap_s: float = float("inf"),
-    *,
-    late: bool = False,
-    most: int = MOST_BOUNDED,
-) -> SuffixTables | None:
-    """Return tables of a family's plans of fewer seconds than a cap; none where they would take long.
-
-    ``late`` as of :class:`StageTables`; ``most`` are the stages, in all states, of which tables are made.
-    """
-    if looked_at(costs, pool, family, options) > most:
-        return None
-    places = Places(costs, pool)
-    for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
-        stages = StageTables(costs, pool, family, options, fineness=fineness, late=late, places=places)
-        tables = SuffixTables(stages, options, CappedStages(stages, cap_s))
-        told = any(choice.recomputes for own in stages.choices.values() for choice in own)
-        if tables.least_s == float("inf") or not told:
-            break
-    return tables
 
 
 def looked_at(costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> int:
@@ -389,24 +332,36 @@ Least = Callable[[CostModel, Family, float], float]
 
 
 def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
-    """Return what bounds the plans that the options admit, by the search's tables; their work where these are large.
+    """Return what bounds the plans that the options admit, by the search's tables, or by their work.
 
-    ``most`` as of :func:`tables_of`.
+    ``most`` are the stages, in all states of the pool, of which tables are made.
     """
 
     def least(costs: CostModel, family: Family, below_s: float) -> float:
         pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)
         found = work_s(costs, family)
+        if looked_at(costs, pool, family, options) > most:
+            return found
         for late in (False, True) if splits_backward(family.schedule) else (False,):
-            tables = tables_of(costs, family, options, pool, below_s, late=late, most=most)
-            if tables is None:
-                return work_s(costs, family)
-            found = max(found, min(below_s, costs.profile.step_overhead_s + tables.least_s))
+            found = max(found, min(below_s, _tables_bound_s(costs, pool, family, options, below_s, late=late)))
             if found >= below_s:
                 break
         return found
 
     return least
+
+
+def _tables_bound_s(
+    costs: CostModel, pool: Pool, family: Family, options: PlanOptions, cap_s: float, *, late: bool
+) -> float:
+    """Return the least bound of a family's plans of fewer seconds than a cap; ``late`` as of :class:`StageTables`."""
+    places = Places(costs, pool)
+    for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
+        stages = StageTables(costs, pool, family, options, fineness=fineness, late=late, places=places)
+        least_s = SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s
+        if least_s == float("inf") or not any(way.choice.recomputes for way in stages.ways):
+            break
+    return costs.profile.step_overhead_s + least_s
 
 
 def bounds_of_families(costs: CostModel, families: Sequence[Family], least: Least, step_s: float) -> Bounds:

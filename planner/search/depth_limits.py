@@ -42,9 +42,8 @@ class LayerOrder:
             lengths: of the stages, ascending; those that would end behind the last layer are cut off there.
         """
         ranks = np.full(layers + 1, layers)
-        for layer in range(layers):
-            rank = levels.rank(layer)
-            ranks[layer] = layers if rank is None else rank
+        for layer in levels[-1]:
+            ranks[layer] = levels.rank(layer)
         longest = int(lengths[-1])
         inside = np.arange(longest) < lengths[:, None]
         own = np.minimum(np.arange(layers)[:, None] + np.arange(longest), layers)
@@ -79,91 +78,79 @@ class DepthLimits:
         self.costs, self.family, self.pool = costs, family, pool
         self.layers = costs.layer_count
         self.lengths: Counts = np.arange(1, self.layers + 1)
+        """Numbers of layers of the stages that are looked at, ascending; to be set before these are asked for."""
         self._parts: dict[tuple[object, ...], Parts] = {}
         self._orders: dict[int, LayerOrder] = {}
         self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
 
-    def look_at(self, lengths: Counts) -> None:
-        """Look at stages of these numbers of layers from now on."""
-        self.lengths = lengths
-
     def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
+        # The most that any recomputation frees is that of all layers.
+        every = {(kind, each._replace(part=0, every=each.recomputes)) for kind in choices for each in choices[kind]}
         for longest in lengths_swept(self.layers):
-            fits = np.zeros(longest, dtype=bool)
-            for kind in self.pool.kinds:
-                limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
-                # The most that any recomputation frees is that of all layers.
-                for choice in {choice._replace(part=0, every=choice.recomputes) for choice in choices[kind]}:
-                    fits |= self._fitting(kind, choice, limit, longest)
+            fits = np.logical_or.reduce([self._fitting(kind, choice, longest) for kind, choice in every])
             if not fits[-1]:
                 return int(np.flatnonzero(fits).max(initial=0)) + 1
         return self.layers
 
-    def _fitting(self, kind: int, choice: Choice, limit: int, longest: int) -> npt.NDArray[np.bool_]:
+    def _fitting(self, kind: int, choice: Choice, longest: int) -> npt.NDArray[np.bool_]:
         """Whether any stage fits, by its number of layers."""
-        count, rows = self.family.micro_batches, self.family.micro_batch_size
-        widths = choice.widths(count, rows, self.costs.divisible)
+        limit = max(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
+        widths = choice.widths(self.family.micro_batches, self.family.micro_batch_size, self.costs.divisible)
         width = min(widths.stop - 1, self.costs.kind_of.count(kind))
-        if width < widths.start:
-            return np.zeros(longest, dtype=bool)
-        least = min(self.shares(choice, width))
-        found = np.zeros(longest, dtype=bool)
-        levels = self.costs.recompute_levels(rows, kind)
-        for level in (0, -1) if choice.recomputes else (0,):
-            parts = self.costs.memory[kind].arrays(least, levels[level], longest)
-            held = self.peak_terms(choice, least, width)
+        fits = np.zeros((self.layers, longest), dtype=bool)
+        if width >= widths.start:
+            held = self.peak_terms(choice, min(self.shares(choice, width)), width)
             held = held if self.family.schedule == "gpipe" else held._replace(warmup=1)
-            stops = np.arange(self.layers)[:, None] + np.arange(1, longest + 1)
-            found |= ((np.asarray(peak_of(parts, held)) <= limit) & (stops <= self.layers)).any(axis=0)
-        return found
+            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+            for level in (0, -1) if choice.recomputes else (0,):
+                parts = self.costs.memory[kind].arrays(held.rows, levels[level], longest)
+                fits |= np.asarray(peak_of(parts, held)) <= limit
+        return np.asarray((fits & self._within_model(longest)).any(axis=0))
+
+    def _within_model(self, longest: int) -> npt.NDArray[np.bool_]:
+        """Which stages end with the last layer at the latest, ``[first, length - 1]``."""
+        return np.tri(self.layers, longest, dtype=bool)[::-1]
 
     def binding(self, kind: int) -> bool:
         """Whether some stage of one replica may not fit with all micro-batches in flight."""
-        limit = min(self.costs.limits_bytes[device] for device in self.pool.all_of(kind))
+        limit = self.costs.limit_bytes(self.pool.all_of(kind))
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         if self.costs.memory[kind].most(rows, count) <= limit:
             return False
         if self.layers > MANY_LAYERS:
             return True
         parts = self.costs.memory[kind].arrays(rows, frozenset(), self.layers)
-        stops = np.arange(self.layers)[:, None] + np.arange(1, self.layers + 1)
         short = np.asarray(peak_of(parts, PeakTerms(rows, count, count))) > limit
-        return bool(short[stops <= self.layers].any())
+        return bool((short & self._within_model(self.layers)).any())
 
     def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
         key = (choice, kind, width, limit)
         if key not in self._depths:
-            rows = {max(self.shares(choice, width)), min(self.shares(choice, width))}
-            count = self.turns(choice, width)
-            if self.costs.memory[kind].most(max(rows), count) <= limit:
-                self._depths[key] = np.full((self.layers, len(self.lengths)), count)
-                return self._depths[key]
-            # Of unequal shares the largest.
-            found = (
-                self._deepest(self._parts_of(choice, each, kind), self.peak_terms(choice, each, width), limit)
-                for each in rows
-            )
-            self._depths[key] = np.minimum.reduce(list(found))
+            self._depths[key] = self._depth(*key)
         return self._depths[key]
 
-    def sure_depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+    def _depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
+        shares, count = self.shares(choice, width), self.turns(choice, width)
+        if self.costs.memory[kind].most(max(shares), count) <= limit:
+            return np.full((self.layers, len(self.lengths)), count)
+        # Of unequal shares the largest.
+        every = [(self._parts_of(choice, rows, kind), rows) for rows in {max(shares), min(shares)}]
+        found = [self._deepest(parts, self.peak_terms(choice, rows, width), limit) for parts, rows in every]
+        return np.asarray(np.minimum.reduce(found))
+
+    def sure_depth(self, choice: Choice, kind: int, width: int, limit: int) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit while as few layers are recomputed as the choice allows.
 
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
-        :meth:`depth` takes both to be free.
+        :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
         """
-        rows, held = max(self.shares(choice, width)), self.peak_terms(choice, max(self.shares(choice, width)), width)
-        return self._deepest(self._parts_of(choice, rows, kind, sure=True), held._replace(lead=LEAD), limit)
-
-    def exchange(self, choice: Choice, kind: int, width: int) -> npt.NDArray[np.float64]:
-        """Return how many gradients sent back hold as much as one micro-batch in flight, ``[first, length]``."""
         rows = max(self.shares(choice, width))
         parts = self._parts_of(choice, rows, kind, sure=True)
-        answered = np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64)
-        found: npt.NDArray[np.float64] = np.asarray(parts.activations) / np.maximum(1.0, answered)
-        return found
+        answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
+        depth = self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
+        return depth, np.asarray(parts.activations) / answered
 
     def shares(self, choice: Choice, width: int) -> tuple[float, ...]:
         """Return the rows that each replica takes."""
@@ -176,7 +163,7 @@ class DepthLimits:
     def peak_terms(self, choice: Choice, rows: float, width: int) -> PeakTerms:
         """Return what the memory of a replica depends on, with all micro-batches in flight."""
         count = self.turns(choice, width)
-        return PeakTerms(rows, count, count, width, 0, frozenset(), choice.shard)
+        return PeakTerms(rows, count, count, width, shard=choice.shard)
 
     def layer_order(self, kind: int) -> LayerOrder:
         """Return the layers of all stages in the order in which they are recomputed."""
@@ -198,9 +185,10 @@ class DepthLimits:
         if key not in self._parts:
             order, every = self.layer_order(kind), self._whole_parts(rows, True, kind)
             low, high = choice.recompute_range(order.counts)
-            freed, whole = self._freed_bytes(rows, kind), low == order.counts
-            saved = self._byte_sums(order, freed, low if sure else high)
-            passing = saved - self._largest_of(freed) if sure else saved
+            freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
+            # Sums of bytes are whole numbers that floats hold exactly.
+            saved = np.rint(order.sums(freed.astype(np.float64), low if sure else high)).astype(np.int64)
+            passing, whole = saved - self._largest_of(freed) if sure else saved, low == order.counts
             self._parts[key] = none._replace(
                 activations=np.where(whole, every.activations, none.activations - saved),
                 peak=np.where(whole, every.peak, none.peak - passing),
@@ -214,19 +202,11 @@ class DepthLimits:
         windows = np.lib.stride_tricks.sliding_window_view(np.append(sizes, np.zeros(longest - 1, np.int64)), longest)
         return np.asarray(np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1])
 
-    def _freed_bytes(self, rows: float, kind: int) -> Counts:
-        """Bytes by which recomputing it shrinks what a micro-batch in flight keeps, by layer."""
-        return np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
-
-    def _byte_sums(self, order: LayerOrder, sizes: Counts, counts: Counts) -> Counts:
-        # Sums of bytes are whole numbers that floats hold exactly.
-        return np.rint(order.sums(sizes.astype(np.float64), counts)).astype(np.int64)
-
     def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
         key = (rows, every, kind)
         if key not in self._parts:
             levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-            parts = self.costs.memory[kind].arrays(rows, levels[len(levels) - 1 if every else 0], int(self.lengths[-1]))
+            parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]))
             self._parts[key] = Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
         return self._parts[key]
 

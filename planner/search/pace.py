@@ -153,8 +153,9 @@ class PacePlan:
         layers, pool, none = paces.tables.layers, paces.tables.pool, paces.states.none
         self._layers, self._devices = layers, len(pool.remaining(0))
         shape = (layers + 1, none + 1)
-        turning = np.ones(shape, np.float32)
-        self._suffixes = _Suffixes(*np.zeros((5, *shape), np.float32), turning, *np.zeros((2, *shape), np.int64))
+        self._suffixes = _Suffixes._make(
+            (*np.zeros((5, *shape), np.float32), np.ones(shape, np.float32), *np.zeros((2, *shape), np.int64))
+        )
         self._suffixes.trip_s[:] = np.inf
         self._suffixes.most[layers] = np.inf
         self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
@@ -424,17 +425,11 @@ class FamilySearch:
 
     def _place_stage(self, pace_stage: PaceStage) -> tuple[CandidateStage, Span]:
         """Return a stage with all in flight, and what it may recompute: as little as fits what it comes to hold."""
-        first, stop, number, state, _ = pace_stage
-        way, family = self.stages.ways[number], self.stages.family
-        devices = self.stages.pool.devices(state, way.kind, way.width, way.variant)
-        shares = self.costs.shares(family.micro_batch_size, way.width, way.choice.division)
-        levels = self.costs.recompute_levels(family.micro_batch_size, way.kind)
-        span = Span(levels, *self.stages.recompute_range(number, first, stop))
+        stage = self.stages.place(*pace_stage[:4])
         # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
-        recompute = span.within(first, stop)[0]
-        stage = CandidateStage(first, stop, devices, shares, 1, recompute, way.choice.shard, way.choice.division)
-        stage = stage._replace(warmup=stage.turns(0, family.micro_batches))
-        return stage, Span(levels) if self.options.recompute == "auto" else span
+        stage = stage._replace(warmup=stage.turns(0, self.stages.family.micro_batches))
+        span = self.stages.span(*pace_stage[:3])
+        return stage, Span(span.levels) if self.options.recompute == "auto" else span
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:
         """Return the tables of plans that take less than a cap."""

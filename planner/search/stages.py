@@ -6,7 +6,7 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,9 +18,10 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
-from autopar.planner.candidate import Family, splits_backward
+from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs.activations import Area, Areas, Counts
+from autopar.planner.costs.layers import Span
 from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -46,31 +47,12 @@ class NextStages(NamedTuple):
     """``[term, place, stage]``; the work of one that does not fit is infinite."""
     links: Numbers
     """``[term, levels, stage]``, of the boundary behind."""
+    alone_s: Numbers
+    """The seconds of a step of nothing else, ``[place, stage]``."""
 
     def some(self, indices: Counts) -> NextStages:
         """Return some of the stages."""
-        own = self.way[indices], self.length[indices], self.longest[indices]
-        return NextStages(*own, np.take(self.stages, indices, axis=2), np.take(self.links, indices, axis=2))
-
-    def stage_at(self, place: Counts) -> StageTerms:
-        """Return the terms of the stages where they stand; ``place`` by way."""
-        return StageTerms(*self.stages[:, place[self.way], np.arange(len(self.way))])
-
-    def link_at(self, near: Counts) -> LinkTerms:
-        """Return those of the boundaries behind them; ``near`` by way."""
-        forth, back, *seconds = self.links[:, near[self.way], np.arange(len(self.way))]
-        return LinkTerms(forth > 0, back > 0, *seconds)
-
-
-class Spans(NamedTuple):
-    """Stages by what they take up; arrays over them."""
-
-    first: Counts
-    column: Counts
-    """Into the numbers of layers."""
-    width: Counts
-    alone_s: Numbers
-    """The seconds of a step of nothing else, where that is quickest."""
+        return NextStages._make(np.take(each, indices, axis=-1) for each in self)
 
 
 class StageTables:
@@ -100,27 +82,28 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
         self.apart, self._has_halves, self._late = fineness is None, splits_backward(family.schedule), late
         self._next: dict[int, NextStages] = {}
-        self._alone_s: dict[int, Numbers] = {}
         self.depth_limits = DepthLimits(costs, family, pool)
-        self.choices = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
-        self.longest = self.layers if self.apart else self.depth_limits.reach(self.choices)
+        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
+        self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         places = places or Places(costs, pool)
-        every = list(self._ways_and_moves(places, None if fineness is None else fineness.classes))
-        self.ways, self.moves = [way for way, _ in every], [move for _, move in every]
+        self.ways, self.moves = zip(*self._ways_and_moves(every, places, fineness), strict=True)
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
-        self.lengths = np.array(lengths_of(self.longest, fineness))
+        self.lengths = self.depth_limits.lengths = np.array(lengths_of(self.longest, fineness))
         self.constraints = Constraints.of(costs, options)
-        self.depth_limits.look_at(self.lengths)
         self._firsts = np.arange(self.layers)[:, None]
+        self._stops = self._firsts + np.arange(1, self.longest + 1)
+        """Of stages of every number of layers, ``[first, length - 1]``; some are behind the last layer."""
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         self._check_size()
         self._stages = self._stacked_stages()
         self._links, self._key_of = self._stacked_links()
 
-    def _ways_and_moves(self, places: Places, most: int | None) -> Iterator[tuple[Variant, StateMove]]:
-        """Yield the ways to run a stage, each wherever it stands; of at most so many widths, where not all."""
-        for kind in self.pool.kinds:
-            for way in ways_of(self.costs, self.family, kind, self.choices[kind], most):
+    def _ways_and_moves(
+        self, every: Mapping[int, Sequence[Choice]], places: Places, fineness: Fineness | None
+    ) -> Iterator[tuple[Variant, StateMove]]:
+        """Yield the ways to run a stage, by kind of device each of ``every`` choice, wherever it stands."""
+        for kind, own in every.items():
+            for way in ways_of(self.costs, self.family, kind, own, None if fineness is None else fineness.classes):
                 for variant, move in enumerate(places.moves(way.kind, way.width)):
                     yield way._replace(variant=variant), move
 
@@ -138,7 +121,7 @@ class StageTables:
     def chain(self) -> bool:
         """Whether activations and gradients cross every boundary."""
         between = self._firsts + self.lengths < self.layers
-        return all(bool((np.asarray(each)[:, :, between]).all()) for each in (self._links.forth, self._links.back))
+        return bool(self._links[:2, :, :, between].all())
 
     @property
     def size(self) -> int:
@@ -151,41 +134,38 @@ class StageTables:
             self._next[first] = self._from(first)
         return self._next[first]
 
-    def alone_s(self, first: int) -> Numbers:
-        """Return the seconds of a step of nothing else than a stage that may begin with a layer, ``[place, stage]``."""
-        if first not in self._alone_s:
-            self._alone_s[first] = np.asarray(last(StageTerms(*self.next(first).stages)).step_s)
-        return self._alone_s[first]
-
     @cached_property
-    def spans(self) -> Spans:
-        """Every stage that fits somewhere, whatever it begins with."""
-        every = [self.next(first) for first in range(self.layers)]
-        found = (
-            np.repeat(np.arange(self.layers), [len(each.way) for each in every]),
-            np.concatenate([np.searchsorted(self.lengths, each.length) for each in every]),
-            np.array([way.width for way in self.ways])[np.concatenate([each.way for each in every])],
-            np.concatenate([self.alone_s(first).min(axis=0, initial=np.inf) for first in range(self.layers)]),
-        )
-        return Spans(*found)
+    def alone_s(self) -> Numbers:
+        """The seconds of a step of a stage alone, of so many devices or fewer, ``[devices - 1, first, length]``."""
+        found = np.full((len(self.costs.devices), self.layers, len(self.lengths)), np.inf)
+        widths = np.array([way.width for way in self.ways])
+        for first in range(self.layers):
+            following = self.next(first)
+            at = widths[following.way] - 1, np.searchsorted(self.lengths, following.length)
+            np.minimum.at(found[:, first], at, following.alone_s.min(axis=0))
+        return np.asarray(np.minimum.accumulate(found))
 
-    def recompute_range(self, way: int, first: int, stop: int) -> tuple[int, int]:
-        """Return the fewest and the most layers that one stage recomputes."""
-        order = self.depth_limits.layer_order(self.ways[way].kind)
-        low, high = self.ways[way].choice.recompute_range(np.array([order.counts[first, self._column(stop - first)]]))
-        return int(low[0]), int(high[0])
+    def span(self, first: int, stop: int, way: int) -> Span:
+        """Return how many of its layers one stage recomputes."""
+        choice, kind = self.ways[way].choice, self.ways[way].kind
+        count = self.depth_limits.layer_order(kind).counts[first, self._column(stop - first)]
+        low, high = choice.recompute_range(count)
+        return Span(self.costs.recompute_levels(self.family.micro_batch_size, kind), int(low), int(high))
 
-    def depth_of(self, way: int, first: int, stop: int, limit: int) -> int:
-        """Return the most micro-batches in flight on one stage that fit; 0 where none does."""
-        each = self.ways[way]
-        return int(
-            self.depth_limits.depth(each.choice, each.kind, each.width, limit)[first, self._column(stop - first)]
-        )
+    def place(self, first: int, stop: int, way: int, state: int) -> CandidateStage:
+        """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
+        kind, _, choice, width, _, variant = self.ways[way]
+        devices = self.pool.devices(state, kind, width, variant)
+        depths = self.depth_limits.depth(choice, kind, width, self.costs.limit_bytes(devices))
+        depth = int(depths[first, self._column(stop - first)])
+        recompute = self.span(first, stop, way).within(first, stop)[0]
+        shares = self.depth_limits.shares(choice, width)
+        return CandidateStage(first, stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory.
 
-        And how many gradients on their way back hold as much as each (:meth:`.room.DepthLimits.exchange`).
+        And how many gradients on their way back hold as much as each (:meth:`DepthLimits.sure_depth`).
         """
         depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
@@ -193,57 +173,50 @@ class StageTables:
 
     @cached_property
     def _sure(self) -> tuple[Counts, Numbers]:
-        limits = {kind: min(self.costs.limits_bytes[at] for at in self.pool.all_of(kind)) for kind in self.pool.kinds}
+        limits = {kind: self.costs.limit_bytes(self.pool.all_of(kind)) for kind in self.pool.kinds}
         # Variants of a way stand elsewhere, and hold the same.
-        alike = {(each.kind, each.number, each.width): each for each in self.ways}
-        depths = {
-            key: self.depth_limits.sure_depth(each.choice, each.kind, each.width, limits[each.kind])
-            for key, each in alike.items()
-        }
-        exchanges = {key: self.depth_limits.exchange(each.choice, each.kind, each.width) for key, each in alike.items()}
-        keys = [(each.kind, each.number, each.width) for each in self.ways]
-        return np.stack([depths[key] for key in keys]), np.stack([exchanges[key] for key in keys])
+        alike = [(each.choice, each.kind, each.width) for each in self.ways]
+        known = {key: self.depth_limits.sure_depth(*key, limits[key[1]]) for key in dict.fromkeys(alike)}
+        depths, exchanges = zip(*(known[key] for key in alike), strict=True)
+        return np.stack(depths), np.stack(exchanges)
 
-    def link(self, way: int, first: int, stop: int, state: int) -> LinkTerms:
+    def link(self, first: int, stop: int, way: int, state: int) -> LinkTerms:
         """Return the least transfers behind one stage.
 
         Least, because the next stage is taken to end after one layer, and to be as wide and as near as suits.
         """
         near = int(self.moves[way].near[state])
-        return self._links.at((near, int(self._key_of[way]), first, self._column(stop - first)))
+        forth, back, *seconds = self._links[:, near, self._key_of[way], first, self._column(stop - first)].tolist()
+        return LinkTerms(forth > 0, back > 0, *seconds)
 
     def _column(self, length: int) -> int:
         return int(np.searchsorted(self.lengths, length, side="right")) - 1
 
     def _from(self, first: int) -> NextStages:
-        columns = int((self.lengths <= self.layers - first).sum())
-        way = np.repeat(np.arange(len(self.ways)), columns)
-        stage = self._stages.at((slice(None), slice(None), first, slice(columns)))
-        stage = stage.reshape((len(self.places), -1))
-        link = self._links.at((slice(None), self._key_of, first, slice(columns)))
-        link = link.reshape((len(self.nears), -1))
-        fitting = np.flatnonzero(np.isfinite(stage.work_s).any(axis=0))
-        column = np.tile(np.arange(columns), len(self.ways))[fitting]
+        stages = self._stages[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
+        links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
+        fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
+        way, column = np.divmod(fitting, len(self.lengths))
         longest = np.minimum(self._ends[column], self.layers - first)
-        some = (slice(None), fitting)
-        stages = np.stack([np.asarray(each)[some] for each in stage])
-        links = np.stack([np.asarray(each)[some].astype(np.float64) for each in link])
-        return NextStages(way[fitting], self.lengths[column], longest, stages, links)
+        stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
+        return NextStages(
+            way, self.lengths[column], longest, stages, links, np.asarray(last(StageTerms(*stages)).step_s)
+        )
 
-    def _stacked_stages(self) -> StageTerms:
-        """Terms ``[place, way, first, length]``."""
-        shape = (len(self.places), len(self.ways), self.layers, len(self.lengths))
-        terms = [np.ones(shape) for _ in StageTerms._fields]
-        terms[2][:] = np.inf
+    def _stacked_stages(self) -> Numbers:
+        """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
+        terms = np.ones((len(StageTerms._fields), len(self.places), len(self.ways), self.layers, len(self.lengths)))
+        terms[2] = np.inf
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
-            for place in sorted(set(move.place[move.after < self.pool.states].tolist())):
+            mask = self._allowed_mask(way, allowed)
+            for place in np.unique(move.place[move.after < self.pool.states]).tolist():
                 level, limit = self.places[place]
-                found = [self._stage(way, width, level, limit) for width in way.widths]
-                for stack, each in zip(terms, zip(*found, strict=True), strict=True):
-                    stack[place, at] = np.minimum.reduce(each)
-                terms[2][place, at][~self._allowed_mask(way, allowed)] = np.inf
-        return StageTerms(*terms)
+                every = [self._stage(way, width, level, limit) for width in way.widths]
+                for term, each in enumerate(zip(*every, strict=True)):
+                    terms[term, place, at] = np.minimum.reduce(each)
+                terms[2, place, at, ~mask] = np.inf
+        return terms
 
     def _allowed_mask(
         self, way: Variant, masks: dict[tuple[object, ...], npt.NDArray[np.bool_]]
@@ -252,9 +225,8 @@ class StageTables:
         shares = self.depth_limits.shares(way.choice, way.width)
         key = way.kind, len(shares) > 1, limits_met(self.costs, shares)
         if key not in masks:
-            stops = self._firsts + np.arange(1, self.longest + 1)
             mask = self.constraints.mask(way.kind, shares)
-            own = mask[self._firsts, np.minimum(stops, self.layers)] & (stops <= self.layers)
+            own = mask[self._firsts, np.minimum(self._stops, self.layers)] & (self._stops <= self.layers)
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
@@ -262,7 +234,8 @@ class StageTables:
         choice, kind = way.choice, way.kind
         depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
         forward, backward = self._times(choice, kind, width, level)
-        closing = self._closing(choice, kind, width, level)
+        # From below: reductions at the best rate of any size, as far as they outlast the last backward.
+        closing = self._reducing(choice, kind, width, level) + self._weighing(choice, kind, width, level)
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
@@ -285,10 +258,6 @@ class StageTables:
             again = np.diff(np.array(every)) - np.diff(np.array(sums))
             backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
         return forward, backward
-
-    def _closing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
-        """From below: reductions at the best rate of any size, as far as they outlast the last backward."""
-        return self._reducing(choice, kind, width, level) + self._weighing(choice, kind, width, level)
 
     def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
@@ -321,9 +290,9 @@ class StageTables:
         operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
         # Halves hide no more than the larger of all that a backward may be.
-        hiding = [costs.layers[kind].backward_sums(rows, 1.0)]
+        hiding = [costs.layers[kind].sums("backward_s", rows, 1.0)]
         if self._has_halves:
-            hiding.append(costs.layers[kind].weight_sums(rows, 1.0))
+            hiding.append(costs.layers[kind].sums("backward_weight_s", rows, 1.0))
         hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
@@ -347,22 +316,24 @@ class StageTables:
         )
         found = areas.window(self.longest).astype(np.float64)
         # A stage that ends with the model has nothing behind it.
-        stops = np.arange(self.layers)[:, None] + np.arange(1, self.longest + 1)
-        found[stops >= self.layers] = np.inf
+        found[self._stops >= self.layers] = np.inf
         least = np.minimum.reduceat(found, self.lengths - 1, axis=1)
         return np.where(np.isfinite(least), least, 0.0)
 
-    def _stacked_links(self) -> tuple[LinkTerms, Counts]:
-        """Terms ``[levels, key, first, length]``, and every way's key: what ways of the same terms have in common."""
-        key_of = [(way.choice.division, way.widths) for way in self.ways]
-        keys = list(dict.fromkeys(key_of))
-        crossing = [self._crossing_bytes(gradient) for gradient in (False, True)]
-        rows = [[self._link(widths, levels, division, *crossing) for division, widths in keys] for levels in self.nears]
-        terms = (np.stack([np.stack([each[term] for each in row]) for row in rows]) for term in range(6))
-        return LinkTerms(*terms), np.array([keys.index(each) for each in key_of])
+    def _stacked_links(self) -> tuple[Numbers, Counts]:
+        """Terms ``[term, levels, key, first, length]``, and every way's key: what ways of the same terms share."""
+        key_of = [(way.widths, way.choice.division) for way in self.ways]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(key_of))}
+        crossing = self._crossing_bytes(gradient=False), self._crossing_bytes(gradient=True)
+        terms = np.zeros((len(LinkTerms._fields), len(self.nears), len(numbers), self.layers, len(self.lengths)))
+        for near, levels in enumerate(self.nears):
+            for key, number in numbers.items():
+                for term, each in enumerate(self._link(*key, levels, *crossing)):
+                    terms[term, near, number] = each
+        return terms, np.array([numbers[key] for key in key_of])
 
     def _link(
-        self, widths: Sequence[int], levels: frozenset[Level], division: Division, forth: Numbers, back: Numbers
+        self, widths: Sequence[int], division: Division, levels: frozenset[Level], forth: Numbers, back: Numbers
     ) -> LinkTerms:
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
         found = [self._passing(width, division, most) for width in (widths[0], widths[-1])]
@@ -377,9 +348,7 @@ class StageTables:
 
     def _passing(self, width: int, division: Division, most: int) -> Queues:
         rows, count = self.family.micro_batch_size, self.family.micro_batches
-        if self.costs.divisible:
-            return Queues(rows, ((count, rows),))
-        return queues(self.family, width, division, most)
+        return Queues(rows, ((count, rows),)) if self.costs.divisible else queues(self.family, width, division, most)
 
     def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], levels: frozenset[Level]) -> Numbers:
         every = [self.costs.links.messages_s(sizes, level) for level in sorted(levels)]

@@ -11,7 +11,6 @@ follows to the seconds of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,11 +30,10 @@ class CappedStages:
     """Stage tables without the stages that alone take longer than ``cap_s``, a step's."""
 
     def __init__(self, stages: StageTables, cap_s: float = float("inf")) -> None:
-        self.cap_s = cap_s
         self._stages = stages
         self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
-        self._next: dict[int, tuple[NextStages, Numbers]] = {}
-        self.fewest = self._fewest() if np.isfinite(cap_s) else np.zeros((2, stages.layers + 1))
+        self._next: dict[int, NextStages] = {}
+        self.fewest = self._fewest()
         """Fewest devices of the layers before, and of those from on, every position."""
 
     @property
@@ -45,23 +43,22 @@ class CappedStages:
 
     def next(self, first: int) -> NextStages:
         """Return the stages that may begin with a layer."""
-        return self._stages.next(first) if not np.isfinite(self.cap_s) else self._within_cap(first)[0]
-
-    def at(self, first: int, place: Counts) -> NextStages:
-        """Return those of the stages that may meet the cap where they stand; ``place`` by way."""
-        following = self.next(first)
-        if not np.isfinite(self.cap_s):
-            return following
-        alone_s = self._within_cap(first)[1][place[following.way], np.arange(len(following.way))]
-        return following.some(np.flatnonzero(alone_s <= self.limit_s))
-
-    def _within_cap(self, first: int) -> tuple[NextStages, Numbers]:
-        """The stages, and the seconds of a step of nothing else."""
         if first not in self._next:
-            alone_s = self._stages.alone_s(first)
-            some = np.flatnonzero(alone_s.min(axis=0, initial=np.inf) <= self.limit_s)
-            self._next[first] = self._stages.next(first).some(some), alone_s[:, some]
+            every = self._stages.next(first)
+            self._next[first] = every.some(np.flatnonzero(every.alone_s.min(axis=0) <= self.limit_s))
         return self._next[first]
+
+    def at(self, first: int, group: StateGroup) -> NextStages:
+        """Return those of the stages that may meet the cap where they stand, with the terms of that place only."""
+        every = self.next(first)
+        count = len(every.way)
+        place, near = (where[every.way] * count + np.arange(count) for where in (group.place, group.near))
+        some = np.flatnonzero(every.alone_s.ravel()[place] <= self.limit_s)
+        stages, links, alone_s = (
+            np.take(each.reshape(*each.shape[:-2], -1), where[some], axis=-1)[..., None, :]
+            for each, where in ((every.stages, place), (every.links, near), (every.alone_s, place))
+        )
+        return NextStages(every.way[some], every.length[some], every.longest[some], stages, links, alone_s)
 
     def _fewest(self) -> Numbers:
         layers, widths = self._stages.layers, self._narrowest()
@@ -78,11 +75,10 @@ class CappedStages:
 
     def _narrowest(self) -> Numbers:
         """Fewest devices of a stage that meets the cap, ``[first, length - 1]``."""
-        spans, lengths = self._stages.spans, self._stages.lengths
-        meets = np.flatnonzero(spans.alone_s <= self.limit_s)
-        found = np.full((self._stages.layers, len(lengths)), np.inf)
-        np.minimum.at(found, (spans.first[meets], spans.column[meets]), spans.width[meets])
-        return found[:, np.searchsorted(lengths, np.arange(1, self._stages.longest + 1), side="right") - 1]
+        late = self._stages.alone_s > self.limit_s
+        widths = np.where(late.all(axis=0), np.inf, 1 + late.sum(axis=0))
+        lengths = np.arange(1, self._stages.longest + 1)
+        return widths[:, np.searchsorted(self._stages.lengths, lengths, side="right") - 1]
 
 
 class StateGroup(NamedTuple):
@@ -188,7 +184,8 @@ class SuffixTables:
         self._capped_stages = capped_stages or CappedStages(stages)
         pool, layers = stages.pool, stages.layers
         most = stages.constraints.most_stages
-        told = self._distinct_count(stages.constraints.least_stages)
+        told = min(layers, len(pool.remaining(0)), MOST_ELEMENTS // max(1, stages.size))
+        told = max(1, stages.constraints.least_stages, told)
         self.counts = min(told, most)
         """Suffixes of fewer stages than this are told apart; the last entry is for those of so many, and more."""
         self._last_is_open = told < most
@@ -213,23 +210,19 @@ class SuffixTables:
             return range(self.counts)
         return range(max(0, stages - 1), stages + (self._last_is_open and stages == self.counts - 1))
 
-    def after(self, way: int, state: int) -> int:
-        """Return the state behind a stage."""
-        return int(self.states.after[way, state])
-
     def terms(self, first: int, state: int, behind: int) -> tuple[NextStages, Terms]:
         """Return the stages that may begin with a layer, and the least terms of suffixes that begin so.
 
         ``behind`` stages follow; the largest number that is told apart stands for all larger ones.
         """
-        following = self._capped_stages.next(first)
-        found = self._extend_terms(first, following, self.states.group_of(state), np.array([state]))
+        following = self._capped_stages.at(first, self.states.group_of(state))
+        found = self._extend_terms(first, following, np.array([state]))
         return following, Terms(*(each[behind, :, 0] for each in found))
 
     def _prefixes(self) -> Numbers:
-        """Least round trips of all stages before every position, if there is a cap and they count for what follows."""
+        """Least round trips of all stages before every position, where they count for what follows."""
         found = np.zeros(self.stages.layers + 1)
-        if not np.isfinite(self._capped_stages.cap_s) or not self._chain:
+        if not self._chain:
             return found
         found[1:] = np.inf
         for first in range(self.stages.layers):
@@ -242,27 +235,21 @@ class SuffixTables:
         return found
 
     def _fill(self, first: int) -> None:
-        following = self._capped_stages.next(first)
-        for group in self.states.groups if len(following.way) else ():
+        for group in self.states.groups:
             states = self.states.within(group, first, self._capped_stages)
-            near = self._capped_stages.at(first, group.place) if len(states) else following
-            if len(states) and len(near.way):
-                found = self._extend_terms(first, near, group, states)
-                if np.isfinite(self._capped_stages.cap_s):
-                    over = found[1] + self._before[first] > self._capped_stages.limit_s
-                    for each in found:
-                        each[over] = np.inf
+            if len(states):
+                found = self._extend_terms(first, self._capped_stages.at(first, group), states)
+                over = found[1] + self._before[first] > self._capped_stages.limit_s
                 for term, each in enumerate(found):
-                    self._least[term, :, first, states] = each.min(axis=1).T
+                    each[over] = np.inf
+                    self._least[term, :, first, states] = each.min(axis=1, initial=np.inf).T
 
-    def _extend_terms(
-        self, first: int, following: NextStages, group: StateGroup, states: Counts
-    ) -> tuple[Numbers, ...]:
+    def _extend_terms(self, first: int, following: NextStages, states: Counts) -> tuple[Numbers, ...]:
         """Terms ``[stages behind, stage, state]``."""
         after = self.states.behind(following.way, states)
-        wide = StageTerms(*self._columns(following.stage_at(group.place)))
-        forth, back, *seconds = following.link_at(group.near)
-        beyond = LinkTerms(np.asarray(forth)[:, None], np.asarray(back)[:, None], *self._columns(seconds))
+        wide = StageTerms(*following.stages[:, 0, :, None].astype(self._kind))
+        forth, back, *seconds = following.links[:, 0, :, None].astype(self._kind)
+        beyond = LinkTerms(forth > 0, back > 0, *seconds)
         behind = Terms(*self._suffixes(first, following, after))
         if self._chain:
             found = tuple(map(np.asarray, fold_chain(wide, beyond, behind)))
@@ -273,15 +260,8 @@ class SuffixTables:
         ends = first + following.longest >= self.stages.layers
         if ends.any():
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none
-            for each, closed in zip(found, last(wide.at((np.flatnonzero(ends),))), strict=True):
-                closing = np.where(empty, np.asarray(closed), np.inf)
-                each[0, ends] = (
-                    np.minimum(each[0, ends], closing) if self.counts == 1 and self._last_is_open else closing
-                )
-        return found
-
-    def _columns(self, terms: Iterable[Value]) -> Numbers:
-        found: Numbers = np.array(list(terms), dtype=self._kind)[:, :, None]
+            for terms, closed in zip(found, last(StageTerms(*(np.asarray(term)[ends] for term in wide))), strict=True):
+                terms[0, ends] = np.minimum(terms[0, ends], np.where(empty, closed, np.inf))
         return found
 
     def _suffixes(self, first: int, following: NextStages, after: Counts) -> Numbers:
@@ -293,18 +273,13 @@ class SuffixTables:
         for step in range(1, int((following.longest - following.length).max(initial=0)) + 1):
             more = np.flatnonzero(following.longest - following.length >= step)
             found[:, :, more] = np.minimum(found[:, :, more], np.take(table, behind[more] + step * width, axis=2))
-        if self.counts == 1 and self._last_is_open:
-            return found
         # Behind a stage that n stages follow stands a suffix of n; of the most that are told apart, of as many or more.
-        shifted = np.full_like(found, np.inf)
-        shifted[:, 1:] = found[:, :-1]
+        many = found[:, -2:].min(axis=1)
+        found[:, 1:] = found[:, :-1]
+        found[:, 0] = np.inf
         if self._last_is_open:
-            shifted[:, -1] = np.minimum(found[:, -1], shifted[:, -1])
-        return shifted
-
-    def _distinct_count(self, least: int) -> int:
-        tables, devices = self.stages, len(self.stages.pool.remaining(0))
-        return max(1, least, min(tables.layers, devices, MOST_ELEMENTS // max(1, tables.size)))
+            found[:, -1] = many
+        return found
 
 
 _NONE = float("-inf")

@@ -92,7 +92,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
         pool = pool_of(costs, exact=True, use_all=False)
         for family in families(costs.batch, options):
             stages = StageTables(costs, pool, family, options, fineness=None if seed % 2 else FINE)
-            alone = np.concatenate([stages.alone_s(first).min(axis=0) for first in range(stages.layers)])
+            alone = np.concatenate([stages.next(first).alone_s.min(axis=0) for first in range(stages.layers)])
             for cap_s in np.quantile(alone, [0.2, 0.6]) if len(alone) else ():
                 capped = CappedStages(stages, float(cap_s) + costs.profile.step_overhead_s)
                 before, behind = [0.0] + [math.inf] * stages.layers, [math.inf] * stages.layers + [0.0]

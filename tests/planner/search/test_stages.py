@@ -60,7 +60,7 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
                     place = np.array(
                         [int(move.place[0]) if move.after[0] < tables.pool.states else 0 for move in tables.moves]
                     )
-                    term = [float(np.asarray(each)[at]) for each in found.stage_at(place)]
+                    term = found.stages[:, place[number], at].tolist()
                     assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in zip(term, own, strict=True)), f"seed {seed}"
                     assert term[:3] == pytest.approx([float(each) for each in own[:3]], rel=1e-9), f"seed {seed}"
                     exact += 1
@@ -74,12 +74,12 @@ def test_stages_that_are_taken_together_take_no_longer_than_any_of_them() -> Non
         fine, rough = _tables(seed), _tables(seed, Fineness(lengths=2, growth=1.5))
         for first in range(fine.layers):
             each, every = fine.next(first), rough.next(first)
-            alone_s = [float(seconds.min(initial=np.inf)) for seconds in (fine.alone_s(first), rough.alone_s(first))]
+            alone_s = [float(seconds.min(initial=np.inf)) for seconds in (each.alone_s, every.alone_s)]
             assert alone_s[1] <= alone_s[0] * (1 + 1e-9), f"seed {seed}: {first}"
             for length in range(1, fine.layers - first + 1):
-                own = fine.alone_s(first)[:, each.length == length].min(initial=np.inf)
+                own = each.alone_s[:, each.length == length].min(initial=np.inf)
                 within = (every.length <= length) & (length <= every.longest)
-                assert rough.alone_s(first)[:, within].min(initial=np.inf) <= own * (1 + 1e-9), f"seed {seed}"
+                assert every.alone_s[:, within].min(initial=np.inf) <= own * (1 + 1e-9), f"seed {seed}"
                 compared += bool(np.isfinite(own))
     assert compared > 100
 
@@ -88,7 +88,7 @@ def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch
     options = PlanOptions(gpus=16)
     costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
     family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
-    size = StageTables(costs, pool, family, options)._stages.forward_s.nbytes
+    size = StageTables(costs, pool, family, options)._stages[0].nbytes
     monkeypatch.setattr(stages, "MOST_BYTES", size)
     with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
         StageTables(costs, pool, family, options)
