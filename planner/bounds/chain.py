@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from math import lcm
-from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +39,6 @@ from autopar.schedules.route import Route
 
 Value = float | npt.NDArray[np.float64]
 Flag = bool | npt.NDArray[np.bool_]
-Index = tuple[int | slice | EllipsisType | npt.NDArray[np.int64] | None, ...]
 
 
 class StageTerms(NamedTuple):
@@ -57,14 +55,6 @@ class StageTerms(NamedTuple):
     beside_s: Value
     """What is computed at least while none of one micro-batch's round trip passes."""
 
-    def at(self, index: Index) -> StageTerms:
-        """Return the terms at an index of all arrays."""
-        return StageTerms(*(np.asarray(each)[index] for each in self))
-
-    def reshape(self, shape: tuple[int, ...]) -> StageTerms:
-        """Return the terms with all arrays in another shape."""
-        return StageTerms(*(np.asarray(each).reshape(shape) for each in self))
-
 
 class LinkTerms(NamedTuple):
     """The transfers across the boundary behind a stage."""
@@ -79,14 +69,6 @@ class LinkTerms(NamedTuple):
     forth_work_s: Value
     back_work_s: Value
     """What a step's messages occupy their queue."""
-
-    def at(self, index: Index) -> LinkTerms:
-        """Return the terms at an index of all arrays."""
-        return LinkTerms(*(np.asarray(each)[index] for each in self))
-
-    def reshape(self, shape: tuple[int, ...]) -> LinkTerms:
-        """Return the terms with all arrays in another shape."""
-        return LinkTerms(*(np.asarray(each).reshape(shape) for each in self))
 
 
 class Terms(NamedTuple):

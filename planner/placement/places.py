@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
+from autopar.planner.costs import memoized
 from autopar.planner.costs.links import Sharing
 from autopar.planner.costs.model import CostModel
-from autopar.planner.placement.pool import DeviceGroup, Pool
+from autopar.planner.placement.pool import DeviceGroup, Pool, States
 
-Indices = npt.NDArray[np.int64]
 FEW_STATES = 300
 """Up to so many, every state is looked at by itself."""
 
@@ -35,21 +35,21 @@ class StagePlace(NamedTuple):
 class StateMove(NamedTuple):
     """One of the variants of taking a number of devices of a kind, in every state of the pool."""
 
-    after: Indices
+    after: States
     """The state that it leads to; the number of states where there is no such variant."""
-    place: Indices
+    place: States
     """Index into :attr:`Places.stage_places`."""
-    near: Indices
+    near: States
     """Index into :attr:`Places.nears`."""
 
 
 class _KindDevices(NamedTuple):
     """A kind's devices, in cluster order."""
 
-    limits: Indices
-    pairs: Indices
+    limits: States
+    pairs: States
     """The level, as a number, at which each reaches the next one."""
-    latest: list[Indices]
+    latest: list[States]
     """By kind of device, where among those the last one of each device's node stands; -1 where there is none."""
 
 
@@ -62,23 +62,17 @@ class Places:
         self.stage_places: list[StagePlace] = []
         self.nears: list[frozenset[Level]] = []
         """Levels at which a next stage may stand."""
-        self._moves: dict[tuple[int, int], list[StateMove]] = {}
-        self._chains: dict[int, _KindDevices] = {}
 
+    @memoized
     def moves(self, kind: int, width: int) -> list[StateMove]:
         """Return the variants of taking so many devices."""
-        if (kind, width) not in self._moves:
-            chains = [self._pool.chain(each) is not None for each in self._pool.kinds]
-            if self._pool.states > FEW_STATES and all(chains):
-                self._moves[kind, width] = [self._along(kind, width)]
-            else:
-                variants = range(len(self._pool.moves(kind, width)))
-                self._moves[kind, width] = [self._each(kind, width, variant) for variant in variants]
-        return self._moves[kind, width]
+        moves = self._pool.moves(kind, width)
+        if self._pool.states > FEW_STATES and self._pool.without_choice():
+            return [self._along(kind, width, moves[0])]
+        return [self._each(kind, width, variant, after) for variant, after in enumerate(moves)]
 
-    def _each(self, kind: int, width: int, variant: int) -> StateMove:
+    def _each(self, kind: int, width: int, variant: int, after: States) -> StateMove:
         pool = self._pool
-        after = pool.moves(kind, width)[variant].after
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
@@ -89,15 +83,13 @@ class Places:
             near[state] = _index(self.nears, levels)
         return StateMove(np.where(after < 0, pool.states, after), place, near)
 
-    def _along(self, kind: int, width: int) -> StateMove:
+    def _along(self, kind: int, width: int, after: States) -> StateMove:
         """Take the next devices in cluster order; of levels behind a node's, any may connect to what is left."""
         pool, levels, slide = self._pool, self._topology.levels, np.lib.stride_tricks.sliding_window_view
-        chain = pool.all_of(kind)
-        after = pool.moves(kind, width)[0].after
         states = np.flatnonzero(after >= 0)
         starts = pool.devices_taken(kind)[states]
         limits, pairs, _ = self._kind_devices(kind)
-        widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(chain), dtype=np.int64)
+        widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(limits), dtype=np.int64)
         found = list(zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True))
         number = {
             each: _index(self.stage_places, StagePlace(levels[each[0]], each[1])) for each in dict.fromkeys(found)
@@ -110,7 +102,7 @@ class Places:
         near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
         return StateMove(np.where(after < 0, pool.states, after), place, near)
 
-    def _beside(self, kind: int, width: int, starts: Indices, after: Indices) -> npt.NDArray[np.bool_]:
+    def _beside(self, kind: int, width: int, starts: States, after: States) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""
         found = np.zeros(len(starts), dtype=bool)
         for other, latest in zip(self._pool.kinds, self._kind_devices(kind).latest, strict=True):
@@ -118,18 +110,16 @@ class Places:
             found |= highest[starts] >= self._pool.devices_taken(other)[after]
         return found
 
+    @memoized
     def _kind_devices(self, kind: int) -> _KindDevices:
-        if kind not in self._chains:
-            chain, nodes = self._pool.all_of(kind), self._topology.nodes
-            lasts = (
-                {nodes[device]: at for at, device in enumerate(self._pool.all_of(other))} for other in self._pool.kinds
-            )
-            self._chains[kind] = _KindDevices(
-                np.array([self._costs.limits_bytes[device] for device in chain]),
-                np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
-                [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
-            )
-        return self._chains[kind]
+        pool, nodes = self._pool, self._topology.nodes
+        chain = pool.all_of(kind)
+        lasts = ({nodes[device]: at for at, device in enumerate(pool.all_of(other))} for other in pool.kinds)
+        return _KindDevices(
+            np.array([self._costs.limits_bytes[device] for device in chain]),
+            np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
+            [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
+        )
 
 
 def _index(values: list[StagePlace] | list[frozenset[Level]], one: StagePlace | frozenset[Level]) -> int:

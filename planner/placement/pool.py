@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ def _evenly(free: Sequence[int], first: Sequence[int], then: Sequence[int], coun
 Free = tuple[int, ...]
 """How many devices of every group."""
 States = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", int, States)
 
 
 class DeviceGroup(NamedTuple):
@@ -117,14 +118,10 @@ class TakenCounts:
         self.states = count + 1
         self._group = np.repeat(np.arange(len(groups)), [len(group.devices) for group in groups])
         self._next = np.append(np.searchsorted(self._group, self._group, side="right"), count)
-        self._skip = skip and len(groups) > 1
-        # Few of those that skip are there; none is counted, since counting would take longer than it spares.
-        self.moves = count * (count + 1) // 2 * (2 if self._skip else 1)
-
-    @property
-    def skips(self) -> bool:
+        self.skips = skip and len(groups) > 1
         """Whether a stage may begin with the next node."""
-        return self._skip
+        # Few of those that skip are there; none is counted, since counting would take longer than it spares.
+        self.moves = count * (count + 1) // 2 * (2 if self.skips else 1)
 
     def devices_left(self, state: int) -> int:
         """Return how many devices are left."""
@@ -138,7 +135,7 @@ class TakenCounts:
         """Return the states after taking so many devices; see :class:`KindStates`."""
         states, count = np.arange(self.states), self.states - 1
         taken = np.where(states + width <= count, states + width, -1)
-        if not self._skip:
+        if not self.skips:
             return [taken]
         begun = self._next
         fits = begun + width <= count
@@ -253,15 +250,7 @@ def by_policies(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
     """Yield what stages of every width take in cluster order, and by DAPPLE's policies."""
     sizes = [len(group.devices) for group in groups]
     for width in range(1, sum(free) + 1):
-        yield from dict.fromkeys((_in_order(free, width), *choices(free, sizes, width)))
-
-
-def _in_order(free: Free, width: int) -> Free:
-    taken = []
-    for count in free:
-        taken.append(min(count, width))
-        width -= taken[-1]
-    return tuple(taken)
+        yield from dict.fromkeys((_one_by_one(free, range(len(free)), width), *choices(free, sizes, width)))
 
 
 def _less(free: Free, counts: Free) -> Free:
@@ -270,15 +259,6 @@ def _less(free: Free, counts: Free) -> Free:
 
 SKIPPING = 10
 """How many times as many moves may be gone through where they are at most twice those of cluster order."""
-
-
-class Move(NamedTuple):
-    """One of the variants of taking ``width`` devices of a kind."""
-
-    width: int
-    variant: int
-    after: States
-    """The state after it, ``[state]``; -1 where there is no such variant."""
 
 
 class Pool:
@@ -314,14 +294,13 @@ class Pool:
         """Return all devices of a kind."""
         return self._reserves[kind].remaining(0)
 
-    def chain(self, kind: int) -> tuple[int, ...] | None:
-        """Return a kind's devices in the order in which stages take the next ones; None where they have a choice."""
-        reserve = self._reserves[kind]
-        return reserve.remaining(0) if isinstance(reserve, TakenCounts) and not reserve.skips else None
+    def without_choice(self) -> bool:
+        """Return whether stages take the next ones of a kind's devices, and nothing else."""
+        return all(isinstance(each, TakenCounts) and not each.skips for each in self._reserves.values())
 
     def devices_taken(self, kind: int) -> States:
         """Return how many devices of a kind are taken in every state, where stages take the next ones."""
-        return np.arange(self.states) // self._strides[kind] % self._reserves[kind].states
+        return self._own(np.arange(self.states), kind)
 
     def kind_devices_left(self, state: int, kind: int) -> int:
         """Return how many devices of a kind are left."""
@@ -332,7 +311,7 @@ class Pool:
         found, states = np.zeros(self.states, dtype=np.int64), np.arange(self.states)
         for kind, reserve in self._reserves.items():
             own = np.array([reserve.devices_left(state) for state in range(reserve.states)])
-            found += own[states // self._strides[kind] % reserve.states]
+            found += own[self._own(states, kind)]
         return found
 
     def remaining(self, state: int) -> list[int]:
@@ -341,15 +320,11 @@ class Pool:
             device for kind in self.kinds for device in self._reserves[kind].remaining(self._own(state, kind))
         )
 
-    def moves(self, kind: int, width: int) -> list[Move]:
-        """Return the variants of taking so many devices of a kind, that in cluster order first."""
-        stride, states = self._strides[kind], np.arange(self.states)
-        own = states // stride % self._reserves[kind].states
-        found = []
-        for variant, each in enumerate(self._reserves[kind].after(width)):
-            after = each[own]
-            found.append(Move(width, variant, np.where(after >= 0, states + (after - own) * stride, -1)))
-        return found
+    def moves(self, kind: int, width: int) -> list[States]:
+        """Return the states after taking so many devices of a kind, like :meth:`KindStates.after`."""
+        states, own = np.arange(self.states), self._own(np.arange(self.states), kind)
+        every = (each[own] for each in self._reserves[kind].after(width))
+        return [np.where(after >= 0, states + (after - own) * self._strides[kind], -1) for after in every]
 
     def variants(self, state: int, kind: int, width: int) -> list[tuple[int, int]]:
         """Return the (variant, state after it) that there are of taking devices in a state."""
@@ -366,7 +341,7 @@ class Pool:
         """Return the devices that a stage takes, node by node."""
         return self._reserves[kind].devices(self._own(state, kind), width, variant)
 
-    def _own(self, state: int, kind: int) -> int:
+    def _own(self, state: Numbers, kind: int) -> Numbers:
         return state // self._strides[kind] % self._reserves[kind].states
 
 
